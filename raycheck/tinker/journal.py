@@ -265,8 +265,11 @@ class Journal:
 
     def untold_failure(self, model: str, step: int) -> LoggedRequest | None:
         """Return a pass since the last step before number `step` that has failed, or never came, which the client did
-        not know yet when it sent that step."""
-        query = "SELECT coalesce(max(seq), 0) FROM requests WHERE lane = ? AND seq < ? AND kind = 'optim_step'"
+        not know yet when it sent that step. A step that was refused or has failed is not the last step."""
+        query = (
+            "SELECT coalesce(max(seq), 0) FROM requests WHERE lane = ? AND seq < ? AND kind = 'optim_step' "
+            "AND status = 'done'"
+        )
         ((last,),) = self.rows(query, model, step)
         where = (
             "WHERE lane = ? AND seq > ? AND seq < ? AND form = 'error' AND (told IS NULL OR told > ?) "

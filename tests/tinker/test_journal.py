@@ -64,6 +64,18 @@ def test_only_what_has_changed_the_model_since_is_replayed(tmp_path) -> None:
     assert journal.request("id-3").body is None
 
 
+def test_a_rejected_step_hides_no_failure_before_it(tmp_path) -> None:
+    journal = Journal(str(tmp_path / "s.sqlite"))
+    journal.submit(request(1, "forward_backward", status="failed", form="error", result=b"{}"))
+    journal.submit(request(2, status="failed", form="refusal", result=b"lr"))
+    journal.submit(request(3))
+
+    assert journal.untold_failure("m", 3) == journal.request("id-1")
+    journal.finish("id-3", "done", "no_step", b"{}")
+    journal.submit(request(4))
+    assert journal.untold_failure("m", 4) is None
+
+
 def test_a_replaced_server_writes_nothing_more(tmp_path) -> None:
     first, second = (Journal(str(tmp_path / "s.sqlite")) for _ in "12")
 
