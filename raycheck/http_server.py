@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import cast
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.typedefs import Handler, Middleware
 
@@ -29,7 +29,7 @@ REFUSAL_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpLimits:
-    """What one client may cost.
+    """Limits of one client.
 
     head_s: the time from the connection, or from the last answer, to the end of the next request's headers. Also how
     long a client may read nothing of an answer. body_s: the time from the headers to the end of the body. connections:
@@ -77,7 +77,7 @@ async def listen(
 
 
 class _Connection(web.RequestHandler):
-    """Is aiohttp's protocol of one connection, with one timer for whatever the client has to do next."""
+    """aiohttp's protocol of one connection, with one timer for whatever the client has to do next."""
 
     def __init__(
         self, server: web.Server, limits: HttpLimits, opened: "set[_Connection]", *, auto_decompress: bool
@@ -100,6 +100,7 @@ class _Connection(web.RequestHandler):
         self._is_answering = False
         self._line_bytes = 0  # of the next request's first line, as far as it has come
         self._has_line = False
+        self._body: StreamReader | None = None  # of the newest request
         self._unread_bytes = 0  # of answers, when the timer was last looked at
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -127,7 +128,7 @@ class _Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        if not self._has_line:
+        if not self._has_line and (self._body is None or self._body.is_eof()):
             line, end, _ = data.partition(b"\n")
             self._line_bytes += len(line)
             self._has_line = bool(end)
@@ -148,10 +149,10 @@ class _Connection(web.RequestHandler):
         """End the connection at once."""
         self._wire.abort()
 
-    def begin_answer(self) -> None:
+    def begin_answer(self, body: StreamReader) -> None:
         """Take note that a request's headers are there: now the client waits for the server."""
         self._stop_waiting()
-        self._is_answering = True
+        self._is_answering, self._body = True, body
         self._line_bytes, self._has_line = 0, False
 
     def end_answer(self, *, is_last: bool) -> None:
@@ -236,7 +237,7 @@ async def _between_requests(request: web.Request, handler: Handler) -> web.Strea
     connection = request.protocol
     if not isinstance(connection, _Connection):
         return await handler(request)
-    connection.begin_answer()
+    connection.begin_answer(request.content)
     try:
         return await handler(request)
     finally:

@@ -93,6 +93,37 @@ def test_a_request_that_does_not_end_is_answered_in_time_be_it_the_first_or_a_la
     run(test)
 
 
+def test_a_connection_on_which_nothing_came_after_a_body_is_closed_without_an_answer() -> None:
+    async def test() -> None:
+        async with serving(HttpLimits(head_s=0.3)) as port:
+            head = b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 5\r\n\r\n"
+            idle = await sent(port)
+            for _ in range(2):
+                idle[1].write(head)
+                assert (await idle[0].readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+                idle[1].write(b"\n\nabc")
+                assert (await idle[0].readuntil(b"\r\n\r\n\n\nabc")).startswith(b"HTTP/1.1 200")
+
+            assert await answer(idle) == (0, b"")
+
+    run(test)
+
+
+def test_a_long_header_after_a_body_is_not_taken_for_a_long_address() -> None:
+    async def test() -> None:
+        async with serving(HttpLimits()) as port:
+            body, line = b"x" * 9000, b"POST / HTTP/1.1\r\nHost: x\r\n"
+            client = await sent(port, line + b"Expect: 100-continue\r\nContent-Length: 9000\r\n\r\n")
+            assert (await client[0].readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+            client[1].write(body)
+            assert (await client[0].readuntil(body)).startswith(b"HTTP/1.1 200")
+            client[1].write(line + b"A: " + body + b"\r\n\r\n")
+
+            assert (await answer(client))[0] == 431
+
+    run(test)
+
+
 def test_a_body_that_does_not_end_is_answered_in_time() -> None:
     async def test() -> None:
         async with serving(HttpLimits(head_s=1.0, body_s=0.05)) as port:

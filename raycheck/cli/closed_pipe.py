@@ -2,6 +2,9 @@
 
 Python ignores SIGPIPE, and has to: otherwise a store that closes a connection would end the process. So a write to a
 pipe that nobody reads raises an error instead, which libraries turn into exit code 1. Here it means damage.
+
+Only output ends a command, and only where it is what the command is for. Without a reader of stderr, messages are
+dropped; without a reader of stdout, commands that serve or follow drop their lines, and continue.
 """
 
 import io
@@ -17,24 +20,32 @@ CLOSED_PIPE = 141
 
 
 class _PipeToReader(io.FileIO):
+    ends_command = False
+
     def write(self, data: "ReadableBuffer", /) -> int:
-        """Write, or raise SystemExit when there is no reader any more. What is written after that is dropped."""
+        """Write, or drop the data when there is no reader any more, and raise SystemExit if `ends_command`."""
         try:
             return super().write(data)
         except BrokenPipeError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
-            raise SystemExit(CLOSED_PIPE) from None
+            if self.ends_command:
+                raise SystemExit(CLOSED_PIPE) from None
+            return memoryview(data).nbytes
 
 
 def end_with_the_reader() -> None:
-    """Have writes to stdout and stderr end the process by SystemExit(CLOSED_PIPE) when nobody reads them any more."""
+    """Have writes to stdout end the process by SystemExit(CLOSED_PIPE) when nobody reads it any more.
+
+    What nobody reads of stderr is dropped.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and isinstance(stream.buffer, io.BufferedWriter | io.FileIO):
             stream.flush()
             raw = _PipeToReader(stream.fileno(), "wb", closefd=False)
+            raw.ends_command = name == "stdout"
             is_buffered = isinstance(stream.buffer, io.BufferedWriter)  # else PYTHONUNBUFFERED is set
             again = io.TextIOWrapper(
                 io.BufferedWriter(raw) if is_buffered else raw,
@@ -44,3 +55,11 @@ def end_with_the_reader() -> None:
                 write_through=stream.write_through,
             )
             setattr(sys, name, again)
+
+
+def continue_without_reader() -> None:
+    """Have this command continue when nobody reads its stdout any more: it serves, or follows something else."""
+    buffer = getattr(sys.stdout, "buffer", None)
+    raw = getattr(buffer, "raw", buffer)
+    if isinstance(raw, _PipeToReader):
+        raw.ends_command = False

@@ -28,6 +28,7 @@ from raycheck.bucket.reading import read_latest
 from raycheck.bucket.run_status import read_status
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import shown_uri
+from raycheck.cli.closed_pipe import continue_without_reader
 from raycheck.cli.options import Storage, settings_of, yaml_of
 from raycheck.errors import ConfigError, NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
@@ -69,6 +70,7 @@ def submit(  # noqa: PLR0917  typer makes options of them
     between two failures, and when another try cannot help: the run had finished, the driver gave up for good, or the
     script ended at once. Exit codes: 0 it succeeded, 1 it failed or was stopped. Ctrl-C leaves the job running.
     """
+    continue_without_reader()
     env = yaml_of(runtime_env, option="--runtime-env") if runtime_env else {}
     if working_dir is not None:
         env["working_dir"] = working_dir

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from raycheck.cli.closed_pipe import continue_without_reader
 from raycheck.cli.options import Storage, Text, out, settings_of
 from raycheck.errors import ConfigError
 
@@ -81,6 +82,7 @@ def tinker(  # noqa: PLR0917  typer makes options of them
             out.print(Text("Its clients need this key:"))
             out.print(Text(f"  export TINKER_API_KEY={made_key}"))
 
+    continue_without_reader()
     run_server(
         TinkerOptions(
             base_model=str(Path(base_model).absolute()) if Path(base_model).is_dir() else base_model,

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from raycheck.cli.closed_pipe import continue_without_reader
 from raycheck.nodes.cloud_notices import source_of
 from raycheck.nodes.drain import drain_node, wait_for_node
 from raycheck.nodes.metadata_service import ENDPOINT
@@ -38,6 +39,7 @@ def watch_node(  # noqa: PLR0917  typer makes options of them
     Waits for the cloud's preemption notice, and drains the node so that training saves in time. Runs until the machine
     goes away, or until SIGTERM.
     """
+    continue_without_reader()
     show_log()
     end_on_sigterm()
     source = source_of(cloud, endpoint)

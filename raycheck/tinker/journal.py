@@ -138,8 +138,15 @@ class Journal:
 
     def kept_key(self, new: str) -> str:
         """Return the key that an earlier start has kept in this file; else keep `new`, so that clients of this start
-        may go on after the next one."""
-        Path(self._path).chmod(0o600)
+        may go on after the next one. Raise ConfigError for a file whose rights cannot be changed."""
+        for path in (self._path, f"{self._path}-wal", f"{self._path}-shm"):  # SQLite may have made the last two
+            try:
+                Path(path).chmod(0o600)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                text = f"--state {path}: cannot be kept from other users ({error}), and would hold the key"
+                raise ConfigError(f"{text}; give a file of your own, or the key with --api-key-file") from None
         with self.writing() as db:
             db.execute("INSERT INTO keys SELECT ? WHERE NOT EXISTS (SELECT 1 FROM keys)", (new,))
         return str(self.rows("SELECT key FROM keys")[0][0])
@@ -172,13 +179,17 @@ class Journal:
             _insert(db, request)
 
     def finish(self, request_id: str, status: RequestStatus, form: str, result: bytes) -> None:
-        """Log a result. The body stays while a replay may need it: see `cover`."""
+        """Log a result. The body stays while a replay may need it: see `cover`. A model whose first request has failed
+        is unloaded."""
         keeps = MUTATES if status == "done" else ()
         values = (status, form, result, *keeps, request_id)
         marks = ", ".join("?" for _ in keeps)
         body = f"CASE WHEN kind IN ({marks}) THEN body END"
         with self.writing() as db:
             db.execute(f"UPDATE requests SET status = ?, form = ?, result = ?, body = {body} WHERE id = ?", values)  # noqa: S608
+            if status == "failed":
+                created = "(SELECT lane FROM requests WHERE id = ? AND seq = 0)"
+                db.execute(f"UPDATE models SET status = 'unloaded' WHERE id = {created}", (request_id,))  # noqa: S608
 
     async def log_result(self, request_id: str, form: str, result: bytes) -> None:
         """Log what came of a request that has been run, as soon as there is room for it."""
@@ -265,8 +276,11 @@ class Journal:
 
     def untold_failure(self, model: str, step: int) -> LoggedRequest | None:
         """Return a pass since the last step before number `step` that has failed, or never came, which the client did
-        not know yet when it sent that step."""
-        query = "SELECT coalesce(max(seq), 0) FROM requests WHERE lane = ? AND seq < ? AND kind = 'optim_step'"
+        not know yet when it sent that step. A step that was refused or has failed is not the last step."""
+        query = (
+            "SELECT coalesce(max(seq), 0) FROM requests WHERE lane = ? AND seq < ? AND kind = 'optim_step' "
+            "AND status = 'done'"
+        )
         ((last,),) = self.rows(query, model, step)
         where = (
             "WHERE lane = ? AND seq > ? AND seq < ? AND form = 'error' AND (told IS NULL OR told > ?) "

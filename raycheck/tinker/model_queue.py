@@ -212,6 +212,8 @@ class ModelQueue:
             logger.info("rebuilt model=%s from_request=%d requests=%d", context.run, begin, len(replayed))
 
     async def _log(self, request: LoggedRequest, form: str, result: bytes) -> None:
+        if request.seq == 0 and form == "error":
+            self._over = self._over or f"model {self._context.run} was not created"
         await self._journal.log_result(request.id, form, result)
         self._on_result(request.id)
 

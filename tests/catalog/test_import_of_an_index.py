@@ -111,6 +111,21 @@ def test_an_index_beside_the_file_of_all_weights_is_refused_until_one_is_gone(fo
     assert imported(folder).is_new
 
 
+def test_an_index_that_names_the_file_of_all_weights_is_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    hf_models.llama(seed=3).save_pretrained(folder)
+    places = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+
+    done = imported(folder)
+
+    live = hf_models.llama(seed=4)
+    head = open_run(done.uri).head
+    assert head is not None
+    head.restore(into={"model": live})
+    assert torch.equal(hf_models.logits(live), hf_models.logits(hf_models.llama(seed=3)))
+
+
 def test_weights_that_are_not_read_are_listed_as_left_out(folder: Path) -> None:
     save_file({"w": torch.ones(2)}, folder / "consolidated.safetensors")
     (folder / "pytorch_model.bin").write_bytes(b"")

@@ -1,16 +1,25 @@
-"""Commands whose reader has gone, as `raycheck ls ... | head -1` has it: exit code 141, and not a word on stderr."""
+"""Commands whose reader has gone, as `raycheck ls ... | head -1` has it: exit code 141, and not a word on stderr.
+
+Those that serve or follow continue, and a missing reader of stderr changes no exit code.
+"""
 
 import json
+import os
 import subprocess
 import sys
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
 import torch
 
+from raycheck.bucket.protocol.commit import finish
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.cli import app
-from tests.support.save_without_ray import save_state
+from tests.support.ports import free_ports, wait_until_up
+from tests.support.save_without_ray import ME, save_state
 
 # Each command is a child of one process, which has loaded the package: a process of its own costs seconds.
 RUN_EACH = """
@@ -99,17 +108,39 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     }
 
 
-def test_every_command_ends_quietly_when_its_reader_has_gone(commands: dict[str, list[str]]) -> None:
+def test_every_command_ends_quietly_when_its_reader_has_gone(commands: dict[str, list[str]], tmp_path: Path) -> None:
+    source, copy = (open_store(f"file://{tmp_path}/{name}") for name in ("mine", "copy"))
+    save_state(source, {"model": torch.nn.Linear(40, 30)}, save_number=1, step=1)
+    finish(Register(source), ME, group="group-of-1")
+    follow = ["cp", source.uri, copy.uri, "--follow", "--until-finished"]
     errors = {"an error": ["ls", "file:///nowhere/at-all"], "a wrong option": ["ls", "--wrong"]}
-    given = [(words, 1) for words in commands.values()] + [(words, 2) for words in errors.values()]
+    given = [(words, 1) for words in (*commands.values(), follow)] + [(words, 2) for words in errors.values()]
+    expected = {name: [141, ""] for name in commands} | {"follow": [0, ""]} | {name: [2, ""] for name in errors}
 
     done = subprocess.run(
         [sys.executable, "-c", RUN_EACH], input=json.dumps(given), capture_output=True, text=True, check=True
     )
 
-    found = dict(zip((*commands, *errors), json.loads(done.stdout), strict=True))
-    assert {name: outcome for name, outcome in found.items() if outcome != [141, ""]} == {}
+    assert dict(zip(expected, json.loads(done.stdout), strict=True)) == expected
     assert done.stderr == ""
+    assert read_latest(copy).is_finished
+
+
+def test_a_server_continues_when_nobody_reads_its_lines(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "raycheck", "page", str(tmp_path), "--port", str(port)]
+    with subprocess.Popen(command, stdout=writes, stderr=writes) as server:
+        os.close(writes)
+        try:
+            wait_until_up(server, port, what="the page")
+            page = HTTPConnection("127.0.0.1", port, timeout=60)
+            page.request("GET", "/")
+            assert page.getresponse().status == 401
+            page.close()
+        finally:
+            server.terminate()
 
 
 def test_no_command_is_forgotten_here(commands: dict[str, list[str]]) -> None:

@@ -1,5 +1,7 @@
 """The state file: what it keeps over a restart, and that one server at a time writes it."""
 
+from pathlib import Path
+
 import pytest
 
 from raycheck import ConfigError
@@ -62,6 +64,51 @@ def test_only_what_has_changed_the_model_since_is_replayed(tmp_path) -> None:
     journal.cover("m", 2)
     assert [item.body for item in journal.to_replay("m", 0)] == [None, None, b"b"]
     assert journal.request("id-3").body is None
+
+
+def test_a_rejected_step_hides_no_failure_before_it(tmp_path) -> None:
+    journal = Journal(str(tmp_path / "s.sqlite"))
+    journal.submit(request(1, "forward_backward", status="failed", form="error", result=b"{}"))
+    journal.submit(request(2, status="failed", form="refusal", result=b"lr"))
+    journal.submit(request(3))
+
+    assert journal.untold_failure("m", 3) == journal.request("id-1")
+    journal.finish("id-3", "done", "no_step", b"{}")
+    journal.submit(request(4))
+    assert journal.untold_failure("m", 4) is None
+
+
+@pytest.mark.parametrize(("status", "live"), [("done", "live"), ("failed", "unloaded")])
+def test_a_model_that_could_not_be_created_is_not_loaded(tmp_path, status, live) -> None:
+    journal = Journal(str(tmp_path / "s.sqlite"))
+    for run in "mn":
+        first = request(0, "create_model", id=run, lane=run)
+        journal.create_model(first, session="s", facts="{}", at=0.0)
+    journal.submit(request(1, lane="n"))
+
+    journal.finish("m", status, "error", b"{}")
+    journal.finish("id-1", "failed", "error", b"{}")
+
+    assert journal.rows("SELECT id, status FROM models ORDER BY id") == [("m", live), ("n", "live")]
+
+
+def test_a_kept_key_is_in_files_that_nobody_else_can_read(tmp_path, monkeypatch) -> None:
+    (tmp_path / "s.sqlite").touch()
+    (tmp_path / "s.sqlite").chmod(0o644)
+    journal = Journal(str(tmp_path / "s.sqlite"))
+
+    assert journal.kept_key("tml-a") == "tml-a"
+
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("s.sqlite", "s.sqlite-wal", "s.sqlite-shm"), 0o600
+    )
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", refuse)  # the file is another user's
+    with pytest.raises(ConfigError, match=r"--state .*not permitted.*--api-key-file"):
+        journal.kept_key("tml-b")
 
 
 def test_a_replaced_server_writes_nothing_more(tmp_path) -> None:

@@ -74,9 +74,9 @@ class Manifest(Document):
     attempt began, None when it is not known. rolling: only the newest few of its kind stay, see Retention. by_notice:
     it was saved because a node was about to go. drifted: what was not the same on all ranks that held it, in words; of
     that it has the first holder's. settings: the user's choices, in words, to tell at a restart what has
-    changed. name, note, expire_after_s: see Label; the
-    checkpoint's entry in `latest` says which name it has now, and when it expires. replaces: the checkpoint of the same
-    step and attempt whose place this one takes, see FORMAT.md, step 17; None for most.
+    changed. name, note, expire_after_s: see Label; the checkpoint's entry in `latest` says which name it has now, and
+    when it expires. replaces: the checkpoint of the same step and attempt whose place this one takes, see FORMAT.md,
+    step 17; None for most.
     """
 
     is_long: ClassVar[bool] = True

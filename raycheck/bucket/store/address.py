@@ -106,9 +106,10 @@ def kind_of(uri: str) -> str:
 def join_uri(uri: str, name: str) -> str:
     """Returns `uri` with one more path segment: the run's root, from Ray's storage path and run name.
 
-    name: as it is, like a folder's; what has a meaning in a URI is quoted. Raises ConfigError for "." and "..".
+    name: as it is, like a folder's; what has a meaning in a URI is quoted. Raises ConfigError for a name with a segment
+    "." or "..".
     """
-    if name in (".", ".."):
+    if {".", ".."} & set(name.split("/")):
         raise ConfigError(f"{name!r} is no name for a run: it would be another folder")
     base, mark, query = ("", "", "") if uri.startswith("/") else uri.partition("?")
     if not base:  # a plain path, in which nothing is quoted

@@ -14,11 +14,11 @@
 | path_style     | s3.addressing_style                  | virtual_hosted_style_request, and then | -                  |
 |                |                                      | the bucket is part of the endpoint     |                    |
 
-A dash means that pyarrow's URI cannot say it; Ray is given an fsspec file system instead (ray_filesystem.py). So it is
-where the S3 store is not AWS's own: a current pyarrow uploads with a checksum at the end and without the length, which
-Ceph and others answer with 411 (unless AWS_REQUEST_CHECKSUM_CALCULATION is when_required in every process of Ray's).
-tests/bucket/store/test_client_options.py compares every row with what arrives at a server. The other clouds have four
-of the settings, and there one class serves the store and Ray's own file system:
+A dash means that pyarrow's URI cannot say it; Ray is given an fsspec file system instead (ray_filesystem.py). The same
+holds for an S3 store that is not AWS's: a current pyarrow uploads with a checksum at the end and without the length,
+which Ceph and others answer with 411 (unless AWS_REQUEST_CHECKSUM_CALCULATION is when_required in every process of
+Ray's). tests/bucket/store/test_client_options.py compares every row with what arrives at a server. The other clouds
+have four of the settings, and there one class serves the store and Ray's own file system:
 
 | setting        | gcsfs (gcs.client.GsClient)  | adlfs (azure.client.AzClient)                |
 |----------------|------------------------------|----------------------------------------------|

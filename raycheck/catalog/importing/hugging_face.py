@@ -130,12 +130,15 @@ def _weights(
 
 
 def _index(files: SourceFiles) -> str:
-    """Returns the name of the index of several files; "" for one file. Raises ConfigError where there are both."""
+    """Return the name of the index of the files; "" for one file without an index.
+
+    Raise ConfigError for an index next to a file of all weights that it does not name.
+    """
     for whole, index in (SAFETENSORS, BINARY):
-        if index in files.sizes and whole in files.sizes:
+        if index in files.sizes and whole in files.sizes and whole not in _weight_map(files, index).values():
             raise ConfigError(
-                f"{files} has both {whole} and {index}, and they may be of different times: delete the one that is "
-                "older, with the files that it names, or import from a copy without it"
+                f"{files} has both {whole} and {index}, and the index does not name that file, so the two may be of "
+                "different times: import from a copy of the directory that has only the newer one"
             )
         if {index, whole} & files.sizes.keys():
             return index if index in files.sizes else ""
@@ -154,13 +157,19 @@ def _whole(files: SourceFiles) -> str:
     )
 
 
-def _indexed(files: SourceFiles, index: str) -> dict[str, str]:
-    """Returns the file that an index names for each tensor. Each must be one of the source's, in its own folder."""
-    what, suffix = files.what(index), index.removesuffix(".index.json").rpartition(".")[2]
+def _weight_map(files: SourceFiles, index: str) -> dict[str, str]:
+    """Return the file that an index names for each tensor, as it is written there."""
     document = files.read_json(index)
     places = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise CorruptError(f"{what} has no weight_map of names")
+        raise CorruptError(f"{files.what(index)} has no weight_map of names")
+    return places
+
+
+def _indexed(files: SourceFiles, index: str) -> dict[str, str]:
+    """Returns the file that an index names for each tensor. Each must be one of the source's, in its own folder."""
+    what, suffix = files.what(index), index.removesuffix(".index.json").rpartition(".")[2]
+    places = _weight_map(files, index)
     named = sorted(set(places.values()))
     for name in named:
         if "/" in name or not name.endswith(f".{suffix}"):

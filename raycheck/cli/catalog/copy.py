@@ -16,6 +16,7 @@ from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog.copy import CopiedRun, copy_run, plan_copy
 from raycheck.catalog.follow import FollowNews, follow_run
 from raycheck.catalog.object_copy import StoppedError
+from raycheck.cli.closed_pipe import continue_without_reader
 from raycheck.cli.options import Json, Text, Uri, out, print_json, settings_of
 from raycheck.cli.progress_bar import ProgressBar, progress_bar
 from raycheck.errors import ConfigError
@@ -61,6 +62,7 @@ def cp(  # noqa: PLR0917  typer makes options of them
         return
     with _stopped_by_signals() as stop, progress_bar() as show:
         if follow:
+            continue_without_reader()
             try:
                 follow_run(
                     uri,

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from raycheck.cli.closed_pipe import continue_without_reader
 from raycheck.cli.options import Storage, Text, out, settings_of
 from raycheck.errors import ConfigError
 
@@ -56,6 +57,7 @@ def page(  # noqa: PLR0917  typer makes options of them
         save_run(place, save_to)
         out.print(Text(f"wrote {save_to}"))
         return
+    continue_without_reader()
     serve(
         place,
         host=host,
