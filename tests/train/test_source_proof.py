@@ -3,6 +3,7 @@
 The judge is the order of the samples of runs with and without interruptions. The sources are read in other processes.
 """
 
+import os
 import pickle
 import random
 import threading
@@ -415,6 +416,55 @@ class OneShot(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return self.rows
+
+
+class Lines(IterableDataset[int]):
+    """Reads what was opened before, and writes down what it has read."""
+
+    def __init__(self, rows: Any, log: Any = None) -> None:
+        self.rows, self.log = rows, log
+
+    def __iter__(self) -> Iterator[int]:
+        for line in self.rows:
+            if self.log is not None:
+                self.log.write(line)
+                self.log.flush()
+            yield int(line)
+
+
+NUMBERS = "".join(f"{number:99}\n" for number in range(400))
+"""More than a file object reads ahead."""
+
+
+@pytest.mark.parametrize("mode", ["r", "r+"])
+def test_a_proof_moves_no_file_that_a_stream_holds_open_and_writes_none(mode: str, tmp_path: Path):
+    (tmp_path / "numbers").write_text(NUMBERS)
+    with (tmp_path / "numbers").open(mode) as rows, (tmp_path / "log").open("w") as log:
+        for _ in range(8):
+            rows.readline()
+        source = Lines(rows, log)
+        batches = proven(Batches(source, global_batch=4, rank=0, world_size=1))
+
+        assert (tmp_path / "log").read_text() == ""
+        assert next(batches.loader()).tolist() == [8, 9, 10, 11]
+        rest = [number for batch in batches.loader() for number in batch.tolist()]
+        assert rest == list(range(12, 400))
+        assert [int(line) for line in (tmp_path / "log").read_text().splitlines()] == list(range(8, 400))
+    proof = batches.state_dict()["checksums"]
+    assert len(proof) == MAX_SAMPLES
+
+
+def test_a_proof_takes_nothing_out_of_a_pipe_that_a_stream_holds_open():
+    receive, send = os.pipe()
+    with os.fdopen(send, "w") as pipe:
+        pipe.write(NUMBERS)
+    with os.fdopen(receive) as rows:
+        batches = Batches(Lines(rows), global_batch=4, rank=0, world_size=1)
+        proof = batches.prove()
+
+        assert proof is not None
+        assert (proof.is_exact, proof.samples) == (None, {})
+        assert next(batches.loader()).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("make", [Numbers, Augmented, Unrepeatable, Counting, OneShot, hugging_face])
