@@ -20,6 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -105,7 +106,7 @@ def _run(function: Callable[[], Any], send: int) -> NoReturn:
 def _leave_files_alone(send: int, null: int) -> None:
     """Replace what this child shares with its parent: a file by one of its own, read-only and at the same position;
     pipes, sockets and what cannot be opened once more by the null device."""
-    for number in map(int, os.listdir("/proc/self/fd")):
+    for number in [int(link.name) for link in Path("/proc/self/fd").iterdir()]:
         try:
             mode = os.fstat(number).st_mode
         except OSError:  # what listed the descriptors
