@@ -95,6 +95,7 @@ class Batches(SampleStream):
         self._position = StreamPosition(global_batch=self._global_batch, batches_left=self._batches_left)
         self._is_proving = prove
         self._proof: SourceProof | None = None  # what all ranks have agreed on
+        self._saved_checksums: Sequence[Sequence[int]] = ()  # of the checkpoint that was restored
         self._has_warned: set[str] = set()
         self._saved_elsewhere: set[int] = set()  # ids of the generators that the state saves by itself
 
@@ -251,7 +252,7 @@ class Batches(SampleStream):
             "global_batch": self._global_batch,
             **self._source.state(),
             "history": self._position.history.state(),
-            **({"checksums": self._proof.state()} if self._proof is not None else {}),
+            **({"checksums": self._proof.state(self._saved_checksums)} if self._proof is not None else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -269,6 +270,7 @@ class Batches(SampleStream):
             epoch=epoch, consumed=consumed, samples=int(state.get("samples", whole)), history=state.get("history")
         )
         self._source.load(states)
+        self._saved_checksums = state.get("checksums", ())
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raises StateMismatchError when a saved position would mean other samples here; changes nothing."""
@@ -286,11 +288,14 @@ class Batches(SampleStream):
         if len({(state["epoch"], state["consumed"]) for state in states}) > 1:
             other.append("the ranks' positions differ")
         other += self._source.differences(states)
-        if self._proof is not None and (unlike := self._proof.differing(states[0].get("checksums", ()))):
+        saved = states[0].get("checksums", ())
+        if self._proof is not None and (unlike := self._proof.differing(saved)):
+            compared = sum(number in self._proof.lasting for number, _ in saved)
             other.append(
-                f"{len(unlike)} of {len(states[0]['checksums'])} samples that were compared have other content "
-                f"({', '.join(map(str, unlike[:4]))}). Was the dataset exchanged? restore(skip=[...]) with this "
-                "entry's name begins the new one; Batches(prove=False) goes on in it at the saved position"
+                f"{len(unlike)} of {compared} samples that were compared have other content "
+                f"({', '.join(map(str, unlike[:4]))}). Was the dataset exchanged, or do its samples hold what differs "
+                "from start to start, such as the path of a cache? restore(skip=[...]) with this entry's name starts "
+                "the new dataset from its beginning; Batches(prove=False) continues in it at the saved position"
             )
         if other:
             raise StateMismatchError(

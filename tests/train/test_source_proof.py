@@ -3,6 +3,8 @@
 The judge is the order of the samples of runs with and without interruptions. The sources are read in other processes.
 """
 
+import itertools
+import os
 import pickle
 import random
 import threading
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from datasets.distributed import split_dataset_by_node
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Sampler, Subset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
@@ -337,6 +339,31 @@ def test_data_that_were_exchanged_since_the_save_are_refused(before: Any, after:
         two.load_state_dict(one.state_dict())
 
 
+def test_the_folder_of_a_file_may_differ_from_start_to_start_and_its_name_may_not():
+    first, moved, other = (
+        proven(Batches([{"path": form.format(i)} for i in range(48)], global_batch=4, rank=0, world_size=1))  # type: ignore[arg-type]
+        for form in ("/one/{}.wav", "/other/cache/{}.wav", "/one/{}.mp3")
+    )
+
+    moved.load_state_dict(first.state_dict())
+    with pytest.raises(StateMismatchError, match=r"1\d of 16 samples .*such as the path of a cache"):
+        other.load_state_dict(first.state_dict())
+
+
+def test_a_slow_start_counts_what_it_has_read_and_keeps_what_the_checkpoint_knew(monkeypatch: pytest.MonkeyPatch):
+    saved = proven(Batches(Numbers(), global_batch=4, rank=0, world_size=1)).state_dict()
+    monkeypatch.setattr("raycheck.train.data.source_proof.READ_FOR_S", 0.0)  # one sample
+    same, other = (
+        proven(Batches(source, global_batch=4, rank=0, world_size=1)) for source in (Numbers(), Numbers(first=1000))
+    )
+
+    with pytest.raises(StateMismatchError, match=r" 1 of 1 samples that were compared"):
+        other.load_state_dict(saved)
+    same.load_state_dict(saved)
+    assert len(saved["checksums"]) == MAX_SAMPLES
+    assert same.state_dict()["checksums"] == saved["checksums"]
+
+
 def test_both_cures_for_exchanged_data_work(tmp_path: Path):
     def run(name: str, source: Any, steps: int, owner: str, **options: Any) -> list[list[int]]:
         return started(f"file://{tmp_path}/{name}", [source], steps, owner, shuffle=False, **options)
@@ -415,6 +442,55 @@ class OneShot(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return self.rows
+
+
+class Lines(IterableDataset[int]):
+    """Reads what was opened before, and writes down what it has read."""
+
+    def __init__(self, rows: Any, log: Any = None) -> None:
+        self.rows, self.log = rows, log
+
+    def __iter__(self) -> Iterator[int]:
+        for line in self.rows:
+            if self.log is not None:
+                self.log.write(line)
+                self.log.flush()
+            yield int(line)
+
+
+NUMBERS = "".join(f"{number:99}\n" for number in range(400))
+"""More than a file object reads ahead."""
+
+
+@pytest.mark.parametrize("mode", ["r", "r+"])
+def test_a_proof_moves_no_file_that_a_stream_holds_open_and_writes_none(mode: str, tmp_path: Path):
+    (tmp_path / "numbers").write_text(NUMBERS)
+    with (tmp_path / "numbers").open(mode) as rows, (tmp_path / "log").open("w") as log:
+        for _ in range(8):
+            rows.readline()
+        source = Lines(rows, log)
+        batches = proven(Batches(source, global_batch=4, rank=0, world_size=1))
+
+        assert (tmp_path / "log").read_text() == ""
+        assert next(batches.loader()).tolist() == [8, 9, 10, 11]
+        rest = [number for batch in batches.loader() for number in batch.tolist()]
+        assert rest == list(range(12, 400))
+        assert [int(line) for line in (tmp_path / "log").read_text().splitlines()] == list(range(8, 400))
+    proof = batches.state_dict()["checksums"]
+    assert len(proof) == MAX_SAMPLES
+
+
+def test_a_proof_takes_nothing_out_of_a_pipe_that_a_stream_holds_open():
+    receive, send = os.pipe()
+    with os.fdopen(send, "w") as pipe:
+        pipe.write(NUMBERS)
+    with os.fdopen(receive) as rows:
+        batches = Batches(Lines(rows), global_batch=4, rank=0, world_size=1)
+        proof = batches.prove()
+
+        assert proof is not None
+        assert (proof.is_exact, proof.samples) == (None, {})
+        assert next(batches.loader()).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("make", [Numbers, Augmented, Unrepeatable, Counting, OneShot, hugging_face])
@@ -539,6 +615,34 @@ def test_a_loader_of_torchdata_that_passes_has_one_order_in_three_lives(kind: st
 def test_a_stream_without_a_state_is_refused_in_a_loader_of_torchdata():
     with pytest.raises(ConfigError, match=r"Rows has no state_dict.*raycheck\.Batches\(dataset"):
         check_loaders({"data": StatefulDataLoader(Rows(), batch_size=4)}, rank=0)
+
+
+def test_a_stream_of_hugging_face_whose_state_misleads_is_refused_in_a_loader_of_torchdata(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    mapped, shuffled = (
+        StatefulDataLoader(HUGGING_FACE[kind](hugging_face()), batch_size=4) for kind in ("map", "shuffle")
+    )
+    monkeypatch.setattr(datasets, "__version__", "5.1.0")
+    check_loaders({"data": mapped}, rank=0)
+    with pytest.raises(ConfigError, match=r"leaves out what is in its buffer.*raycheck\.Batches\(dataset"):
+        check_loaders({"data": shuffled}, rank=0)
+
+    monkeypatch.setattr(datasets, "__version__", "4.7.0")
+    with pytest.raises(ConfigError, match=r"datasets 4\.7\.0 does not restore.* 5\.1 does.*raycheck\.Batches\(dataset"):
+        check_loaders({"data": mapped}, rank=0)
+
+
+class Endless(Sampler[int]):
+    """Has no length, as an endless sampler has none."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.cycle(range(20))
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_a_sampler_without_a_length_is_checked_in_a_loader_of_torchdata(batch_size: int | None):
+    check_loaders({"data": StatefulDataLoader(Numbers(20), batch_size=batch_size, sampler=Endless())}, rank=0)
 
 
 def test_workers_over_a_stream_are_warned_of_in_a_loader_of_torchdata(caplog: pytest.LogCaptureFixture):

@@ -2,19 +2,25 @@
 
 A data source is read on trial there. It may draw random numbers, count, open files on first use, or be a generator that
 cannot be read twice: the training process has none of that. A child that takes too long is killed.
+
+A fork shares open files with its parent, the position in them too. So the child opens them once more, and has no pipes
+and sockets: a function that needs these fails in the child.
 """
 
+import fcntl
 import gc
 import os
 import pickle
 import select
 import signal
+import stat
 import struct
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -82,6 +88,7 @@ def _run(function: Callable[[], Any], send: int) -> NoReturn:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(number, signal.SIG_DFL)
         null = os.open(os.devnull, os.O_RDWR)
+        _leave_files_alone(send, null)
         for output in (1, 2):  # progress bars and warnings come again when training reads the source
             os.dup2(null, output)
         torch.set_num_threads(1)  # OpenMP's threads are not there after a fork
@@ -94,6 +101,35 @@ def _run(function: Callable[[], Any], send: int) -> NoReturn:
             left = left[os.write(send, left) :]
     finally:
         os._exit(0)
+
+
+def _leave_files_alone(send: int, null: int) -> None:
+    """Replace what this child shares with its parent: a file by one of its own, read-only and at the same position;
+    pipes, sockets and what cannot be opened once more by the null device."""
+    for number in [int(link.name) for link in Path("/proc/self/fd").iterdir()]:
+        try:
+            mode = os.fstat(number).st_mode
+        except OSError:  # what listed the descriptors
+            continue
+        if number == send or stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or stat.S_ISDIR(mode):
+            continue
+        own = _opened_again(number) if stat.S_ISREG(mode) else None
+        os.dup2(null if own is None else own, number, inheritable=os.get_inheritable(number))
+        if own is not None:
+            os.close(own)
+
+
+def _opened_again(number: int) -> int | None:
+    """Returns another descriptor of a file, read-only; None for a file that is only written, or not to be opened."""
+    if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+        return None
+    try:
+        at = os.lseek(number, 0, os.SEEK_CUR)
+        own = os.open(f"/proc/self/fd/{number}", os.O_RDONLY)
+    except OSError:
+        return None
+    os.lseek(own, at, os.SEEK_SET)
+    return own
 
 
 def _read_all(pipe: int, deadline: float) -> bytes | None:

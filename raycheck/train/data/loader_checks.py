@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 from raycheck.errors import ConfigError
 from raycheck.train.data.isolated_call import TrialError, isolated
 from raycheck.train.data.sample_seeding import seed_worker
+from raycheck.train.data.shared_streams import has_state, known_fault
 from raycheck.train.log import event, logger
 
 MAX_INDICES = 64
@@ -22,6 +23,7 @@ _CURE = (
     "Give it sampler=torchdata.stateful_dataloader.sampler.RandomSampler(dataset, generator=...), and another "
     "generator to the loader itself; raycheck.Batches needs neither"
 )
+_READS_AGAIN = "Give raycheck.Batches(dataset, global_batch=...), which reads up to the position"
 
 
 def check_loaders(objects: Mapping[str, object], *, rank: int) -> None:
@@ -36,7 +38,9 @@ def _check(name: str, loader: Any, rank: int) -> None:
     if isinstance(dataset, IterableDataset):
         _check_iterable(name, loader, dataset, rank)
         return
-    sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+    sampler = getattr(loader, "batch_sampler", None)
+    if sampler is None:  # "or" would ask for its length, which a sampler need not have
+        sampler = getattr(loader, "sampler", None)
     sampler = getattr(sampler, "sampler", sampler)  # a batch sampler saves what its sampler can tell
     if sampler is None:
         return
@@ -63,8 +67,13 @@ def _check_iterable(name: str, loader: Any, dataset: Any, rank: int) -> None:
     if not _has_state(dataset) and not _has_state_while_iterated(dataset):
         raise ConfigError(
             f"{name}: {type(dataset).__qualname__} has no state_dict, and torchdata forgets at the second restart how "
-            "much of it was read. Give raycheck.Batches(dataset, global_batch=...), which reads up to the position"
+            f"much of it was read. {_READS_AGAIN}"
         )
+    fault = known_fault(dataset)
+    if _has_state(dataset) and not has_state(dataset):
+        fault = "the state of Hugging Face's shuffle leaves out what is in its buffer, and a restart would drop that"
+    if fault:
+        raise ConfigError(f"{name}: {fault}. {_READS_AGAIN}")
     if loader.num_workers:
         text = (
             f"{name}: a StatefulDataLoader with workers over an IterableDataset goes on wrongly from a checkpoint of "

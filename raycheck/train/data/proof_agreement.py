@@ -26,9 +26,14 @@ class SourceProof:
     reason: str = ""
     said: tuple[str, ...] = ()
 
-    def state(self) -> list[tuple[int, int]]:
-        """Returns what a checkpoint keeps: the number and the checksum of each sample that lasts."""
-        return [(number, self.samples[number]) for number in sorted(self.lasting)]
+    def state(self, known: Sequence[Sequence[int]] = ()) -> list[tuple[int, int]]:
+        """Returns what a checkpoint keeps: the number and the checksum of each sample that lasts.
+
+        known: what the restored checkpoint kept, some of which this proof may have had no time to read.
+        """
+        found = {number: crc for number, crc in known if number not in self.lasting}
+        found.update({number: self.samples[number] for number in self.lasting})
+        return sorted(found.items())
 
     def differing(self, saved: Sequence[Sequence[int]]) -> list[int]:
         """Returns the numbers of the samples that are other ones than a checkpoint says."""
@@ -88,7 +93,8 @@ def _compare(first: SourceProof, other: SourceProof, rank: int) -> None:
     if unlike := [number for number in common if first.samples[number] != other.samples[number]]:
         raise ConfigError(
             f"Batches of {first.kind}: {len(unlike)} of {len(common)} samples that were compared are not the same on "
-            f"ranks 0 and {rank} ({shown_numbers(unlike)}). {_SPLIT_ALREADY}"
+            f"ranks 0 and {rank} ({shown_numbers(unlike)}). {_SPLIT_ALREADY}, and is for samples that hold what "
+            "differs from machine to machine, such as the path of a cache"
         )
 
 

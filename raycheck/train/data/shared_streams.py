@@ -14,6 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
@@ -196,7 +197,8 @@ class OneStream:
             if number == 0 and checksum(sample) != at.first:
                 raise StateMismatchError(
                     "the stream begins with another sample than when the checkpoint was saved, so its position would "
-                    "mean other samples: let it give them in one order, for example by shuffle(seed=...)"
+                    "mean other samples: let it give them in one order, for example by shuffle(seed=...), and without "
+                    "what differs from start to start, such as the path of a cache"
                 )
         return rows
 
@@ -306,7 +308,10 @@ def stream_loader(share: ShareOfStreams, positions: Positions, options: dict[str
 
 
 def checksum(sample: Any) -> int:
-    """Returns a checksum of a sample's numbers and texts, alike in every process. It is never 0."""
+    """Returns a checksum of a sample's numbers and texts, alike in every process. It is never 0.
+
+    Of an absolute path its last part counts alone.
+    """
     total = 1
     for part in _bytes_of(sample):
         total = zlib.crc32(part, total)
@@ -327,5 +332,7 @@ def _bytes_of(value: Any) -> Iterable[bytes]:
         yield value
     elif hasattr(value, "tobytes"):  # arrays of NumPy, images
         yield value.tobytes()
+    elif isinstance(value, str) and value.startswith("/") and "\n" not in value:
+        yield repr(PurePosixPath(value).name).encode()  # the folder, as of a cache, differs from machine to machine
     elif isinstance(value, str | int | float | bool | None):
         yield repr(value).encode()
