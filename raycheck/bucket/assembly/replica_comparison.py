@@ -23,13 +23,17 @@ MAX_LISTED = 32
 """How many differences a manifest names."""
 Cure = Literal["", "RankZero", "RankZero or PerRank"]
 """The wrappers that an entry of the state may be given in, where ranks are meant to hold different things."""
-CAUSES = "The replicas have drifted apart: an all-reduce is missing, or the ranks draw other random numbers"
+CAUSES = (
+    "The replicas have drifted apart: an all-reduce is missing, the ranks draw other random numbers, or each rank "
+    "computes it by itself and rounds differently"
+)
+RANK_ZERO = "If only rank 0 updates {these}, give the entry as raycheck.RankZero(entry) on every rank"
 CURES: dict[Cure, str] = {
-    "": CAUSES,
-    "RankZero": f"{CAUSES}. If only rank 0 updates this entry, give it as raycheck.RankZero(entry) on every rank",
-    "RankZero or PerRank": f"{CAUSES}. If only rank 0 updates this entry, give it as raycheck.RankZero(entry) on every "
-    "rank; if each rank has its own, as raycheck.PerRank(entry)",
+    "": "",
+    "RankZero": RANK_ZERO,
+    "RankZero or PerRank": f"{RANK_ZERO}; if each rank has its own, as raycheck.PerRank(entry)",
 }
+KEEP_FIRST = 'Where the first rank\'s serves for all, SaveSettings(on_drift="keep_first") saves that and says so'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,9 +136,13 @@ def with_copies(
 def described(found: Sequence[Difference]) -> str:
     """Say what differs, and on which ranks. found: at least one difference."""
     first, others = found[0], [item.label for item in found[1:]]
-    more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
-    also = f", nor are {', '.join(others[:MAX_NAMED])}{more}" if others else ""
+    also = f"; neither {'are' if others[1:] else 'is'} {_few(others)}" if others else ""
     return f"{first.label} is not the same on ranks {_listed(first.ranks)}{also}"
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"{', '.join(names[:MAX_NAMED])}{more}"
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -152,4 +160,12 @@ def labels(found: Sequence[Difference]) -> tuple[str, ...]:
 
 def refusal(found: Sequence[Difference]) -> str:
     """Say what differs, why it may, and what to do. found: at least one difference."""
-    return f"{described(found)}. {CURES[found[0].cure]}"
+    by_cure: dict[Cure, list[str]] = {}
+    for item in found:
+        by_cure.setdefault(item.cure, []).append(item.label)
+    cures = [
+        CURES[cure].format(these=_few(names) if len(by_cure) > 1 else "this")
+        for cure, names in by_cure.items()
+        if CURES[cure]
+    ]
+    return ". ".join([described(found), CAUSES, *cures, KEEP_FIRST])
