@@ -12,6 +12,7 @@ from raycheck.bucket.assembly.plan_cache import Section
 from raycheck.bucket.assembly.replica_comparison import (
     DIGEST_BYTES,
     Cure,
+    DecodedNames,
     Difference,
     RankDigests,
     Replica,
@@ -59,6 +60,19 @@ def test_of_many_differences_and_ranks_a_few_are_named() -> None:
         "tensor t0 is not the same on ranks 0, 1, 2, 3, 4 and 4 more; "
         "neither are tensor t1, tensor t2, tensor t3, tensor t4 and 4 more"
     )
+
+
+def test_names_are_decoded_once_and_forgotten_when_no_rank_reports_them() -> None:
+    known = DecodedNames()
+    first, second, third = rank_with({"a": 1, "b": 2}), rank_with({"b": 2, "c": 3}), rank_with({"b": 3, "c": 3})
+
+    before = known.of([first, second])
+    after = known.of([second, third])
+
+    assert after[second.names] is before[second.names]
+    assert after.keys() == {second.names}
+    for ranks in ([first, second], [second, third], [first, third]):
+        assert differences(ranks, known) == differences(ranks)
 
 
 def difference(name: str, cure: Cure) -> Difference:
