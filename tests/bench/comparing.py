@@ -1,9 +1,10 @@
 """What the comparison of replicas adds to the time for which a save blocks a DDP training.
 
-    python -m tests.bench.comparing --mib 512 --rounds 9 [--device cuda] [--threads 1]
+    python -m tests.bench.comparing --mib 512 --rounds 9 [--device cuda] [--threads 1] [--layers 4000]
 
 "compared" stages rank 0's half of a state that two ranks hold, and digests the other half, as every save does. "alone"
-stages as many bytes of a state that nobody shares. Both in turns, in one process, into warm buffers.
+stages as many bytes of a state that nobody shares. Both in turns, in one process, into warm buffers. Many layers make
+many small tensors, each of which costs some time by itself.
 """
 
 import argparse
@@ -31,12 +32,12 @@ def state_of(layers: int, width: int, device: str) -> dict[str, object]:
     return {"model": model, "optimizer": optimizer}
 
 
-def measured(state_bytes: int, rounds: int, *, device: str = "cpu") -> Samples:
+def measured(state_bytes: int, rounds: int, *, device: str = "cpu", layers: int = LAYERS) -> Samples:
     """Returns the seconds for which each side blocks: `alone` without the comparison, `compared` with it."""
-    width = int((state_bytes / 3 / 4 / LAYERS) ** 0.5)
-    shared = TrainState(state_of(LAYERS, width, device), rank=0, world_size=RANKS)
+    width = int((state_bytes / 3 / 4 / layers) ** 0.5)
+    shared = TrainState(state_of(layers, width, device), rank=0, world_size=RANKS)
     shared.use_agreement(agree([shared.replica_checksums()] * RANKS))
-    alone = TrainState(state_of(LAYERS // RANKS, width, device), rank=0, world_size=1)
+    alone = TrainState(state_of(layers // RANKS, width, device), rank=0, world_size=1)
     sizes = [sum(shard.size_bytes for shard in state.stage(Progress()).staged) for state in (shared, alone)]
     assert abs(sizes[0] - sizes[1]) < max(sizes) / 20, "both sides copy the same"
     return interleaved({"alone": lambda: _blocked(alone), "compared": lambda: _blocked(shared)}, rounds, warm_ups=2)
@@ -61,9 +62,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="torch's: torchrun sets 1")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="each has three tensors of equal size")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    samples = measured(given.mib << 20, given.rounds, device=given.device)
+    samples = measured(given.mib << 20, given.rounds, device=given.device, layers=given.layers)
     for what in ("s", "host_s"):
         ratio = samples.ratio("compared", "alone", what)
         alone_ms = 1e3 * statistics.median(samples.of("alone", what))

@@ -68,7 +68,7 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> Asse
     references = _references(reports)
     written = {shard.component for report in reports for shard in report.shards}
     merged = plans.merge(sections, sorted(written | references.keys()))
-    found = with_copies(differences(replicas), merged.differing_copies(sections), replicas)
+    found = with_copies(differences(replicas, plans.replica_names), merged.differing_copies(sections), replicas)
     _refuse_drift(reports, found)
     _refuse_holes(name, merged.holes)
     components = [

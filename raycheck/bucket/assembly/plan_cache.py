@@ -13,7 +13,7 @@ from threading import Lock
 
 from raycheck.bucket.assembly.dcp_metadata import dcp_metadata
 from raycheck.bucket.assembly.plan_merge import MergedPlan, merge_plans, uncovered
-from raycheck.bucket.assembly.replica_comparison import RankDigests
+from raycheck.bucket.assembly.replica_comparison import DecodedNames, RankDigests
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.decompression import MAX_DECODED_BYTES
 from raycheck.bucket.format.index import Index, Plan
@@ -118,11 +118,12 @@ class PlanCache:
     """Remembers the plans of the ranks' last saves, by hash, and what was made of them.
 
     A plan that no report has named since the save before the last is forgotten. components: those of the newest commit,
-    as far as they are known.
+    as far as they are known. replica_names: those of the ranks' replicas at the last save.
     """
 
     def __init__(self) -> None:
         self.components: tuple[Component, ...] = ()
+        self.replica_names = DecodedNames()
         self._lock = Lock()  # reports come in while a save is concluded in a thread
         self._named: dict[bytes, bytes] = {}  # since the last save was concluded
         self._known: dict[bytes, bytes] = {}

@@ -9,7 +9,7 @@ import hashlib
 import json
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,13 +23,17 @@ MAX_LISTED = 32
 """How many differences a manifest names."""
 Cure = Literal["", "RankZero", "RankZero or PerRank"]
 """The wrappers that an entry of the state may be given in, where ranks are meant to hold different things."""
-CAUSES = "The replicas have drifted apart: an all-reduce is missing, or the ranks draw other random numbers"
+CAUSES = (
+    "The replicas have drifted apart: an all-reduce is missing, the ranks draw other random numbers, or each rank "
+    "computes it by itself and rounds differently"
+)
+RANK_ZERO = "If only rank 0 updates {these}, give the entry as raycheck.RankZero(entry) on every rank"
 CURES: dict[Cure, str] = {
-    "": CAUSES,
-    "RankZero": f"{CAUSES}. If only rank 0 updates this entry, give it as raycheck.RankZero(entry) on every rank",
-    "RankZero or PerRank": f"{CAUSES}. If only rank 0 updates this entry, give it as raycheck.RankZero(entry) on every "
-    "rank; if each rank has its own, as raycheck.PerRank(entry)",
+    "": "",
+    "RankZero": RANK_ZERO,
+    "RankZero or PerRank": f"{RANK_ZERO}; if each rank has its own, as raycheck.PerRank(entry)",
 }
+KEEP_FIRST = 'Where the first rank\'s serves for all, SaveSettings(on_drift="keep_first") saves that and says so'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,17 +88,31 @@ def load_names(data: bytes) -> list[Replica]:
     return [Replica(key=key, label=label, cure=cure) for key, label, cure in rows]
 
 
-def differences(ranks: Sequence[RankDigests]) -> list[Difference]:
+class DecodedNames:
+    """Remembers the decoded names of the last comparison, which hardly ever change: where ranks hold different shards,
+    to decode them takes longer than to compare."""
+
+    def __init__(self) -> None:
+        self._last: dict[bytes, list[Replica]] = {}
+
+    def of(self, ranks: Sequence[RankDigests]) -> Mapping[bytes, list[Replica]]:
+        """Return the names that these ranks report, decoded, by their encoded form."""
+        last, encoded = self._last, {own.names for own in ranks}
+        self._last = {names: last[names] if names in last else load_names(names) for names in encoded}
+        return self._last
+
+
+def differences(ranks: Sequence[RankDigests], known: DecodedNames | None = None) -> list[Difference]:
     """Find what is not the same on all ranks that hold it. ranks: what they report, in order of rank."""
     alike: dict[tuple[bytes, bytes], list[int]] = {}
     for rank, own in enumerate(ranks):
         alike.setdefault((own.names, own.digests), []).append(rank)
     if len(alike) < 2:
         return []
-    known: dict[bytes, list[Replica]] = {}
+    decoded = (known or DecodedNames()).of(ranks)
     found: dict[str, tuple[Replica, dict[bytes, list[int]]]] = {}
     for (names, digests), same in alike.items():
-        replicas = known.get(names) or known.setdefault(names, load_names(names))
+        replicas = decoded[names]
         if len(digests) != DIGEST_BYTES * len(replicas):
             raise CorruptError(f"rank {same[0]} reports {len(digests)} bytes of digests for {len(replicas)} replicas")
         for number, replica in enumerate(replicas):
@@ -132,9 +150,13 @@ def with_copies(
 def described(found: Sequence[Difference]) -> str:
     """Say what differs, and on which ranks. found: at least one difference."""
     first, others = found[0], [item.label for item in found[1:]]
-    more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
-    also = f", nor are {', '.join(others[:MAX_NAMED])}{more}" if others else ""
+    also = f"; neither {'are' if others[1:] else 'is'} {_few(others)}" if others else ""
     return f"{first.label} is not the same on ranks {_listed(first.ranks)}{also}"
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"{', '.join(names[:MAX_NAMED])}{more}"
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -152,4 +174,12 @@ def labels(found: Sequence[Difference]) -> tuple[str, ...]:
 
 def refusal(found: Sequence[Difference]) -> str:
     """Say what differs, why it may, and what to do. found: at least one difference."""
-    return f"{described(found)}. {CURES[found[0].cure]}"
+    by_cure: dict[Cure, list[str]] = {}
+    for item in found:
+        by_cure.setdefault(item.cure, []).append(item.label)
+    cures = [
+        CURES[cure].format(these=_few(names) if len(by_cure) > 1 else "this")
+        for cure, names in by_cure.items()
+        if CURES[cure]
+    ]
+    return ". ".join([described(found), CAUSES, *cures, KEEP_FIRST])

@@ -6,6 +6,7 @@ recognized by their classes and by the attributes they set on parameters, withou
 """
 
 import sys
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -69,18 +70,18 @@ _TENSOR_PARALLEL = "tensor_model_parallel"
 
 def refuse_engine(path: str, value: object) -> None:
     """Raise ConfigError for an engine, or for an optimizer of one. path: names the value."""
-    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__]
-    for engine in (DEEPSPEED, MEGATRON, *OTHERS):
-        if any(name.startswith(engine.classes) for name in names):
-            raise _refusal(f"{path} is a {names[0]}", engine)
+    engine = _engine_of(type(value))
+    if engine is not None:
+        raise _refusal(f"{path} is a {_full_name(type(value))}", engine)
 
 
 def refuse_parts_of_engines(name: str, module: torch.nn.Module) -> None:
     """Raise ConfigError for a module that an engine has taken over, wherever in `module` it is, and for a parameter
     that trains elsewhere. name: the entry's."""
     for path, child in module.named_modules():
-        refuse_engine(".".join(filter(None, (f"state[{name!r}]", path))), child)
-        if _is_megatron_stage(child):
+        if _engine_of(type(child)) is not None:
+            refuse_engine(".".join(filter(None, (f"state[{name!r}]", path))), child)
+        if _is_model_of_megatron(type(child)) and _megatron_size("pipeline_model_parallel") not in (None, 1):
             raise _refusal(f"state[{name!r}] is a stage of Megatron's pipeline ({type(child).__qualname__})", MEGATRON)
     for path, parameter in module.named_parameters():
         where = f"state[{name!r}] has the parameter {path}, which"
@@ -90,8 +91,8 @@ def refuse_parts_of_engines(name: str, module: torch.nn.Module) -> None:
             raise _refusal(f"{where} is a part of a larger one", MEGATRON)
         if parameter.requires_grad and not is_lazy(parameter) and not parameter.numel():
             raise ConfigError(
-                f"{where} is to be trained and has no elements: either an engine keeps it elsewhere, so that a save "
-                "would miss it, and then that engine has to save it; or it is empty indeed: call requires_grad_(False)"
+                f"{where} is to be trained and has no elements. If it is empty indeed, call requires_grad_(False) on "
+                "it. If a training engine keeps its elements elsewhere, a save would miss them: save with that engine"
             )
 
 
@@ -100,9 +101,22 @@ def is_lazy(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, torch.nn.parameter.UninitializedParameter)
 
 
-def _is_megatron_stage(module: torch.nn.Module) -> bool:
-    is_model = any(kind.__module__.startswith("megatron.core.models.") for kind in type(module).__mro__)
-    return is_model and _megatron_size("pipeline_model_parallel") not in (None, 1)
+@lru_cache(maxsize=4096)  # asked for every module at every save, while training waits
+def _engine_of(kind: type) -> TrainingEngine | None:
+    names = [_full_name(base) for base in kind.__mro__]
+    return next(
+        (engine for engine in (DEEPSPEED, MEGATRON, *OTHERS) if any(name.startswith(engine.classes) for name in names)),
+        None,
+    )
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+@lru_cache(maxsize=4096)
+def _is_model_of_megatron(kind: type) -> bool:
+    return any(base.__module__.startswith("megatron.core.models.") for base in kind.__mro__)
 
 
 def _megatron_size(kind: str) -> int | None:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.shards.entries.fill_in_place import filled
-from raycheck.shards.entries.module.module_entry import VALUE_KEYS
+from raycheck.shards.entries.module.module_entry import MERGED, VALUE_KEYS
 from raycheck.shards.entries.object_entry import ObjectEntry
 from raycheck.shards.entries.plain_value_entry import InPlace
 from raycheck.shards.entries.random_generators import GeneratorState, is_generator
@@ -248,7 +248,7 @@ class RankZeroEntry(ObjectEntry):
 
     def _fits_module(self, saved: SavedEntry) -> bool:
         """Returns whether a module of the same tensors was saved under this name, before it was given as RankZero."""
-        is_module = isinstance(saved.values, dict) and saved.values.keys() == VALUE_KEYS
-        if not is_module or any(saved.values.values()):
+        is_module = isinstance(saved.values, dict) and saved.values.keys() >= VALUE_KEYS
+        if not is_module or any(saved.values.get(key) for key in (*VALUE_KEYS, MERGED)):
             return False
         return {f"{self.name}.{key}" for key in self._obj.state_dict()} == saved.tensors.keys()

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from raycheck.shards.entries.metric_entry import is_metric, is_metrics
+from raycheck.shards.entries.module.parameter_names import is_compiled
 from raycheck.shards.transfer.gather_cache import local_of
 
 MAX_NAMED = 8
@@ -62,9 +63,9 @@ class ChangedAttributes:
         changes = ", ".join(f"{name} ({old} -> {new})" for name, old, new in shown)
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         return (
-            f"changed between the saves of steps {before_step} and {step}, and in no checkpoint: {changes}{more}. "
-            "After a restart they begin again. If the training depends on one, make it a persistent buffer "
-            "(register_buffer) or extra state (get_extra_state and set_extra_state) of its module, or keep it in an "
+            f"These attributes changed between steps {before_step} and {step} and are not saved: {changes}{more}. "
+            "After a restart they have their initial values again. If the training depends on one, make it a persistent "
+            "buffer (register_buffer) or extra state (get_extra_state and set_extra_state) of its module, or keep it in an "
             "entry of the state with state_dict and load_state_dict"
         )
 
@@ -102,7 +103,7 @@ def _saved(value: Any) -> frozenset[str]:
 
 def _of_module(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
     kinds = type(module).__mro__
-    is_wrapper = isinstance(module, DistributedDataParallel | ActivationWrapper) or "_orig_mod" in module._modules  # noqa: SLF001
+    is_wrapper = isinstance(module, DistributedDataParallel | ActivationWrapper) or is_compiled(module)
     has_extra_state = type(module).get_extra_state is not torch.nn.Module.get_extra_state
     if is_wrapper or has_extra_state or is_metric(module):
         return

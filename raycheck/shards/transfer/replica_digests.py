@@ -19,7 +19,7 @@ from raycheck.bucket.assembly.replica_comparison import (
 )
 from raycheck.shards.transfer.local_box import TRAIN, LocalBox
 from raycheck.shards.transfer.shard import Shard
-from raycheck.shards.transfer.tensor_digest import Digest, PendingDigests
+from raycheck.shards.transfer.tensor_digest import Digest, PendingDigests, digests
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,13 +27,15 @@ class SharedBox:
     """Describes a box that other ranks may hold too. replicas: what it is compared as, one for each of its names.
 
     is_by_upload: its bytes are copied to the host for this save, or lie there and in the bucket. is_by_copy: it is on a
-    device, and compared by a copy of it on the host.
+    device, and compared by a copy of it on the host. is_by_save: it is on a device, and the save digests it there to
+    find out whether it has changed.
     """
 
     name: str
     replicas: tuple[Replica, ...]
     is_by_upload: bool
     is_by_copy: bool
+    is_by_save: bool
 
     @classmethod
     def of(cls, box: LocalBox, replicas: Sequence[Replica], *, is_written: bool, is_by_crc: bool) -> "SharedBox":
@@ -41,7 +43,13 @@ class SharedBox:
         is_on_host = box.local.device.type == "cpu"
         is_by_upload = is_written and (is_on_host or (is_by_crc and box.component == TRAIN))
         is_by_copy = is_by_crc and not is_on_host and not is_by_upload
-        return cls(name=box.name, replicas=tuple(replicas), is_by_upload=is_by_upload, is_by_copy=is_by_copy)
+        return cls(
+            name=box.name,
+            replicas=tuple(replicas),
+            is_by_upload=is_by_upload,
+            is_by_copy=is_by_copy,
+            is_by_save=is_written and not is_on_host and not is_by_crc and box.component != TRAIN,
+        )
 
 
 class EncodedNames:
@@ -73,11 +81,13 @@ class ReplicaDigests:
         names: EncodedNames | None = None,
     ) -> None:
         """sources: the live tensor of each box. values: those of the entries, which must not change until `wait`."""
+        both = list(zip(boxes, sources, strict=True))
         here = [
             source.cpu() if box.is_by_copy else source
-            for box, source in zip(boxes, sources, strict=True)
-            if not box.is_by_upload
+            for box, source in both
+            if not (box.is_by_upload or box.is_by_save)
         ]
+        self._by_save = {box.name: source for box, source in both if box.is_by_save}
         self._pending: PendingDigests | None = PendingDigests(here)
         self._boxes = boxes
         self._values = values
@@ -88,7 +98,9 @@ class ReplicaDigests:
 
     def release(self, digested: Mapping[str, Digest]) -> None:
         """Wait until the live tensors may change. digested: by name, what the save itself has digested in between."""
-        self._digested = digested
+        missing = {name: source for name, source in self._by_save.items() if name not in digested}  # it had no memory
+        self._digested = {**digested, **dict(zip(missing, digests(list(missing.values())), strict=True))}
+        self._by_save = {}
         if self._pending is not None:
             self._pending.release()
 
@@ -98,7 +110,7 @@ class ReplicaDigests:
             return
         found = iter(self._pending.result())
         for box in self._boxes:
-            digest = self._digested.get(box.name) if box.is_by_upload else next(found)
+            digest = self._digested.get(box.name) if box.is_by_upload or box.is_by_save else next(found)
             self._digests += [box.name if digest is None else digest_of(digest)] * len(box.replicas)
         self._digests += [digest_of_values(values) for _, values in self._values]
         if self._encoded is not None:

@@ -45,6 +45,7 @@ class PendingDigests:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._digests: list[Digest | Callable[[], Digest]] = []
         self._sums: dict[torch.device, list[torch.Tensor]] = {}
+        self._counts: dict[torch.device, int] = {}  # of these sums so far: thousands of tensors are not counted again
         self._there: dict[torch.device, tuple[torch.Tensor, torch.Event]] = {}
         on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
         is_small = sum(tensor.nbytes for tensor in on_host) <= _ALONE_BYTES
@@ -105,10 +106,9 @@ class PendingDigests:
                 sums = weighted_sums(_bytes_of(tensor))
             except torch.OutOfMemoryError:  # the same sums of a copy in host memory: slower, and just as good
                 sums = weighted_sums(_bytes_of(tensor.cpu())).to(device)
-        before = self._sums.setdefault(device, [])
-        start = sum(map(torch.Tensor.numel, before))
-        before.append(sums)
-        stop = start + sums.numel()
+        start = self._counts.get(device, 0)
+        stop = self._counts[device] = start + sums.numel()
+        self._sums.setdefault(device, []).append(sums)
         return lambda: tuple(self._there[device][0][start:stop].tolist())
 
 

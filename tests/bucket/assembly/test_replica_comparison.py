@@ -11,12 +11,16 @@ from raycheck.bucket.assembly.assemble import assemble
 from raycheck.bucket.assembly.plan_cache import Section
 from raycheck.bucket.assembly.replica_comparison import (
     DIGEST_BYTES,
+    Cure,
+    DecodedNames,
+    Difference,
     RankDigests,
     Replica,
     described,
     differences,
     digest_of,
     dump_names,
+    refusal,
 )
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.index import Chunk, Tensor, index_of
@@ -25,6 +29,8 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import open_store
 from raycheck.errors import SaveFailedError
 from tests.support.hostile_documents import thorough
+
+BOTH: Cure = "RankZero or PerRank"
 
 
 def replica(name: str) -> Replica:
@@ -42,7 +48,7 @@ def test_i11_a_difference_names_the_tensors_and_the_ranks() -> None:
     found = differences(ranks)
 
     assert [(item.label, item.ranks) for item in found] == [("tensor a", (0, 3)), ("tensor b", (0, 2))]
-    assert described(found) == "tensor a is not the same on ranks 0 and 3, nor are tensor b"
+    assert described(found) == "tensor a is not the same on ranks 0 and 3; neither is tensor b"
 
 
 def test_of_many_differences_and_ranks_a_few_are_named() -> None:
@@ -51,9 +57,39 @@ def test_of_many_differences_and_ranks_a_few_are_named() -> None:
     said = described(differences(ranks))
 
     assert said == (
-        "tensor t0 is not the same on ranks 0, 1, 2, 3, 4 and 4 more, "
-        "nor are tensor t1, tensor t2, tensor t3, tensor t4 and 4 more"
+        "tensor t0 is not the same on ranks 0, 1, 2, 3, 4 and 4 more; "
+        "neither are tensor t1, tensor t2, tensor t3, tensor t4 and 4 more"
     )
+
+
+def test_names_are_decoded_once_and_forgotten_when_no_rank_reports_them() -> None:
+    known = DecodedNames()
+    first, second, third = rank_with({"a": 1, "b": 2}), rank_with({"b": 2, "c": 3}), rank_with({"b": 3, "c": 3})
+
+    before = known.of([first, second])
+    after = known.of([second, third])
+
+    assert after[second.names] is before[second.names]
+    assert after.keys() == {second.names}
+    for ranks in ([first, second], [second, third], [first, third]):
+        assert differences(ranks, known) == differences(ranks)
+
+
+def difference(name: str, cure: Cure) -> Difference:
+    return Difference(label=f"tensor {name}", cure=cure, ranks=(0, 1))
+
+
+def test_a_refusal_names_the_cure_of_each_difference_and_the_way_out() -> None:
+    one = refusal([difference("ema.w", "RankZero")])
+    many = refusal([difference("model.w", ""), difference("ema.w", "RankZero"), difference("own.n", BOTH)])
+
+    assert "If only rank 0 updates this, give the entry as raycheck.RankZero(entry) on every rank" in one
+    assert "If only rank 0 updates tensor ema.w, give the entry as raycheck.RankZero(entry)" in many
+    assert "If only rank 0 updates tensor own.n, " in many
+    assert "raycheck.PerRank(entry)" in many
+    for text in (one, many, refusal([difference("model.w", "")])):
+        assert "rounds differently" in text
+        assert 'SaveSettings(on_drift="keep_first")' in text
 
 
 @thorough

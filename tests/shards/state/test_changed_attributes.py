@@ -75,6 +75,21 @@ def test_all_kinds_of_plain_attributes_are_named_with_old_and_new_value() -> Non
     assert not any(f"model.0.{name} " in text for name in ("constant", "sizes", "kept", "output", "training"))
 
 
+def test_a_user_s_module_with_a_child_named_as_that_of_a_compiled_one_is_looked_at() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._orig_mod = nn.Linear(2, 2)
+            self.steps = 0
+
+    model = Around()
+
+    def step() -> None:
+        model.steps += 1
+
+    assert "model.steps (1 -> 2)" in str(named_after({"model": model}, step))
+
+
 def test_attributes_of_optimizers_and_schedulers_are_named() -> None:
     class Own(torch.optim.SGD):
         count = 0
@@ -110,7 +125,7 @@ def test_the_log_names_them_once_at_the_second_save_after_a_step(caplog: pytest.
         model(torch.ones(1, 2))
 
     (record,) = caplog.records
-    assert record.getMessage().startswith("changed between the saves of steps 1 and 2, and in no checkpoint: ")
+    assert record.getMessage().startswith("These attributes changed between steps 1 and 2 and are not saved: ")
 
 
 # --- no false alarms ---

@@ -124,6 +124,33 @@ def test_strictly_it_is_refused_and_every_way_that_the_error_names_works(kind: A
     assert getattr(left_out, "mean", None) is None
 
 
+class Rotary(torch.nn.Module):
+    """Has a weight, and a table that is computed from its arguments and may be saved."""
+
+    def __init__(self, base: float, *, persistent: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.register_buffer("table", torch.full((3,), base), persistent=persistent)
+
+
+@pytest.mark.parametrize("is_none", [False, True])
+def test_a_buffer_that_is_not_saved_any_more_keeps_its_value_here(is_none: bool) -> None:
+    checkpoint = saved({"model": Rotary(1.0, persistent=True)})
+    live = Rotary(2.0, persistent=False)
+    if is_none:
+        live.table = None
+
+    report = restored(checkpoint, {"model": live}, strict=False)
+
+    assert report.unexpected == ("model.table",)
+    assert report.registered == ()
+    assert list(live.state_dict()) == ["weight"]
+    assert live.table is None if is_none else torch.equal(live.table, torch.full((3,), 2.0))
+    text = refusal(checkpoint, {"model": live})
+    assert "model.table" in text
+    assert "has not registered" not in text
+
+
 def test_a_parameter_that_was_removed_is_not_brought_back() -> None:
     model = torch.nn.Module()
     model.register_parameter("gate", torch.nn.Parameter(torch.ones(1)))

@@ -217,7 +217,7 @@ class ModuleEntry(StateEntry):
 
     def _place_for(self, name: str) -> tuple[torch.nn.Module, str] | None:
         """Returns the innermost module whose buffer would have this name in the checkpoint, and its name there; None
-        where there is no such module, or it has something else of this name."""
+        where there is no such module, or it has something else of this name, such as a buffer that is not saved."""
         leaf = name.rpartition(".")[2]
         found = None
         for path, module in self.module.named_modules():
@@ -225,7 +225,8 @@ class ModuleEntry(StateEntry):
                 found = module
         if found is None or leaf in {**found._parameters, **found._modules}:  # noqa: SLF001
             return None
-        return (found, leaf) if leaf in found._buffers or not hasattr(found, leaf) else None  # noqa: SLF001
+        is_open = found._buffers.get(leaf) is None and leaf not in found._non_persistent_buffers_set  # noqa: SLF001
+        return (found, leaf) if is_open and (leaf in found._buffers or not hasattr(found, leaf)) else None  # noqa: SLF001
 
     def _match_names(self, saved: SavedEntry, all_live: Named, live: Named, extra: Named) -> None:
         """Record which tensors only one side has. Tied tensors need only one of their names in the checkpoint.

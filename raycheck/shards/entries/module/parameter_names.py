@@ -37,11 +37,11 @@ def innermost(module: torch.nn.Module) -> torch.nn.Module:
 
 def _wrapped_by(module: torch.nn.Module) -> torch.nn.Module | None:
     """Returns what DDP or torch.compile wraps directly; None for any other module."""
-    name = "module" if isinstance(module, DistributedDataParallel) else "_orig_mod" if _is_compiled(module) else ""
+    name = "module" if isinstance(module, DistributedDataParallel) else "_orig_mod" if is_compiled(module) else ""
     return module._modules.get(name)  # noqa: SLF001
 
 
-def _is_compiled(module: torch.nn.Module) -> bool:
+def is_compiled(module: torch.nn.Module) -> bool:
     """Returns whether torch.compile made this module. Its class is not imported: that takes a second."""
     kinds = ((kind.__module__, kind.__qualname__) for kind in type(module).__mro__)
     return ("torch._dynamo.eval_frame", "OptimizedModule") in kinds
@@ -108,7 +108,7 @@ def _is_wrapper(module: torch.nn.Module, name: str) -> bool:
     import."""
     match name:
         case "_orig_mod":
-            return _is_compiled(module)
+            return is_compiled(module)
         case "_checkpoint_wrapped_module":
             return isinstance(module, ActivationWrapper)
         case "base_layer":
