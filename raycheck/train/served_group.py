@@ -108,10 +108,11 @@ class ServedGroup(Group):
         """Calls the coordinator. Raises StoreError when rank 0 is gone, or does not answer within timeout_s."""
         try:
             return self.tell(method, *args).result(timeout_s)
-        except RaycheckError:
+        except RaycheckError as error:
             if self.rank:
+                said = str(error)
                 with suppress(Exception):
-                    self._threads.submit(lambda: self._caller.heard(self.rank)).result(LAST_WORDS_S)
+                    self._threads.submit(lambda: self._caller.heard(self.rank, said)).result(LAST_WORDS_S)
             raise
         except (OSError, EOFError) as error:
             why = "that process has ended, and its own output says why"
@@ -127,7 +128,7 @@ class ServedGroup(Group):
         super().tell_failure(error, saves=saves)
         if self.rank == 0 and self.world_size > 1 and not isinstance(error, FencedError | SupersededError):
             with suppress(Exception):
-                self._caller.wait_until_heard(self.world_size - 1, LAST_WORDS_S)
+                self._caller.wait_until_heard(str(error), self.world_size - 1, LAST_WORDS_S)
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -183,22 +184,25 @@ class _Caller:
     def __init__(self, coordinator: Coordinator, loop: asyncio.AbstractEventLoop) -> None:
         self._coordinator = coordinator
         self._loop = loop
-        self._heard: set[int] = set()
+        self._heard: set[tuple[int, str]] = set()
         self._change = threading.Condition()
 
     def call(self, method: str, args: tuple[Any, ...]) -> Any:
         return asyncio.run_coroutine_threadsafe(getattr(self._coordinator, method)(*args), self._loop).result()
 
-    def heard(self, rank: int) -> None:
-        """Takes that a rank has got an error of raycheck's as its answer."""
+    def heard(self, rank: int, said: str) -> None:
+        """Record that a rank was given an error of raycheck's, which said this."""
         with self._change:
-            self._heard.add(rank)
+            self._heard.add((rank, said))
             self._change.notify_all()
 
-    def wait_until_heard(self, count: int, timeout_s: float) -> None:
-        """Waits until so many ranks have got an error, for timeout_s seconds at most."""
+    def wait_until_heard(self, text: str, count: int, timeout_s: float) -> bool:
+        """Wait, for timeout_s seconds at most, until so many ranks were given an error with this text. Returns whether
+        they were."""
         with self._change:
-            self._change.wait_for(lambda: len(self._heard) >= count, timeout_s)
+            return self._change.wait_for(
+                lambda: len({rank for rank, said in self._heard if text in said}) >= count, timeout_s
+            )
 
 
 def _broadcast() -> Callable[[Any], Any]:

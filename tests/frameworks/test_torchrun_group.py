@@ -11,7 +11,8 @@ import torch
 import raycheck
 from raycheck.bucket.protocol.resume import AUTO
 from raycheck.bucket.store import open_store
-from raycheck.errors import ConfigError, StoreError
+from raycheck.errors import ConfigError, RaycheckError, StoreError
+from raycheck.train.coordinator.messages import RankFailure
 from raycheck.train.served_group import Served, ServedGroup, serve
 from tests.support.gloo_ranks import Ranks
 from tests.support.invariants import assert_invariants
@@ -77,6 +78,23 @@ def test_a_rank_whose_coordinator_is_gone_is_told_so() -> None:
         StoreError, match="rank 1: claim: the coordinator in rank 0's process does not answer: that process has "
     ):
         place(Served(address=("127.0.0.1", 9), key=b"x")).ask("claim", "group", 2, timeout_s=20, what="claim")
+
+
+def test_a_rank_that_got_another_error_has_not_heard_of_a_failure() -> None:
+    served = serve(f"memory://{uuid4().hex}", AUTO)
+    first, second = (
+        ServedGroup(id="group", uri="memory://run", rank=rank, world_size=2, coordinator=served) for rank in range(2)
+    )
+    with pytest.raises(RaycheckError):
+        second.ask("check_live", "another", timeout_s=60, what="look")
+    failure = RankFailure(group="group", rank=0, error=ConfigError("it broke"))
+    first.ask("rank_failed", failure, timeout_s=60, what="failure")
+    assert not first._caller.wait_until_heard("it broke", 1, 0.0)
+
+    with pytest.raises(ConfigError, match="rank 0: it broke"):
+        second.ask("claim", "group", 2, 1, timeout_s=60, what="claim")
+
+    assert first._caller.wait_until_heard("it broke", 1, 0.0)
 
 
 def test_who_does_not_know_the_key_is_not_answered() -> None:

@@ -18,6 +18,7 @@ from raycheck.train.coordinator.memory_checkpoints import MemoryCheckpoints
 from raycheck.train.coordinator.messages import Outcome
 from raycheck.train.coordinator.node_agents import NodeAgents
 from raycheck.train.coordinator.run_log import RunLog
+from raycheck.train.worker.group_restore import RestoreResult
 from tests.support.background_call import InThread
 from tests.support.command_line import raycheck as command
 from tests.support.coordinator_in_thread import InProcess, group_of
@@ -42,6 +43,37 @@ def test_the_reason_of_the_newest_failure_is_kept_for_the_next_start(tmp_path: P
 
     assert found == [f"rank 1: {WHY}", ""]
     assert caplog.text.count(WHY) == 1, "it is said once while it is the same"
+
+
+@pytest.mark.parametrize(("step", "problem"), [(3, f"rank 1: {WHY}"), (4, ""), (5, "")])
+def test_a_reason_is_over_once_the_bucket_has_the_step(tmp_path: Path, step: int, problem: str) -> None:
+    store = open_store(f"file://{tmp_path}/run")
+    memory = MemoryCheckpoints(store, NodeAgents(), RunLog(store))
+    report = Report(
+        group="g", rank=1, world_size=2, attempt=1, save=0, progress=Progress(step=4), failure=WHY, is_in_memory=True
+    )
+
+    async def failed() -> str:
+        await memory.report(report, 60)
+        memory.committed("key", step)
+        return memory.take_problem()
+
+    assert asyncio.run(failed()) == problem
+
+
+def test_a_start_without_a_checkpoint_says_why_there_is_nothing_in_memory_either(tmp_path: Path) -> None:
+    groups = group_of(f"file://{tmp_path}/run")
+
+    def begun(group: InProcess) -> RestoreResult:
+        ckpt = raycheck.Checkpointer({"weights": torch.ones(4)}, raycheck.SaveSettings(every_steps=2), group=group)
+        return ckpt.restore()
+
+    begun(groups[0])
+    groups[0].ask("no_memory", "rank 0: no node", timeout_s=60, what="report")
+    at = begun(replace(groups[0], id="second"))
+
+    assert at.resume is not None
+    assert at.resume.memory_problem == "rank 0: no node"
 
 
 def train(groups: list[InProcess], *, until: int) -> None:
