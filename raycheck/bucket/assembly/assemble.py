@@ -32,7 +32,8 @@ class Assembled:
     """Holds what makes the ranks' shards a checkpoint.
 
     documents: the bytes of manifest, index and `.metadata` by key, all to be written before the commit. has_copies:
-    ranks wrote a box twice, so they should agree anew on its writer. drift: which replicas differ; "" for none.
+    ranks wrote a box twice, or digested it in two ways, so they should agree on it anew. drift: which replicas
+    differ; "" for none.
     """
 
     manifest: Manifest
@@ -115,7 +116,8 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> Asse
     documents |= {object_keys.metadata_key(name, component): merged.metadata[component][0] for component in here}
     documents[object_keys.manifest_key(name)] = dump(manifest)  # the last one where they are written one by one
     drift = described(found) if found else ""
-    return Assembled(manifest=manifest, documents=documents, has_copies=merged.plan.has_copies, drift=drift)
+    has_copies = merged.plan.has_copies or plans.replica_names.are_of_two_kinds(replicas)
+    return Assembled(manifest=manifest, documents=documents, has_copies=has_copies, drift=drift)
 
 
 def _refuse_other_saves(reports: Sequence[Report]) -> None:

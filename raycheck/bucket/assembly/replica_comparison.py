@@ -11,6 +11,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from raycheck.errors import CorruptError
@@ -21,6 +22,9 @@ MAX_NAMED = 4
 """How many differences, and how many ranks of each, an error names."""
 MAX_LISTED = 32
 """How many differences a manifest names."""
+BOX_KINDS = ("crc", "sum")
+"""With which word, and a space, the key of a box begins: its number is made of the checksums of its bytes, or of a
+device's sums."""
 Cure = Literal["", "RankZero", "RankZero or PerRank"]
 """The wrappers that an entry of the state may be given in, where ranks are meant to hold different things."""
 CAUSES = (
@@ -94,6 +98,20 @@ class DecodedNames:
 
     def __init__(self) -> None:
         self._last: dict[bytes, list[Replica]] = {}
+        self._are_mixed: tuple[frozenset[bytes], bool] = (frozenset(), False)
+
+    def are_of_two_kinds(self, ranks: Sequence[RankDigests]) -> bool:
+        """Return whether ranks report the same box by numbers of two kinds, which cannot be compared: one of them has
+        moved it to the host since the ranks agreed."""
+        encoded = frozenset(own.names for own in ranks)
+        if encoded != self._are_mixed[0]:
+            kinds: dict[str, set[str]] = {}
+            for replica in chain.from_iterable(self.of(ranks).values()):
+                kind, _, box = replica.key.partition(" ")
+                if kind in BOX_KINDS:
+                    kinds.setdefault(box, set()).add(kind)
+            self._are_mixed = encoded, any(len(own) > 1 for own in kinds.values())
+        return self._are_mixed[1]
 
     def of(self, ranks: Sequence[RankDigests]) -> Mapping[bytes, list[Replica]]:
         """Return the names that these ranks report, decoded, by their encoded form."""

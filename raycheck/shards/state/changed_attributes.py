@@ -64,9 +64,9 @@ class ChangedAttributes:
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         return (
             f"These attributes changed between steps {before_step} and {step} and are not saved: {changes}{more}. "
-            "After a restart they have their initial values again. If the training depends on one, make it a persistent "
-            "buffer (register_buffer) or extra state (get_extra_state and set_extra_state) of its module, or keep it in an "
-            "entry of the state with state_dict and load_state_dict"
+            "After a restart they have their initial values again. If the training depends on one, make it a "
+            "persistent buffer (register_buffer) or extra state (get_extra_state and set_extra_state) of its module, "
+            "or keep it in an entry of the state with state_dict and load_state_dict"
         )
 
 

@@ -75,6 +75,20 @@ def test_names_are_decoded_once_and_forgotten_when_no_rank_reports_them() -> Non
         assert differences(ranks, known) == differences(ranks)
 
 
+@pytest.mark.parametrize(("kinds", "is_mixed"), [(("crc", "sum"), True), (("sum", "sum"), False)])
+def test_ranks_agree_anew_when_one_of_them_has_moved_a_tensor_to_the_host_since(
+    kinds: Sequence[str], is_mixed: bool
+) -> None:
+    held = [
+        RankDigests(names=dump_names([replica("kept"), replace(replica("w"), key=f"{kind} w@0")]), digests=bytes(16))
+        for kind in kinds
+    ]
+    nothing = Section.of(index_of([], [], values={}, rank_values=[{}]), held[1])
+    reports = [report(0, [5], held[0]), replace(report(1, [5], held[1]), section=nothing, shards=())]
+
+    assert assemble(open_store("memory://kinds"), reports).has_copies == is_mixed
+
+
 def difference(name: str, cure: Cure) -> Difference:
     return Difference(label=f"tensor {name}", cure=cure, ranks=(0, 1))
 
