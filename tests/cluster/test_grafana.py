@@ -89,7 +89,9 @@ def test_the_dashboard_links_to_the_run_in_the_page() -> None:
     path = link["url"].replace("${page}", "").replace("${run:percentencode}", quote("s3://bucket/runs/a b", safe=""))
     scope = PageScope(prefix="s3://bucket/runs")
     assert scope.name_of(parse_qs(urlsplit(path).query)["run"][0]) == "a b"
-    assert urlsplit(path).path in {str(resource.canonical) for resource in make_app(scope, token="", hosts=()).router.resources()}
+    assert urlsplit(path).path in {
+        str(resource.canonical) for resource in make_app(scope, token="", hosts=()).router.resources()
+    }
 
 
 def test_no_two_panels_lie_on_each_other() -> None:
