@@ -174,7 +174,6 @@ def test_a_stream_whose_state_is_known_to_mislead_is_named_with_the_release_that
     ("make", "reason"),
     [
         (lambda: Counting(lambda at: at + 1), "taken after 1 samples and put back, does not lead to the next one"),
-        (lambda: Counting(lambda at: 0), "taken after 1 samples"),
         (lambda: Counting(lambda at: at - at % 4), "taken after 1 samples"),
         (lambda: Counting(lambda at: at + (at > 3)), "taken after 5 samples"),
         (ForgetsInItsThirdLife, "taken after 2 samples"),

@@ -31,13 +31,13 @@ MAX_ROWS = 64
 ROWS_FOR_S = 0.5
 """For how long a stream is read through once."""
 TRY_FOR_S = 4.0
-"""After this time no other life of a stream is begun; the second lives come before the third ones."""
+"""After this time no other trial read of a stream is begun; the first restarts come before the second ones."""
 CALL_WITHIN_S = 10.0
 """How long one child may take."""
 STRIDES = (1, 5, 13)
-"""After how many samples a stream's state is taken and put back, in each of its lives."""
-LIVES = 4
-"""How many lives a stream is tried over: one that reads it through, and those that begin with a state."""
+"""After how many samples a stream's state is taken and put back, at each of its restarts."""
+RESTARTS = 3
+"""How often a stream is restarted from a state on trial, after it was read through once."""
 
 
 def numbered_proof(dataset: Any, length: int, order: Mapping[str, Any]) -> SourceProof:
@@ -58,7 +58,7 @@ def stream_proof(dataset: Any, plan: StreamPlan, order: Mapping[str, Any], *, ha
     proof = SourceProof(kind=type(dataset).__qualname__, order=order)
     whole = replace(plan, streams=1)  # what the ranks compare is the stream from its beginning, unsharded
     try:
-        first, again, other = (_life(dataset, whole, MAX_SAMPLES, salt=salt).rows for salt in (0, 0, 1))
+        first, again, other = (_trial_read(dataset, whole, MAX_SAMPLES, salt=salt).rows for salt in (0, 0, 1))
     except TrialError as error:
         said = f"it could not be read on trial: {error}"
         fault = known_fault(dataset) if has_state else ""
@@ -72,9 +72,11 @@ def stream_proof(dataset: Any, plan: StreamPlan, order: Mapping[str, Any], *, ha
         return replace(proof, is_exact=False, reason=fault)
     if len(proof.samples) < length:
         return replace(proof, reason="it gives other samples each time that it is read, so its state cannot be tried")
-    is_exact, reason, lives = _tried_state(dataset, plan)
-    if is_exact and lives < LIVES - 1:
-        text = f"the proof was cut short: its state was put back in {lives} of {LIVES - 1} lives in {TRY_FOR_S:.0f} s"
+    is_exact, reason, restarts = _tried_state(dataset, plan)
+    if is_exact and restarts < RESTARTS:
+        text = (
+            f"the proof was cut short: its state was tried over {restarts} of {RESTARTS} restarts in {TRY_FOR_S:.0f} s"
+        )
         proof = replace(proof, said=(*proof.said, text))
     return replace(proof, is_exact=is_exact, reason=reason)
 
@@ -123,10 +125,10 @@ def _read_numbered(dataset: Any, numbers: Sequence[int]) -> dict[int, tuple[int,
 
 
 @dataclass(frozen=True, slots=True)
-class _Life:
+class _TrialRead:
     """Holds what a child has read of a stream.
 
-    rows: the checksums of its samples. states: by the number of samples read in this life, the state after these.
+    rows: the checksums of its samples. states: by the number of samples read in this child, the state after these.
     """
 
     rows: list[int]
@@ -143,7 +145,7 @@ class _SeededStream(OneStream):
         return next(rows)
 
 
-def _life(
+def _trial_read(
     dataset: Any,
     plan: StreamPlan,
     rows: int,
@@ -151,10 +153,12 @@ def _life(
     salt: int = 0,
     at: StreamState | None = None,
     states_after: Sequence[int] = (),
-    for_s: float = READ_FOR_S,
-) -> _Life:
-    """Read a stream in a child. at: the state to which it is put first. for_s: after this time reading ends."""
-    call = partial(_read_stream, dataset, plan, rows, salt=salt, at=at, states_after=states_after, for_s=for_s)
+    for_s: float | None = None,
+) -> _TrialRead:
+    """Read a stream in a child. at: the state to which it is put first. for_s: after this time reading ends,
+    by default READ_FOR_S."""
+    limit = READ_FOR_S if for_s is None else for_s
+    call = partial(_read_stream, dataset, plan, rows, salt=salt, at=at, states_after=states_after, for_s=limit)
     return isolated(call, within_s=CALL_WITHIN_S)
 
 
@@ -167,45 +171,47 @@ def _read_stream(
     at: StreamState | None,
     states_after: Sequence[int],
     for_s: float,
-) -> _Life:
+) -> _TrialRead:
     """Be the child that reads a stream."""
     number = plan.mine()[0]
     is_exact = at is not None or bool(states_after)
     stream = _SeededStream(dataset, plan, number, at or StreamState(number=number), is_exact=is_exact)
     stream.salt = salt
-    life, began = _Life([], {}), time.monotonic()
-    while len(life.rows) < rows and (not life.rows or time.monotonic() - began < for_s):
+    read, began = _TrialRead([], {}), time.monotonic()
+    while len(read.rows) < rows and (not read.rows or time.monotonic() - began < for_s):
         try:
-            life.rows.append(checksum(stream.read()))
+            read.rows.append(checksum(stream.read()))
         except (StopIteration, ConfigError):  # the end of a stream, or one without samples, which training will report
             break
-        if len(life.rows) in states_after:
-            life.states[len(life.rows)] = stream.state()
-    return life
+        if len(read.rows) in states_after:
+            read.states[len(read.rows)] = stream.state()
+    return read
 
 
 def _tried_state(dataset: Any, plan: StreamPlan) -> tuple[bool | None, str, int]:
-    """Returns whether a stream goes on where its state was taken, why not, and over how many lives it was tried."""
-    began, lives, has_compared = time.monotonic(), 0, False
+    """Returns whether a stream goes on where its state was taken, why not, and over how many restarts it was tried."""
+    began, restarts, has_compared = time.monotonic(), 0, False
     try:
-        whole = _life(dataset, plan, MAX_ROWS, states_after=STRIDES, for_s=ROWS_FOR_S)
+        whole = _trial_read(dataset, plan, MAX_ROWS, states_after=STRIDES, for_s=ROWS_FOR_S)
         states = dict(whole.states)  # by stride, the newest
-        for number in range(1, LIVES):
+        for number in range(1, RESTARTS + 1):
             for stride, state in list(states.items()):
                 at = number * stride
                 if at >= len(whole.rows):
                     continue
                 if time.monotonic() - began > TRY_FOR_S:
-                    return (True, "", lives) if has_compared else (None, "there was no time to try its state", 0)
-                life = _life(dataset, plan, len(whole.rows) - at, at=state, states_after=(stride,), for_s=CALL_WITHIN_S)
-                if life.rows != whole.rows[at:]:
+                    return (True, "", restarts) if has_compared else (None, "there was no time to try its state", 0)
+                read = _trial_read(
+                    dataset, plan, len(whole.rows) - at, at=state, states_after=(stride,), for_s=CALL_WITHIN_S
+                )
+                if read.rows != whole.rows[at:]:
                     why = f"its state, taken after {at} samples and put back, does not lead to the next one"
-                    return False, why, lives
-                states[stride] = life.states.get(stride, state)
+                    return False, why, restarts
+                states[stride] = read.states.get(stride, state)
                 has_compared = True
-            lives = number
+            restarts = number
     except TrialError as error:
-        return False if error.has_failed else None, f"its state could not be tried: {error}", lives
+        return False if error.has_failed else None, f"its state could not be tried: {error}", restarts
     if not has_compared:
         return None, f"too few samples came within {ROWS_FOR_S} s to try its state", 0
-    return True, "", lives
+    return True, "", restarts
