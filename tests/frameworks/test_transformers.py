@@ -109,7 +109,7 @@ def test_nothing_is_written_into_the_trainers_own_folder(run: str, tmp_path: Pat
     trainer_of(run, tmp_path, save_steps=4).train()
 
     assert not list(tmp_path.iterdir())
-    assert steps_of(run) == [4, 8, 12, 12]  # the last one after the end of the epoch
+    assert steps_of(run) == [4, 8, 12]  # the last one after the end of the epoch, in the place of the one before it
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_nothing_is_written_into_the_trainers_own_folder(run: str, tmp_path: Pat
         ({"save_steps": 4}, raycheck.SaveSettings(every_steps=5), [5, 10, 12]),
         ({"save_strategy": "no"}, None, [12]),
         ({"save_strategy": "no"}, raycheck.SaveSettings(at_steps=[7]), [7, 12]),
-        ({"save_steps": 0.25, "save_total_limit": 2}, None, [12, 12]),
+        ({"save_steps": 0.25, "save_total_limit": 2}, None, [9, 12]),
     ],
 )
 def test_the_trainers_arguments_say_when_to_save_unless_save_settings_do(

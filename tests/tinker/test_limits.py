@@ -19,6 +19,11 @@ PATH = "tinker://s:train:0/weights/x"
 LORA = {"rank": 1}
 
 
+def logged_by_the_server(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Returns what was logged, without what the SDK's client of an earlier test says of its session that is over."""
+    return [record.getMessage() for record in caplog.records if not record.name.startswith("tinker.")]
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -56,7 +61,7 @@ def test_half_a_character_is_refused_by_its_fields_name(server, caplog, path: st
 
     assert (status, "lone surrogate" in answer["detail"]) == (422, True)
     assert any(ascii(name) in answer["detail"] for name in body)
-    assert caplog.text == ""
+    assert logged_by_the_server(caplog) == []
 
 
 @pytest.mark.parametrize(
@@ -64,7 +69,7 @@ def test_half_a_character_is_refused_by_its_fields_name(server, caplog, path: st
 )
 def test_what_is_not_utf_8_is_refused(server, caplog, raw: bytes) -> None:
     assert ask(server.url, "session_heartbeat", raw)[0] == 422
-    assert caplog.text == ""
+    assert logged_by_the_server(caplog) == []
 
 
 def test_a_whole_character_that_json_writes_in_two_halves_is_taken(server) -> None:
@@ -107,7 +112,7 @@ def test_odd_addresses_are_refused(server, caplog, path: str, method: str, odd: 
 
     assert status in (400, 403, 404, 422)
     assert "a fault of the server" not in answer["detail"]
-    assert caplog.text == ""
+    assert logged_by_the_server(caplog) == []
 
 
 @pytest.mark.parametrize("name", ["x-idempotency-key", "Accept", "X-Forwarded-Proto", "x-api-key", "Content-Encoding"])
@@ -119,7 +124,7 @@ def test_odd_headers_are_no_fault(server, caplog, name: str) -> None:
         status, answer = ask(server.url, path, body, headers=sent)
         assert status in (200, 404, 415, 422), answer
         assert ask(server.url, path, body, headers=sent)[0] == status
-    assert caplog.text == ""
+    assert logged_by_the_server(caplog) == []
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from uuid import uuid4
 import pytest
 import torch
 
+import raycheck
 from raycheck.bucket.assembly.assemble import assemble
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.protocol import commit as protocol
@@ -43,7 +44,7 @@ def test_a_save_sends_the_requests_that_are_counted(s3, elements: int) -> None:
         name = claimed(store, world_size=WORLD_SIZE, step=2)
         reports = []
         for rank in range(WORLD_SIZE):
-            state = {"own": {f"part{rank}": torch.zeros(elements)}}
+            state = {"own": raycheck.PerRank({"part": torch.zeros(elements)})}
             staged = TrainState(state, rank=rank, world_size=WORLD_SIZE).stage(Progress(step=2))
             sent(proxy)
 
