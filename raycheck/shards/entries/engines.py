@@ -70,19 +70,21 @@ _TENSOR_PARALLEL = "tensor_model_parallel"
 
 def refuse_engine(path: str, value: object) -> None:
     """Raise ConfigError for an engine, or for an optimizer of one. path: names the value."""
-    engine = _engine_of(type(value))
+    kind: Any = type(value)  # mypy takes no class for hashable
+    engine = _engine_of(kind)
     if engine is not None:
-        raise _refusal(f"{path} is a {_full_name(type(value))}", engine)
+        raise _refusal(f"{path} is a {_full_name(kind)}", engine)
 
 
 def refuse_parts_of_engines(name: str, module: torch.nn.Module) -> None:
     """Raise ConfigError for a module that an engine has taken over, wherever in `module` it is, and for a parameter
     that trains elsewhere. name: the entry's."""
     for path, child in module.named_modules():
-        if _engine_of(type(child)) is not None:
+        kind: Any = type(child)
+        if _engine_of(kind) is not None:
             refuse_engine(".".join(filter(None, (f"state[{name!r}]", path))), child)
-        if _is_model_of_megatron(type(child)) and _megatron_size("pipeline_model_parallel") not in (None, 1):
-            raise _refusal(f"state[{name!r}] is a stage of Megatron's pipeline ({type(child).__qualname__})", MEGATRON)
+        if _is_model_of_megatron(kind) and _megatron_size("pipeline_model_parallel") not in (None, 1):
+            raise _refusal(f"state[{name!r}] is a stage of Megatron's pipeline ({kind.__qualname__})", MEGATRON)
     for path, parameter in module.named_parameters():
         where = f"state[{name!r}] has the parameter {path}, which"
         if any(hasattr(parameter, mark) for mark in DEEPSPEED.marks):

@@ -258,7 +258,7 @@ class Coordinator:
         self._node_agents.handed_over(report)
 
     async def no_memory(self, why: str) -> None:
-        """Takes why a rank can make no more memory checkpoints in this attempt."""
+        """Record why a rank cannot make memory checkpoints any more in this attempt."""
         self._memory.note_problem(why)
 
     async def export(self, key: str, progress: Progress, settings: ExportSettings) -> int:

@@ -97,8 +97,8 @@ class Outcome:
     checkpoint, the checkpoint whose directory holds it; empty when the coordinator does not know. unnamed: why a
     committed checkpoint has not got the name that its save asked for; "" when it has, or asked for none.
     forgets_references: the save failed since it referred to components that not all ranks refer to, or that are no
-    longer held or there; the next save uploads them. is_cured_by_next: an object to which it referred is gone, so that
-    no checkpoint may be left that can be restored until the next save has uploaded it again. is_crowded: see Claim.
+    longer held or there; the next save uploads them. is_cured_by_next: an object to which it referred is gone.
+    Until the next save has uploaded it again, perhaps no checkpoint can be restored. is_crowded: see Claim.
     """
 
     kind: Literal["committed", "superseded", "failed"]

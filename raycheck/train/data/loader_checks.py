@@ -76,7 +76,7 @@ def _check_iterable(name: str, loader: Any, dataset: Any, rank: int) -> None:
         raise ConfigError(f"{name}: {fault}. {_READS_AGAIN}")
     if loader.num_workers:
         text = (
-            f"{name}: a StatefulDataLoader with workers over an IterableDataset goes on wrongly from a checkpoint of "
+            f"{name}: a StatefulDataLoader with workers over an IterableDataset resumes wrongly from a checkpoint of "
             "an epoch's last batch; take num_workers=0, or raycheck.Batches(dataset, global_batch=...)"
         )
         logger.warning(event(text, rank=rank))
