@@ -45,7 +45,7 @@ CALLS: dict[str, list[Callable[..., object]]] = {
     "start_coordinator": [raycheck.start_coordinator],
     "wait": [raycheck.Checkpointer.wait, raycheck.ActorCheckpointer.wait],
 }
-ELSEWHERE = {"--lr", "--follow", "--standalone"}
+ELSEWHERE = {"--lr", "--follow", "--standalone", "--rdzv-backend"}
 """Flags of other programs."""
 
 
