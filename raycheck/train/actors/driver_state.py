@@ -17,7 +17,6 @@ from raycheck.shards.entries.random_generators import GeneratorState, is_generat
 from raycheck.shards.entries.state_entry import calling
 from raycheck.shards.state.random_state import DriverRandomState
 from raycheck.train.actors.actor_state import RemoteState
-from raycheck.train.data.data_stream import DataStream
 from raycheck.train.worker.periodic import Periodic
 
 DRIVER_RNG = "driver_rng"
@@ -42,8 +41,6 @@ class DriverState:
         """Raises ConfigError, naming the entry, for a state that could not be saved later."""
         for name, value in self._objects.items():
             ObjectEntry(name, value).gather()
-            if isinstance(value, DataStream) and (proof := value.prove()) is not None:
-                value.take_proof(proof)
 
     def state_dicts(self) -> dict[str, Any]:
         """Returns the state of each entry, as rank 0 saves it."""
