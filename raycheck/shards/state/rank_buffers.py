@@ -5,20 +5,17 @@ their first save, and rank 0 names what differs. What DDP broadcasts from rank 0
 the first rank's is right. What a PerRank entry keeps for each rank is left out too.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raycheck.bucket.format.checksum import crc32
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.module.module_entry import EXTRA, ModuleEntry
 from raycheck.shards.entries.per_rank_entries import PerRank
 from raycheck.shards.entries.state_entry import GatheredEntry, StateEntry
+from raycheck.shards.state.replica_checksums import crc32_of_json, crc32_of_tensor
 from raycheck.shards.transfer.gather_cache import local_of
-from raycheck.shards.transfer.local_box import as_bytes
 
 MAX_NAMED = 8
 
@@ -36,9 +33,9 @@ def buffer_checksums(
         if isinstance(entry, ModuleEntry):
             for name, tensor in found.tensors.items():
                 if not entry.is_compared(name) and local_of(tensor) is tensor and _memory(tensor) not in known:
-                    checksums[name] = crc32(memoryview(_bytes_of(tensor)))
+                    checksums[name] = crc32_of_tensor(tensor)
             for key, value in found.values[EXTRA].items():
-                checksums[f"{entry.name}.{key}"] = crc32(json.dumps(value, sort_keys=True).encode())
+                checksums[f"{entry.name}.{key}"] = crc32_of_json(value)
     return checksums
 
 
@@ -107,7 +104,3 @@ def _broadcast_by_ddp(objects: Mapping[str, object]) -> set[object]:
 
 def _memory(tensor: torch.Tensor) -> object:
     return local_of(tensor).data_ptr(), tensor.device
-
-
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    return as_bytes(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()).numpy()

@@ -11,7 +11,7 @@ from raycheck.bucket.assembly.replica_agreement import Agreement, HeldBox, Holdi
 from raycheck.bucket.assembly.replica_comparison import Replica
 from raycheck.bucket.format.checksum import crc32
 from raycheck.shards.entries.state_entry import GatheredEntry, StateEntry
-from raycheck.shards.transfer.local_box import LocalBox, as_bytes
+from raycheck.shards.transfer.local_box import LocalBox, bytes_of
 from raycheck.shards.transfer.replica_digests import SharedBox
 
 EntryOf = Mapping[str, StateEntry]
@@ -39,9 +39,9 @@ def checksums_of(
         held=tuple(found if may_spread else replace(found, may_spread=False) for found in held),
         values={
             entry.name: ValueChecksums(
-                names_crc32=_crc32_of_json(sorted(entry.names())),
+                names_crc32=crc32_of_json(sorted(entry.names())),
                 may_differ=entry.may_differ,
-                crc32=_crc32_of_json(found.values) if is_compared and entry.compares_values else None,
+                crc32=crc32_of_json(found.values) if is_compared and entry.compares_values else None,
                 cure=entry.cure,
             )
             for entry, found in zip(entries, gathered, strict=True)
@@ -74,7 +74,7 @@ def shared_values(entries: Sequence[StateEntry], gathered: Sequence[GatheredEntr
     """Returns the values that are compared at each save, between ranks that hold the same names of the entry."""
     return [
         (
-            Replica(key=f"{entry.name}: {_crc32_of_json(sorted(entry.names()))}", label=label, cure=entry.cure),
+            Replica(key=f"{entry.name}: {crc32_of_json(sorted(entry.names()))}", label=label, cure=entry.cure),
             found.values,
         )
         for entry, found in zip(entries, gathered, strict=True)
@@ -90,7 +90,7 @@ def _held(box: LocalBox, owners: EntryOf, is_compared: bool) -> list[HeldBox]:
     """Returns the box under each of its names, since another rank may hold one of them apart. Its bytes count once."""
     names = _names(box)
     compared = {name for name in names if is_compared and owners[name].is_compared(name)}
-    crc = _crc32_of_tensor(box.local) if compared else None
+    crc = crc32_of_tensor(box.local) if compared else None
     return [
         HeldBox(
             box=replace(box, name=name).box_name,
@@ -108,11 +108,12 @@ def _held(box: LocalBox, owners: EntryOf, is_compared: bool) -> list[HeldBox]:
     ]
 
 
-def _crc32_of_tensor(tensor: torch.Tensor) -> int:
+def crc32_of_tensor(tensor: torch.Tensor) -> int:
     """Returns the CRC-32 of the tensor's bytes, row by row."""
-    flat = as_bytes(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
+    flat = bytes_of(tensor.detach().cpu())
     return crc32(memoryview(cast("Any", flat.numpy()))) if flat.numel() else 0
 
 
-def _crc32_of_json(values: Any) -> int:
+def crc32_of_json(values: Any) -> int:
+    """Returns the CRC-32 of values that can be written as JSON."""
     return crc32(json.dumps(values, sort_keys=True).encode())

@@ -195,6 +195,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a tensor's elements in their order, of a copy where they do not lie so."""
+    return as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
 def without_memory(box: LocalBox) -> LocalBox:
     """Returns the box with an empty meta tensor in place of its memory, which keeping it does not keep alive."""
     return replace(box, local=_nothing_of(box.local.dtype))

@@ -11,7 +11,7 @@ import torch
 
 from raycheck.errors import ConfigError
 from raycheck.shards.transfer.gather_cache import local_of
-from raycheck.shards.transfer.local_box import LocalBox, as_bytes
+from raycheck.shards.transfer.local_box import LocalBox, bytes_of
 
 
 class WrittenBytes:
@@ -59,8 +59,4 @@ def holds(live: torch.Tensor, read: torch.Tensor) -> bool:
     if (live.shape, live.dtype) != (read.shape, read.dtype) or not has_memory(live):
         return False
     is_same = (live.data_ptr(), live.stride(), live.device) == (read.data_ptr(), read.stride(), read.device)
-    return is_same or torch.equal(_bytes(live), _bytes(read))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return as_bytes(tensor.cpu().resolve_conj().resolve_neg().contiguous())
+    return is_same or torch.equal(bytes_of(live.cpu()), bytes_of(read.cpu()))

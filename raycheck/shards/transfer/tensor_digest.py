@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from raycheck.bucket.format.checksum import SUB_BLOCK, sub_block_crcs
-from raycheck.shards.transfer.local_box import as_bytes
+from raycheck.shards.transfer.local_box import as_bytes, bytes_of
 
 Digest = tuple[int, ...]
 _WORDS = 1 << 20
@@ -103,9 +103,9 @@ class PendingDigests:
         device = tensor.device
         with _stream(device):
             try:
-                sums = weighted_sums(_bytes_of(tensor))
+                sums = weighted_sums(bytes_of(tensor))
             except torch.OutOfMemoryError:  # the same sums of a copy in host memory: slower, and just as good
-                sums = weighted_sums(_bytes_of(tensor.cpu())).to(device)
+                sums = weighted_sums(bytes_of(tensor.cpu())).to(device)
         start = self._counts.get(device, 0)
         stop = self._counts[device] = start + sums.numel()
         self._sums.setdefault(device, []).append(sums)
@@ -121,13 +121,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a tensor's elements in their order, of a copy where they do not lie so."""
-    return as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
-
-
 def _crcs_of(tensor: torch.Tensor) -> list[int]:
-    return sub_block_crcs(memoryview(cast("Any", _bytes_of(tensor).numpy())))
+    return sub_block_crcs(memoryview(cast("Any", bytes_of(tensor).numpy())))
 
 
 def are_equal(known: Mapping[str, Digest], found: Mapping[str, Digest]) -> bool:
