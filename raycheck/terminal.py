@@ -8,6 +8,7 @@ values: JSON escapes what it must.
 """
 
 import logging
+from collections.abc import Sequence
 
 _INVISIBLE = frozenset(
     "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0"
@@ -22,6 +23,12 @@ def printable(text: str) -> str:
     if text.isprintable() and _INVISIBLE.isdisjoint(text):
         return text
     return "".join(map(_seen, text))
+
+
+def first_few(names: Sequence[object], most: int = 8) -> str:
+    """Returns the first of these, and how many more there are: no message grows with what it speaks of."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
 
 
 def printable_lines(text: str) -> str:

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Literal
 
 from raycheck.errors import CorruptError
+from raycheck.terminal import first_few
 
 DIGEST_BYTES = 8
 """The size of the number that a rank reports for one thing."""
@@ -168,19 +169,14 @@ def with_copies(
 def described(found: Sequence[Difference]) -> str:
     """Say what differs, and on which ranks. found: at least one difference."""
     first, others = found[0], [item.label for item in found[1:]]
-    also = f"; neither {'are' if others[1:] else 'is'} {_few(others)}" if others else ""
+    also = f"; neither {'are' if others[1:] else 'is'} {first_few(others, MAX_NAMED)}" if others else ""
     return f"{first.label} is not the same on ranks {_listed(first.ranks)}{also}"
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return f"{', '.join(names[:MAX_NAMED])}{more}"
 
 
 def _listed(ranks: Sequence[int]) -> str:
     head, *rest = (str(rank) for rank in ranks)
     if len(rest) > MAX_NAMED:
-        return f"{head}, {', '.join(rest[:MAX_NAMED])} and {len(rest) - MAX_NAMED} more"
+        return f"{head}, {first_few(rest, MAX_NAMED)}"
     return f"{', '.join([head, *rest[:-1]])} and {rest[-1]}"
 
 
@@ -196,7 +192,7 @@ def refusal(found: Sequence[Difference]) -> str:
     for item in found:
         by_cure.setdefault(item.cure, []).append(item.label)
     cures = [
-        CURES[cure].format(these=_few(names) if len(by_cure) > 1 else "this")
+        CURES[cure].format(these=first_few(names, MAX_NAMED) if len(by_cure) > 1 else "this")
         for cure, names in by_cure.items()
         if CURES[cure]
     ]

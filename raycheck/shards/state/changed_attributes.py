@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from raycheck.shards.entries.metric_entry import is_metric, is_metrics
 from raycheck.shards.entries.module.parameter_names import is_compiled
 from raycheck.shards.transfer.gather_cache import local_of
+from raycheck.terminal import first_few
 
-MAX_NAMED = 8
 _MAX_VALUES = 100_000
 _MAX_ITEMS = 256
 _MAX_ELEMENTS = 4096
@@ -59,11 +59,10 @@ class ChangedAttributes:
         names = [name for name in {**before, **now} if _differ(before.get(name, _ABSENT), now.get(name, _ABSENT))]
         if not names:
             return None
-        shown = ((name, *(_text(forms.get(name, _ABSENT)) for forms in (before, now))) for name in names[:MAX_NAMED])
-        changes = ", ".join(f"{name} ({old} -> {new})" for name, old, new in shown)
-        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        shown = ((name, *(_text(forms.get(name, _ABSENT)) for forms in (before, now))) for name in names)
+        changes = [f"{name} ({old} -> {new})" for name, old, new in shown]
         return (
-            f"These attributes changed between steps {before_step} and {step} and are not saved: {changes}{more}. "
+            f"These attributes changed between steps {before_step} and {step} and are not saved: {first_few(changes)}. "
             "After a restart they have their initial values again. If the training depends on one, make it a "
             "persistent buffer (register_buffer) or extra state (get_extra_state and set_extra_state) of its module, "
             "or keep it in an entry of the state with state_dict and load_state_dict"

@@ -13,8 +13,7 @@ from raycheck.errors import ConfigError
 from raycheck.shards.entries.module.module_entry import ModuleEntry
 from raycheck.shards.entries.state_entry import GatheredEntry, StateEntry
 from raycheck.shards.transfer.gather_cache import local_of
-
-MAX_NAMED = 8
+from raycheck.terminal import first_few
 
 
 def left_out(
@@ -49,12 +48,12 @@ def _left_out_of_module(entry: ModuleEntry, found: GatheredEntry, saved: set[obj
     trained = [name for name, tensor in lost.items() if tensor.requires_grad]
     if trained and not is_made_anew:
         raise ConfigError(
-            f"{_listed(trained)}: to be trained, but left out of the module's own state_dict(), so no checkpoint would "
-            "have it. Have state_dict() give it, or call requires_grad_(False) on it if the script makes it again "
+            f"{first_few(trained)}: to be trained, but left out of the module's own state_dict(), so no checkpoint "
+            "would have it. Have state_dict() give it, or call requires_grad_(False) on it if the script makes it again "
             "at every start"
         )
     text = "left out of the module's own state_dict(), so not saved: the script has to make it again at every start"
-    return [f"{_listed(list(lost))}: {text}"]
+    return [f"{first_few(list(lost))}: {text}"]
 
 
 def _unknown_to_modules(name: str, optimizer: Optimizer, known: set[int], saved: set[object]) -> list[str]:
@@ -68,12 +67,7 @@ def _unknown_to_modules(name: str, optimizer: Optimizer, known: set[int], saved:
         return []
     advice = 'Add the module that holds them, or a list of the tensors, as in {"weights": [weight, bias]}'
     text = "trains what no entry of the state holds, so the values are not saved"
-    return [f"state[{name!r}] {text}: {_listed(unknown)}. {advice}"]
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
+    return [f"state[{name!r}] {text}: {first_few(unknown)}. {advice}"]
 
 
 def _memory(tensor: torch.Tensor) -> object:

@@ -16,8 +16,7 @@ from raycheck.shards.entries.per_rank_entries import PerRank
 from raycheck.shards.entries.state_entry import GatheredEntry, StateEntry
 from raycheck.shards.state.replica_checksums import crc32_of_json, crc32_of_tensor
 from raycheck.shards.transfer.gather_cache import local_of
-
-MAX_NAMED = 8
+from raycheck.terminal import first_few
 
 
 def buffer_checksums(
@@ -41,10 +40,9 @@ def buffer_checksums(
 
 def advice_on(names: Sequence[str]) -> str:
     """Returns the warning about buffers and extra state that differ between ranks."""
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     key = names[0].rpartition(".")[2]
     return (
-        f"{', '.join(names[:MAX_NAMED])}{more} differ between ranks, and a restore gives all ranks the first rank's. "
+        f"{first_few(names)} differ between ranks, and a restore gives all ranks the first rank's. "
         f'To keep each rank\'s own, add an entry such as raycheck.PerRank({{"{key}": {names[0]}}}) to the state, and '
         "write into the buffer in place. To make them equal (running statistics), use SyncBatchNorm, or DDP with its "
         "default options, which sends rank 0's buffers to all ranks before each forward"

@@ -7,6 +7,7 @@ from typing import Any
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.progress import Progress
 from raycheck.shards.state.random_state import apply_rng
+from raycheck.terminal import first_few
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,7 @@ class RestoreReport:
 
     def __str__(self) -> str:
         names = tuple(spec.name for spec in fields(self))
-        lists = [f"{name}: {_shortened(getattr(self, name))}" for name in names if getattr(self, name)]
+        lists = [f"{name}: {first_few(getattr(self, name))}" for name in names if getattr(self, name)]
         return "; ".join(lists) or "nothing was restored"
 
 
@@ -66,7 +67,3 @@ class Restored:
     def apply_rng(self, rank: int) -> str:
         """Set this process's random state. Returns what was done, for the restore report."""
         return apply_rng(self.rng_values, rank) if self.rng_values else "untouched"
-
-
-def _shortened(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raycheck.errors import ConfigError
+from raycheck.terminal import first_few
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,5 +107,4 @@ _SPLIT_ALREADY = (
 
 
 def shown_numbers(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:4]))
-    return f"sample {shown}" + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
+    return f"sample {first_few(numbers, 4)}"
