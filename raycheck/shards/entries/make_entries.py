@@ -18,7 +18,7 @@ from raycheck.shards.entries.hf_assets import FilesEntry, has_files
 from raycheck.shards.entries.metric_entry import MetricsEntry, is_metrics, refuse_metrics_inside
 from raycheck.shards.entries.module.module_entry import ModuleEntry
 from raycheck.shards.entries.module.parameter_names import NamedParameters, ParameterNames, parameter_names
-from raycheck.shards.entries.object_entry import ObjectEntry
+from raycheck.shards.entries.object_entry import ObjectEntry, has_state_dict
 from raycheck.shards.entries.optimizer.optimizer_entry import OptimizerEntry
 from raycheck.shards.entries.per_rank_entries import (
     LoaderEntry,
@@ -27,6 +27,7 @@ from raycheck.shards.entries.per_rank_entries import (
     PerRankEntry,
     RankZero,
     RankZeroEntry,
+    inside,
     is_loader,
     is_merged,
 )
@@ -165,17 +166,17 @@ def _is_plain(name: str, value: object) -> bool:
 
 def _make_entry(name: str, value: Any, named: NamedParameters, rank: int, world_size: int) -> StateEntry:
     """Pick the kind of entry. The order matters: a metric is a module, and several kinds have a state_dict."""
-    inside = value.value if isinstance(value, PerRank) else value
-    refuse_engine(f"state[{name!r}]", value.obj if isinstance(value, RankZero) else inside)
-    if is_metrics(inside):
-        return MetricsEntry(name, inside, rank=rank, world_size=world_size)
+    refuse_engine(f"state[{name!r}]", inside(value))
+    own = value.value if isinstance(value, PerRank) else value
+    if is_metrics(own):
+        return MetricsEntry(name, own, rank=rank, world_size=world_size)
     if isinstance(value, torch.nn.Module):
         return ModuleEntry(name, value)
     if isinstance(value, HeldValue):
         return PlainValueEntry(name, value, rank=rank)
     if isinstance(value, Optimizer) and _has_torchs_form(name, value):
         return OptimizerEntry(name, value, named)
-    if isinstance(value, PerRank | RankZero) and _is_loader_inside(name, value):
+    if isinstance(value, PerRank | RankZero) and is_loader(name, inside(value)):
         raise ConfigError(
             f"state[{name!r}] is {type(value).__name__} of a loader, whose position means other samples at another "
             "world size. Give the loader itself: each rank's position is saved, and another number of ranks is refused"
@@ -202,10 +203,6 @@ def _make_entry(name: str, value: Any, named: NamedParameters, rank: int, world_
     )
 
 
-def _is_loader_inside(name: str, value: PerRank | RankZero) -> bool:
-    return is_loader(name, value.value if isinstance(value, PerRank) else value.obj)
-
-
 def _has_torchs_form(name: str, optimizer: Optimizer) -> bool:
     """Returns whether the optimizer's state_dict() has state and groups. torchtitan's container of optimizers gives the
     flattened form."""
@@ -226,9 +223,4 @@ def _has_objects(value: object) -> bool:
     if type(value) in (dict, list, tuple):
         items = value.values() if isinstance(value, dict) else cast("list[object]", value)
         return any(_has_objects(item) for item in items)
-    return (
-        isinstance(value, PerRank | RankZero)
-        or is_generator(value)
-        or has_files(value)
-        or (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)))
-    )
+    return isinstance(value, PerRank | RankZero) or is_generator(value) or has_files(value) or has_state_dict(value)

@@ -3,12 +3,14 @@
 from typing import Any
 
 from raycheck.errors import ConfigError
-from raycheck.shards.entries.saved_entry import Named, SavedEntry, empty_like
+from raycheck.shards.entries.saved_entry import HELD, Named, SavedEntry, empty_like
 from raycheck.shards.entries.state_entry import StateEntry, calling
 from raycheck.shards.entries.unsaved_tensors import refuse_unsaved
 
-HELD = "$held"
-"""A bare value, which may be None or a list, is saved in a dict under this key. No dict of plain values has it."""
+
+def has_state_dict(value: object) -> bool:
+    """Returns whether `value` has the two methods by which objects give and take their state."""
+    return all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict"))
 
 
 class ObjectEntry(StateEntry):
@@ -32,10 +34,7 @@ class ObjectEntry(StateEntry):
         return self.encode(tree, self.name, tensors)
 
     def match(self, saved: SavedEntry) -> Named:
-        if saved.values is None:
-            saved.missing.append(self.name)
-            return {}
-        if saved.was_none(self.name, HELD):
+        if saved.values is None or saved.was_none(self.name):
             saved.missing.append(self.name)
             return {}
         if isinstance(saved.values, dict) and HELD in saved.values:

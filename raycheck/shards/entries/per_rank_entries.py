@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.shards.entries.fill_in_place import filled
 from raycheck.shards.entries.module.module_entry import MERGED, VALUE_KEYS
-from raycheck.shards.entries.object_entry import ObjectEntry
+from raycheck.shards.entries.object_entry import ObjectEntry, has_state_dict
 from raycheck.shards.entries.plain_value_entry import InPlace
 from raycheck.shards.entries.random_generators import GeneratorState, is_generator
 from raycheck.shards.entries.saved_entry import Named, SavedEntry, empty_for
@@ -48,8 +48,7 @@ class PerRank:
         """Returns an object with state_dict and load_state_dict for `value`; None for plain data."""
         if is_generator(self.value):
             return GeneratorState(self.value)
-        methods = (getattr(self.value, name, None) for name in ("state_dict", "load_state_dict"))
-        return self.value if all(map(callable, methods)) else None
+        return self.value if has_state_dict(self.value) else None
 
 
 class PerRankEntry(StateEntry):
@@ -187,7 +186,7 @@ def is_loader(name: str, value: object) -> bool:
     is_ray = any(base.__module__.startswith("ray.data.") for base in type(value).__mro__)
     if not isinstance(value, DataLoader) and not is_ray:
         return False
-    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+    if has_state_dict(value):
         return True
     advice = (
         "raycheck.Batches(dataset, global_batch=..., seed=...) and its loader(epoch) can, for every world size, and "
@@ -209,6 +208,11 @@ class RankZero:
         self.obj = obj
 
 
+def inside(value: Any) -> Any:
+    """Returns what PerRank or RankZero wraps; any other value as it is."""
+    return value.value if isinstance(value, PerRank) else value.obj if isinstance(value, RankZero) else value
+
+
 class RankZeroEntry(ObjectEntry):
     """Saves and restores the wrapped object on rank 0, and nothing on the other ranks."""
 
@@ -216,7 +220,7 @@ class RankZeroEntry(ObjectEntry):
 
     def __init__(self, name: str, wrapped: RankZero, *, rank: int) -> None:
         obj = InPlace(wrapped.obj) if type(wrapped.obj) is dict else wrapped.obj
-        if not all(callable(getattr(obj, method, None)) for method in ("state_dict", "load_state_dict")):
+        if not has_state_dict(obj):
             raise ConfigError(
                 f"state[{name!r}] is RankZero of a {type(obj).__qualname__} without state_dict and load_state_dict. "
                 "Plain values go into a dict: raycheck.RankZero({...})"

@@ -13,8 +13,8 @@ import torch
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.fill_in_place import filled, is_container
 from raycheck.shards.entries.meta_tensors import ADVICE, is_on_meta
-from raycheck.shards.entries.object_entry import HELD, ObjectEntry
-from raycheck.shards.entries.saved_entry import Named, SavedEntry
+from raycheck.shards.entries.object_entry import ObjectEntry, has_state_dict
+from raycheck.shards.entries.saved_entry import HELD, Named, SavedEntry
 from raycheck.shards.entries.state_entry import GatheredEntry
 
 logger = logging.getLogger("raycheck")
@@ -79,7 +79,7 @@ class PlainValueEntry(ObjectEntry):
 
     def tree(self) -> Any:
         value = self._held.value
-        if all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
+        if has_state_dict(value):
             raise ConfigError(
                 f"state[{self.name!r}] is a {type(value).__qualname__} now, and was a plain value when the state was "
                 "given: nothing of it would be saved. Give it once it exists, by Checkpointer.add() before restore()"

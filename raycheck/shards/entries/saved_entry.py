@@ -11,6 +11,10 @@ from raycheck.shards.entries.meta_tensors import is_on_meta
 Named = dict[str, torch.Tensor]
 
 
+HELD = "$held"
+"""A bare value, which may be None or a list, is saved in a dict under this key. No dict of plain values has it."""
+
+
 class SavedEntry:
     """Holds what a checkpoint has of one entry, and collects how it differs from the live one.
 
@@ -78,9 +82,9 @@ class SavedEntry:
             self.castable = True
         return False
 
-    def was_none(self, name: str, held_key: str) -> bool:
+    def was_none(self, name: str) -> bool:
         """Returns whether the entry was None when it was saved, and then advises how to begin with the object here."""
-        if not (isinstance(self.values, dict) and held_key in self.values and self.values[held_key] is None):
+        if not (isinstance(self.values, dict) and self.values.get(HELD, self) is None):
             return False
         self.values = None
         self.advice.append(

@@ -49,8 +49,8 @@ def _left_out_of_module(entry: ModuleEntry, found: GatheredEntry, saved: set[obj
     if trained and not is_made_anew:
         raise ConfigError(
             f"{first_few(trained)}: to be trained, but left out of the module's own state_dict(), so no checkpoint "
-            "would have it. Have state_dict() give it, or call requires_grad_(False) on it if the script makes it again "
-            "at every start"
+            "would have it. Have state_dict() give it, or call requires_grad_(False) on it if the script makes it "
+            "again at every start"
         )
     text = "left out of the module's own state_dict(), so not saved: the script has to make it again at every start"
     return [f"{first_few(list(lost))}: {text}"]

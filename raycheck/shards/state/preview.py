@@ -15,8 +15,8 @@ from raycheck.bucket.format.values import decode
 from raycheck.bucket.reading import Checkpoint
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.module import module_entry
-from raycheck.shards.entries.object_entry import HELD
 from raycheck.shards.entries.optimizer import optimizer_entry
+from raycheck.shards.entries.saved_entry import HELD
 from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES
 from raycheck.shards.state.restore_matching import corrupt_if_odd
 from raycheck.shards.state.restore_selection import EVERYTHING, Selection

@@ -11,7 +11,7 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from raycheck.errors import ConfigError
-from raycheck.shards.entries.object_entry import ObjectEntry
+from raycheck.shards.entries.object_entry import ObjectEntry, has_state_dict
 from raycheck.shards.entries.plain_value_entry import InPlace
 from raycheck.shards.entries.random_generators import GeneratorState, is_generator
 from raycheck.shards.entries.state_entry import calling
@@ -61,7 +61,7 @@ def _with_state(name: str, value: Any) -> Any:
         return InPlace(value)
     if is_generator(value):
         return GeneratorState(value)
-    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+    if has_state_dict(value):
         return value
     raise ConfigError(
         f"state[{name!r}] is a {type(value).__name__} without state_dict and load_state_dict; the driver's state takes "

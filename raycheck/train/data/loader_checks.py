@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from raycheck.errors import ConfigError
+from raycheck.shards.entries.object_entry import has_state_dict
 from raycheck.train.data.isolated_call import TrialError, isolated
 from raycheck.train.data.sample_seeding import seed_worker
 from raycheck.train.data.shared_streams import has_state, known_fault
@@ -50,7 +51,7 @@ def _check(name: str, loader: Any, rank: int) -> None:
             f"{name}: the loader and its sampler draw from one generator, so that the order from the next epoch on "
             f"would be another one after a restart. {_CURE}"
         )
-    if not _has_state(sampler) and not _has_state_while_iterated(sampler):
+    if not has_state_dict(sampler) and not _has_state_while_iterated(sampler):
         try:
             one, two = isolated(lambda: _orders(sampler), within_s=WITHIN_S)
         except TrialError as error:
@@ -64,13 +65,13 @@ def _check(name: str, loader: Any, rank: int) -> None:
 
 
 def _check_iterable(name: str, loader: Any, dataset: Any, rank: int) -> None:
-    if not _has_state(dataset) and not _has_state_while_iterated(dataset):
+    if not has_state_dict(dataset) and not _has_state_while_iterated(dataset):
         raise ConfigError(
             f"{name}: {type(dataset).__qualname__} has no state_dict, and torchdata forgets at the second restart how "
             f"much of it was read. {_READS_AGAIN}"
         )
     fault = known_fault(dataset)
-    if _has_state(dataset) and not has_state(dataset):
+    if has_state_dict(dataset) and not has_state(dataset):
         fault = "the state of Hugging Face's shuffle leaves out what is in its buffer, and a restart would drop that"
     if fault:
         raise ConfigError(f"{name}: {fault}. {_READS_AGAIN}")
@@ -82,14 +83,10 @@ def _check_iterable(name: str, loader: Any, dataset: Any, rank: int) -> None:
         logger.warning(event(text, rank=rank))
 
 
-def _has_state(value: object) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
 def _has_state_while_iterated(value: Iterable[Any]) -> bool:
     """Returns whether an iterator over this has a state. It is made in a child, since that may draw numbers."""
     try:
-        return isolated(lambda: _has_state(iter(value)), within_s=WITHIN_S)
+        return isolated(lambda: has_state_dict(iter(value)), within_s=WITHIN_S)
     except TrialError:
         return False
 

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from raycheck.errors import ConfigError, StateMismatchError
+from raycheck.shards.entries.object_entry import has_state_dict
 from raycheck.train.data.sample_seeding import seed_worker
 
 
@@ -109,9 +110,7 @@ def has_exact_state(dataset: Any) -> bool:
 
 def has_state(dataset: Any) -> bool:
     """Returns whether a dataset has a `state_dict`, and nothing in it is known to drop samples by design."""
-    if not all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")):
-        return False
-    return not any("Shuffled" in name or "Randomly" in name for name in _stages_of(dataset))
+    return has_state_dict(dataset) and not any("Shuffled" in name or "Randomly" in name for name in _stages_of(dataset))
 
 
 def known_fault(dataset: Any) -> str:

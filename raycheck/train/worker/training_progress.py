@@ -12,7 +12,7 @@ import torch
 
 from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError
-from raycheck.shards.entries.per_rank_entries import PerRank, RankZero
+from raycheck.shards.entries.per_rank_entries import PerRank, RankZero, inside
 from raycheck.train.data.data_stream import DataStream
 
 
@@ -34,9 +34,8 @@ class ProgressCounter:
         """Take epochs and samples from the stream of data among these entries. Raises ConfigError for two of them."""
         entries = list(entries)
         for value in entries:
-            inside = value.value if isinstance(value, PerRank) else getattr(value, "obj", None)
-            if isinstance(value, PerRank | RankZero) and isinstance(inside, DataStream):
-                kind, wrapper = type(inside).__qualname__, type(value).__name__
+            if isinstance(value, PerRank | RankZero) and isinstance(inside(value), DataStream):
+                kind, wrapper = type(inside(value)).__qualname__, type(value).__name__
                 raise ConfigError(
                     f"the state holds {wrapper}({kind}): it would stay where it is, since nobody counts its steps. "
                     f"Give the {kind} itself, which has one position for all ranks"

@@ -25,7 +25,6 @@ from raycheck.shards.entries.meta_tensors import ADVICE, give_memory, is_on_meta
 from raycheck.shards.entries.module.merged_adapters import adapted_layers, differences, merged_adapters
 from raycheck.shards.entries.module.parameter_names import plain_names, unwrapped
 from raycheck.shards.entries.module.tensor_locations import TensorLocations, is_plain
-from raycheck.shards.entries.object_entry import HELD
 from raycheck.shards.entries.saved_entry import Named, SavedEntry, empty_for
 from raycheck.shards.entries.state_entry import GatheredEntry, StateEntry, calling
 from raycheck.shards.entries.unsaved_tensors import refuse_unsaved
@@ -160,7 +159,7 @@ class ModuleEntry(StateEntry):
         return found
 
     def match(self, saved: SavedEntry) -> Named:
-        saved.was_none(self.name, HELD)
+        saved.was_none(self.name)
         tree = self.tree()
         extra_here = _extra_state(tree)
         all_live = {f"{self.name}.{key}": value for key, value in tree.items() if key not in extra_here}

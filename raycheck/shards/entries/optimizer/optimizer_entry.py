@@ -18,7 +18,6 @@ from raycheck.bucket.format.values import decode
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.meta_tensors import ADVICE, is_on_meta
 from raycheck.shards.entries.module.parameter_names import NamedParameters, ParameterNames
-from raycheck.shards.entries.object_entry import HELD
 from raycheck.shards.entries.optimizer.exact_loading import load_exactly, loads_as_torch
 from raycheck.shards.entries.optimizer.parameter_groups import ParameterGroups, join_ranks
 from raycheck.shards.entries.optimizer.sharded_slots import (
@@ -178,7 +177,7 @@ class OptimizerEntry(StateEntry):
 
     def match(self, saved: SavedEntry) -> Named:
         self._refresh_groups()
-        if saved.values is None or saved.was_none(self.name, HELD):
+        if saved.values is None or saved.was_none(self.name):
             saved.missing.append(f"{self.name} (the whole optimizer)")
             return {}
         if not saved.values.keys() >= VALUE_KEYS:
