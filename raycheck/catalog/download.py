@@ -17,6 +17,7 @@ from typing import Literal
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.manifest import Manifest
+from raycheck.bucket.format.object_keys import MANIFEST
 from raycheck.bucket.reading import Checkpoint, missing_error
 from raycheck.bucket.store.interface import Buffer
 from raycheck.catalog.local_files import PARTIAL, appear, check_room, file_crc32, opened_partial, partial_of, write_file
@@ -27,7 +28,6 @@ from raycheck.run import open_run
 from raycheck.show_progress import ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 
-MANIFEST = "manifest.json"
 Format = Literal["dcp", "safetensors"]
 
 

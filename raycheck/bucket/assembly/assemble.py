@@ -69,7 +69,8 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> Asse
     references = _references(reports)
     written = {shard.component for report in reports for shard in report.shards}
     merged = plans.merge(sections, sorted(written | references.keys()))
-    found = with_copies(differences(replicas, plans.replica_names), merged.differing_copies(sections), replicas)
+    names = plans.replica_names
+    found = with_copies(differences(replicas, names), merged.differing_copies(sections), replicas, names)
     _refuse_drift(reports, found)
     _refuse_holes(name, merged.holes)
     components = [
@@ -116,7 +117,7 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> Asse
     documents |= {object_keys.metadata_key(name, component): merged.metadata[component][0] for component in here}
     documents[object_keys.manifest_key(name)] = dump(manifest)  # the last one where they are written one by one
     drift = described(found) if found else ""
-    has_copies = merged.plan.has_copies or plans.replica_names.are_of_two_kinds(replicas)
+    has_copies = merged.plan.has_copies or names.are_of_two_kinds(replicas)
     return Assembled(manifest=manifest, documents=documents, has_copies=has_copies, drift=drift)
 
 

@@ -149,15 +149,17 @@ def _difference(replica: Replica, holders: list[list[int]]) -> Difference:
 
 
 def with_copies(
-    found: Sequence[Difference], copies: Iterable[tuple[str, tuple[int, int]]], ranks: Sequence[RankDigests]
+    found: Sequence[Difference],
+    copies: Iterable[tuple[str, tuple[int, int]]],
+    ranks: Sequence[RankDigests],
+    names: DecodedNames | None = None,
 ) -> list[Difference]:
     """Add tensors of which two ranks wrote the same box with other bytes: one on the host and one on a device have no
     digests that could be compared. What no rank wants compared may differ, and is not added."""
     known = {item.label for item in found}
     differing = {f"tensor {name}": own for name, own in copies}
-    compared = (
-        {item.label: item for own in {own.names for own in ranks} for item in load_names(own)} if differing else {}
-    )
+    replicas = chain.from_iterable((names or DecodedNames()).of(ranks).values()) if differing else ()
+    compared = {item.label: item for item in replicas}
     more = [
         Difference(label=label, cure=compared[label].cure, ranks=own)
         for label, own in differing.items()

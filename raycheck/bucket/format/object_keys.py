@@ -22,6 +22,11 @@ _RECORD = re.compile(r"attempts/(\d{6,9})(?:\.start)?\.json")
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
+MAX_STEP = 10**9 - 1
+"""The largest step of nine digits, to which names are padded."""
+MANIFEST = "manifest.json"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class CheckpointName:
     """Holds a checkpoint's name: `step-000000100-a3-s7` is step 100, save 7 of attempt 3.
@@ -106,7 +111,7 @@ def run_inside(key: str) -> str | None:
 
 
 def manifest_key(name: str) -> str:
-    return checkpoint_prefix(name) + "manifest.json"
+    return checkpoint_prefix(name) + MANIFEST
 
 
 def index_key(name: str) -> str:

@@ -14,7 +14,7 @@ from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.latest import Entry, Finished, Latest, Trained, listed_metrics, shrink_metrics
 from raycheck.bucket.format.manifest import Manifest
-from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.format.object_keys import MAX_STEP, CheckpointName
 from raycheck.bucket.protocol.base_run import without_reservation
 from raycheck.bucket.protocol.claim import Identity, check_current, check_owner, claimed_body
 from raycheck.bucket.protocol.name_and_score import with_name_of_save
@@ -25,8 +25,6 @@ from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.store import Store
 from raycheck.errors import SaveFailedError, SupersededError
 from raycheck.settings import Retention
-
-MAX_STEP = 10**9 - 1
 
 
 def write_manifest(store: Store, manifest: Manifest) -> bytes:

@@ -12,6 +12,7 @@ import torch
 
 from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
 from raycheck.bucket.format.manifest import load_manifest
+from raycheck.bucket.format.object_keys import MANIFEST
 from raycheck.catalog.importing.dcp_metadata_reading import DcpContents, ValuePlace, read_dcp_metadata
 from raycheck.catalog.importing.source_files import BLOCK_BYTES, SourceFiles
 from raycheck.catalog.importing.source_tensors import Box, SourceTensor, SourceTensors, with_ties
@@ -20,8 +21,6 @@ from raycheck.catalog.importing.torch_file import MAX_DEPTH, load_restricted, re
 from raycheck.errors import ConfigError, CorruptError
 
 METADATA = ".metadata"
-MANIFEST = "manifest.json"
-"""What `raycheck download` writes beside the directories of the components."""
 MAX_METADATA_BYTES = 1 << 30
 MAX_VALUE_BYTES = 256 * 1024 * 1024
 MAX_HOLES = 10_000

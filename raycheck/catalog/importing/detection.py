@@ -6,8 +6,9 @@ A folder that only leads to another one, such as an experiment of Ray Train, is 
 from collections.abc import Callable
 from dataclasses import replace
 
+from raycheck.bucket.format.object_keys import MANIFEST
 from raycheck.catalog.download_safetensors import RECORD
-from raycheck.catalog.importing.dcp_directory import MANIFEST, METADATA, read_dcp_directory
+from raycheck.catalog.importing.dcp_directory import METADATA, read_dcp_directory
 from raycheck.catalog.importing.hugging_face import BINARY, SAFETENSORS, read_hugging_face
 from raycheck.catalog.importing.rank_files import RANK_FILE, read_rank_files
 from raycheck.catalog.importing.ray_train import has_checkpoints, latest_checkpoint

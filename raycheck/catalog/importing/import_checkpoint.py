@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from uuid import uuid4
 
 from raycheck.bucket.format.latest import Latest
+from raycheck.bucket.format.object_keys import MAX_STEP
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.protocol.new_run import Origin, look_at_place, reserve_name
 from raycheck.bucket.protocol.swap import Register
@@ -19,8 +20,6 @@ from raycheck.catalog.importing.state_in_source import ReadSettings
 from raycheck.errors import ConfigError
 from raycheck.show_progress import ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
-
-MAX_STEP = 10**9 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ what it shares, and a replica that differs in one bit is found, whoever writes i
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -21,35 +22,34 @@ from raycheck.shards.transfer.local_box import TRAIN, LocalBox
 from raycheck.shards.transfer.shard import Shard
 from raycheck.shards.transfer.tensor_digest import Digest, PendingDigests, digests
 
+Digested = Literal["upload", "save", "copy", "here"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedBox:
     """Describes a box that other ranks may hold too. replicas: what it is compared as, one for each of its names.
 
-    is_by_upload: its bytes are copied to the host for this save, or lie there and in the bucket. is_by_copy: it is on a
-    device, and compared by a copy of it on the host. is_by_save: it is on a device, and the save digests it there to
-    find out whether it has changed.
+    digested: where its digest comes from. "upload": its bytes are copied to the host for this save, or lie there and in
+    the bucket. "save": it is on a device, and the save digests it there to find out whether it has changed. "copy": it
+    is on a device, and is compared by a copy of it on the host. "here": it is digested where it lies.
     """
 
     name: str
     replicas: tuple[Replica, ...]
-    is_by_upload: bool
-    is_by_copy: bool
-    is_by_save: bool
+    digested: Digested
 
     @classmethod
     def of(cls, box: LocalBox, replicas: Sequence[Replica], *, is_written: bool, is_by_crc: bool) -> "SharedBox":
         """is_written: this rank writes the box. is_by_crc: not all ranks have it on a device."""
         is_on_host = box.local.device.type == "cpu"
-        is_by_upload = is_written and (is_on_host or (is_by_crc and box.component == TRAIN))
-        is_by_copy = is_by_crc and not is_on_host and not is_by_upload
-        return cls(
-            name=box.name,
-            replicas=tuple(replicas),
-            is_by_upload=is_by_upload,
-            is_by_copy=is_by_copy,
-            is_by_save=is_written and not is_on_host and not is_by_crc and box.component != TRAIN,
-        )
+        digested: Digested = "here"
+        if is_written and (is_on_host or (is_by_crc and box.component == TRAIN)):
+            digested = "upload"
+        elif is_by_crc and not is_on_host:
+            digested = "copy"
+        elif is_written and box.component != TRAIN:
+            digested = "save"
+        return cls(name=box.name, replicas=tuple(replicas), digested=digested)
 
 
 class EncodedNames:
@@ -83,11 +83,11 @@ class ReplicaDigests:
         """sources: the live tensor of each box. values: those of the entries, which must not change until `wait`."""
         both = list(zip(boxes, sources, strict=True))
         here = [
-            source.cpu() if box.is_by_copy else source
+            source.cpu() if box.digested == "copy" else source
             for box, source in both
-            if not (box.is_by_upload or box.is_by_save)
+            if box.digested in ("copy", "here")
         ]
-        self._by_save = {box.name: source for box, source in both if box.is_by_save}
+        self._by_save = {box.name: source for box, source in both if box.digested == "save"}
         self._pending: PendingDigests | None = PendingDigests(here)
         self._boxes = boxes
         self._values = values
@@ -110,7 +110,7 @@ class ReplicaDigests:
             return
         found = iter(self._pending.result())
         for box in self._boxes:
-            digest = self._digested.get(box.name) if box.is_by_upload or box.is_by_save else next(found)
+            digest = next(found) if box.digested in ("copy", "here") else self._digested.get(box.name)
             self._digests += [box.name if digest is None else digest_of(digest)] * len(box.replicas)
         self._digests += [digest_of_values(values) for _, values in self._values]
         if self._encoded is not None:

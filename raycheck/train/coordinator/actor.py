@@ -74,9 +74,8 @@ class Coordinator:
         self._adopted: dict[str, int] = {}  # each group that was taken over -> its last save committed before
         self._table = RendezvousTable()
         self._requested = RequestedSaves()
-        self._next_save: asyncio.Task[bool] | None = (
-            None  # asks for the save that cures a lost object; held here, since asyncio does not
-        )
+        # Asks for the save that cures a lost object. It is held here, since asyncio does not hold it.
+        self._next_save: asyncio.Task[bool] | None = None
         self._run_log = RunLog(self._store)
         self._plans = PlanCache()
         self._exports = ExportJobs(self._store, uri)
@@ -198,9 +197,8 @@ class Coordinator:
         """
         await self._adopt(report.group)
         rendezvous = self._agreement_of(report)
-        if self._table.find(
-            report.group, "save", report.save
-        ):  # a rank got its agreement from an earlier start of this actor
+        # If there is a report, its rank got its agreement from an earlier start of this actor.
+        if self._table.find(report.group, "save", report.save):
             rendezvous.fail(_save_failed(report, NOT_COMPARED))
         if rendezvous.is_open:
             self._compare(report, holdings, rendezvous)
@@ -222,13 +220,13 @@ class Coordinator:
         if (claim := self._claims.get(report.group)) and claim.documents:
             # The restore is long over: a rank that still asks reads the documents itself.
             self._claims[report.group] = replace(claim, documents=[])
-        at: tuple[str, Kind, int] = (report.group, "save", report.save)
         if report.failure:
             self._agreement_of(report).fail(_save_failed(report, report.failure))
         elif agreement := self._table.find(report.group, "agreement", report.save):
             agreement.fail(_save_failed(report, NOT_COMPARED))
         rendezvous: Rendezvous[Report, Outcome]
-        rendezvous = self._table.meet(*at, world_size=report.world_size, awaited="reported")
+        size = report.world_size
+        rendezvous = self._table.meet(report.group, "save", report.save, world_size=size, awaited="reported")
         rendezvous.arrive(report.rank, report)
         if rendezvous.is_open and (report.failure or rendezvous.is_complete):
             rendezvous.decide_later(self._conclude(dict(rendezvous.arrivals)))

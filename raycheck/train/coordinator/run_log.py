@@ -83,7 +83,6 @@ class RunLog:
         resume = self._lost_work.resume(entry, arrivals, is_from_memory=is_from_memory)
         if resume is not None:
             resume = replace(resume, memory_problem=memory_problem[:MAX_CAUSE])
-        if resume is not None:
             self._info(
                 f"resumed after attempt {resume.after} ({resume.cause}): {resume.what}",
                 step=resume.step,

@@ -56,19 +56,19 @@ def stream_proof(dataset: Any, plan: StreamPlan, order: Mapping[str, Any], *, ha
     has_state: it has a state that seems to be exact.
     """
     proof = SourceProof(kind=type(dataset).__qualname__, order=order)
+    fault = known_fault(dataset) if has_state else ""
     whole = replace(plan, streams=1)  # what the ranks compare is the stream from its beginning, unsharded
     try:
         first, again, other = (_trial_read(dataset, whole, MAX_SAMPLES, salt=salt).rows for salt in (0, 0, 1))
     except TrialError as error:
         said = f"it could not be read on trial: {error}"
-        fault = known_fault(dataset) if has_state else ""
         reason = (fault or said) if has_state else ""
         return replace(proof, is_exact=False if fault else None, reason=reason, said=(said,))
     length = min(map(len, (first, again, other)))
     proof = _with_samples(proof, dict(enumerate(zip(first, again, other, strict=False))), wanted=length)
     if not has_state:
         return proof
-    if fault := known_fault(dataset):
+    if fault:
         return replace(proof, is_exact=False, reason=fault)
     if len(proof.samples) < length:
         return replace(proof, reason="it gives other samples each time that it is read, so its state cannot be tried")

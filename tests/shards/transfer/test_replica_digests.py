@@ -37,7 +37,7 @@ def shared(box: LocalBox, *, is_written: bool = True, is_by_crc: bool = False) -
 def test_the_save_s_digest_counts_for_what_this_rank_writes_outside_train(
     box: LocalBox, how: dict[str, bool], is_by_save: bool
 ) -> None:
-    assert shared(box, **how).is_by_save == is_by_save
+    assert (shared(box, **how).digested == "save") == is_by_save
 
 
 def test_what_the_save_has_digested_is_taken_and_what_it_has_not_is_digested() -> None:
