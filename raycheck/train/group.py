@@ -147,16 +147,18 @@ class Group:
             return ray.get(told, timeout=0) if ray.wait([told], timeout=0)[0] else None
         return None
 
-    def tell_failure(self, error: Exception, *, saves: int = 0) -> None:
+    def tell_failure(self, error: Exception, *, saves: int = 0) -> bool:
         """Tells the other ranks that this one fails with `error`, so that they need not wait for it. Never raises.
 
-        saves: how many saves this rank has begun. FencedError and SupersededError come to all ranks anyway.
+        saves: how many saves this rank has begun. Returns whether there is anything to tell: FencedError and
+        SupersededError come to all ranks anyway.
         """
         if self.world_size == 1 or isinstance(error, FencedError | SupersededError):
-            return
+            return False
         known = error if isinstance(error, RaycheckError) else StoreError(f"{type(error).__name__}: {error}")
         with suppress(Exception):
             self.tell("rank_failed", RankFailure(group=self.id, rank=self.rank, error=known, saves=saves))
+        return True
 
     def ask(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
         """Calls the coordinator until it answers; it may be restarted meanwhile. Raises StoreError at the deadline.

@@ -22,7 +22,7 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from raycheck.bucket.protocol.resume import Fork, Resume, parse_resume
-from raycheck.errors import ConfigError, FencedError, RaycheckError, StoreError, SupersededError
+from raycheck.errors import ConfigError, RaycheckError, StoreError
 from raycheck.train.coordinator.actor import Coordinator
 from raycheck.train.group import Group, same
 from raycheck.train.log import event, logger
@@ -123,12 +123,13 @@ class ServedGroup(Group):
                 "training again"
             ) from error
 
-    def tell_failure(self, error: Exception, *, saves: int = 0) -> None:
+    def tell_failure(self, error: Exception, *, saves: int = 0) -> bool:
         """Tells the other ranks, and on rank 0 waits a while until they have heard: the coordinator ends with it."""
-        super().tell_failure(error, saves=saves)
-        if self.rank == 0 and self.world_size > 1 and not isinstance(error, FencedError | SupersededError):
+        is_told = super().tell_failure(error, saves=saves)
+        if is_told and self.rank == 0:
             with suppress(Exception):
                 self._caller.wait_until_heard(str(error), self.world_size - 1, LAST_WORDS_S)
+        return is_told
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:

@@ -42,6 +42,15 @@ def assert_refused(folder: Path, match: str) -> None:
     assert not list(open_store(f"file://{folder.parent}/runs/new").list_objects(""))
 
 
+def assert_restored(done: Imported) -> None:
+    """The model of seed 3 comes out of the imported run."""
+    live = hf_models.llama(seed=4)
+    head = open_run(done.uri).head
+    assert head is not None
+    head.restore(into={"model": live})
+    assert torch.equal(hf_models.logits(live), hf_models.logits(hf_models.llama(seed=3)))
+
+
 def test_an_index_that_names_a_tensor_which_its_file_lacks_is_refused_by_name(folder: Path) -> None:
     name = json.loads((folder / INDEX).read_text())["weight_map"]["model.norm.weight"]
     tensors = load_file(folder / name)
@@ -57,13 +66,7 @@ def test_a_tensor_that_the_index_does_not_name_is_refused_until_it_does(folder: 
 
     assert_refused(folder, f"it does not name 'model.norm.weight', and it is in {name}")
     weight_map(folder, lambda places: places.update({"model.norm.weight": name}))
-    done = imported(folder)
-
-    live = hf_models.llama(seed=4)
-    head = open_run(done.uri).head
-    assert head is not None
-    head.restore(into={"model": live})
-    assert torch.equal(hf_models.logits(live), hf_models.logits(hf_models.llama(seed=3)))
+    assert_restored(imported(folder))
 
 
 def test_a_tensor_in_another_file_than_the_index_says_is_refused(folder: Path) -> None:
@@ -117,13 +120,7 @@ def test_an_index_that_names_the_file_of_all_weights_is_taken(tmp_path: Path) ->
     places = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": places}))
 
-    done = imported(folder)
-
-    live = hf_models.llama(seed=4)
-    head = open_run(done.uri).head
-    assert head is not None
-    head.restore(into={"model": live})
-    assert torch.equal(hf_models.logits(live), hf_models.logits(hf_models.llama(seed=3)))
+    assert_restored(imported(folder))
 
 
 def test_weights_that_are_not_read_are_listed_as_left_out(folder: Path) -> None:

@@ -112,14 +112,19 @@ def test_a_step_that_was_sent_with_a_pass_that_failed_is_not_made(base, connect,
         assert losses + train(model, range(3, 4)) == expected
 
 
+def after_a_failed_pass(server, client: tinker.ServiceClient, base: str) -> tuple[tinker.TrainingClient, list[float]]:
+    """Returns a model of which the client knows that a pass has failed, and the losses of two undisturbed steps."""
+    model, undisturbed = new_model(client, base), new_model(client, base)
+    expected = train(undisturbed, range(2))
+    server.engine.dies_before = failing(3, "run_pass")
+    with pytest.raises(tinker.RequestFailedError):
+        model.forward_backward([datum(30)], "cross_entropy").result(TIMEOUT_S)
+    return model, expected
+
+
 def test_a_step_that_is_sent_after_the_client_knows_of_the_failed_pass_is_made(base, connect, tmp_path) -> None:
     with tinker_server(base, f"memory://{uuid4().hex}", tmp_path / "s.sqlite") as server:
-        client = connect(server)
-        model, undisturbed = new_model(client, base), new_model(client, base)
-        expected = train(undisturbed, range(2))
-        server.engine.dies_before = failing(3, "run_pass")
-        with pytest.raises(tinker.RequestFailedError):
-            model.forward_backward([datum(30)], "cross_entropy").result(TIMEOUT_S)
+        model, expected = after_a_failed_pass(server, connect(server), base)
 
         losses = train(model, range(1))
         server.engine.kill()
@@ -165,12 +170,7 @@ def test_a_step_that_an_older_server_made_after_a_failed_pass_is_made_again(base
     """It did not note what the client knew. What was done is replayed as it was done."""
     state = tmp_path / "s.sqlite"
     with tinker_server(base, f"memory://{uuid4().hex}", state) as server:
-        client = connect(server)
-        model, undisturbed = new_model(client, base), new_model(client, base)
-        expected = train(undisturbed, range(2))
-        server.engine.dies_before = failing(3, "run_pass")
-        with pytest.raises(tinker.RequestFailedError):
-            model.forward_backward([datum(30)], "cross_entropy").result(TIMEOUT_S)
+        model, expected = after_a_failed_pass(server, connect(server), base)
         losses = train(model, range(1))
         with closing(sqlite3.connect(state)) as db:
             db.execute("UPDATE requests SET told = NULL")

@@ -102,7 +102,8 @@ class Rendezvous(Generic[Arrived, Decision]):
 
 
 class RendezvousTable:
-    """All rendezvous of one coordinator, in one place so that none is left out when a rank fails."""
+    """All rendezvous of one coordinator for which training waits, in one place so that none is left out when a rank
+    fails. Those of memory checkpoints are in memory_checkpoints.py: a thread waits for them, for a limited time."""
 
     def __init__(self) -> None:
         self._all: dict[tuple[str, Kind, Any], Rendezvous[Any, Any]] = {}
