@@ -1,6 +1,8 @@
 """Real processes with a real gloo group, started once for the session: importing torch four times takes seconds."""
 
+import functools
 import multiprocessing
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -12,6 +14,9 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 ANSWER_WITHIN_S = 220.0
 
@@ -61,6 +66,18 @@ def mesh_of(world_size: int) -> "dist.DeviceMesh":
     return dist.init_device_mesh("cpu", (world_size,), mesh_dim_names=(f"mesh{uuid4().hex}",))
 
 
+def _forget_meshes() -> None:
+    """Clear the caches of DTensor, which hold meshes, and with these their groups: a group of gloo that is held has a
+    thread that wakes a hundred times a second, and hundreds of them take a fifth of the machine."""
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    MeshTopoInfo.build_from_mesh.cache_clear()
+    tensor_modules = [module for name, module in sys.modules.items() if name.startswith("torch.distributed.tensor")]
+    for cached in [value for module in tensor_modules for value in vars(module).values()]:
+        if isinstance(cached, functools._lru_cache_wrapper):
+            cached.cache_clear()
+
+
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     while True:
@@ -77,6 +94,7 @@ def _serve(connection: Connection) -> None:
                 answer = (True, function(rank, world_size, *args))
             finally:
                 dist.destroy_process_group()
+                _forget_meshes()
         except BaseException:  # DCP's CheckpointException is one
             answer = (False, traceback.format_exc())
         connection.send(answer)

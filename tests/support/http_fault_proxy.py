@@ -130,6 +130,11 @@ class FaultProxy:
     def uri(self) -> str:
         return self._base.replace(":".join(self._upstream), f"127.0.0.1:{self.port}")
 
+    @property
+    def under_way(self) -> int:
+        """How many requests have no whole answer yet, those that are held among them."""
+        return len(self._tasks)
+
     def rule(self, kind: Kind, method: str, key: str, **more: Any) -> Rule:
         """`method` is a regular expression too. more: times, delay_s, back, answer, edit."""
         rule = Rule(kind=kind, method=method, key=key, **more)

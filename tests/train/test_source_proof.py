@@ -152,9 +152,13 @@ def samples_of(make: Callable[[], Any], lives: list[int], **options: Any) -> lis
 # --- streams and their states ---
 
 
-@pytest.mark.parametrize("make", list(HUGGING_FACE.values()), ids=list(HUGGING_FACE))
-@pytest.mark.parametrize("options", [{}, {"batches_per_epoch": 5}], ids=["finite", "endless"])
-def test_a_stream_of_hugging_face_goes_on_exactly_in_three_lives(make: Callable[[Any], Any], options: dict[str, Any]):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*((kind, {}) for kind in HUGGING_FACE), *((kind, {"batches_per_epoch": 5}) for kind in ("as it is", "shuffle"))],
+)
+def test_a_stream_of_hugging_face_goes_on_exactly_in_three_lives(kind: str, options: dict[str, Any]):
+    make = HUGGING_FACE[kind]
+
     expected = samples_of(lambda: make(hugging_face()), [16], **options)
 
     assert samples_of(lambda: make(hugging_face()), [3, 4, 9], **options) == expected
