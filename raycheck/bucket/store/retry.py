@@ -1,9 +1,9 @@
 """The retry policy: how often a request is sent, how long each try may take, and when a thread must give up.
 
-This file alone decides it, and it needs no client. The clients' own retries are switched off: a client that repeats a
-conditional write collides with itself and reports a rival that does not exist. (In aiohttp one repeat cannot be
-switched off: when a connection breaks, it sends a PUT once more. So a ConflictError does not prove that there is a
-rival, and callers read again.)
+The clients' own retries are switched off, because a client that repeats a conditional write conflicts with itself and
+reports a rival that does not exist. Two retries remain outside this file. When a connection breaks, aiohttp sends a PUT
+once more, and that cannot be switched off. So a ConflictError does not prove that there is a rival, and callers read
+again. obstore retries its own unconditional requests (`s3/obstore_store.py`).
 """
 
 import asyncio
