@@ -95,6 +95,8 @@ def pytest_collection_finish() -> None:
 def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test waits for ever: after its limit all threads' stacks are printed and the process ends."""
     limit = 480 if {"ray", "slow"} & set(request.keywords) else 240
+    if request.config.getoption("--search"):
+        limit = 3600  # a failing input is made small first
     faulthandler.dump_traceback_later(limit, exit=True, file=request.config.stash[_STDERR])
     yield
     faulthandler.cancel_dump_traceback_later()

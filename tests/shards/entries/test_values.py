@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -129,6 +129,7 @@ PLACES: dict[str, tuple[Callable[[Any], State], Callable[[State], Any]]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 @thorough
+@example(tree={frozenset(): torch.tensor([], dtype=torch.float64)})
 @given(tree=trees)
 def test_every_tree_of_values_comes_back_in_type_and_bits_or_is_refused_by_its_path(place: str, tree: Any) -> None:
     put, find = PLACES[place]

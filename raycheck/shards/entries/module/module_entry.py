@@ -170,7 +170,7 @@ class ModuleEntry(StateEntry):
             saved.missing.append(self.name)
         extra_there, extra = self._match_extra_state(saved)
         unregistered = self._match_unregistered(saved, all_live)
-        self._match_names(saved, all_live, live, {**extra, **unregistered})
+        self._match_names(saved, all_live, live, {**extra, **unregistered}, extra_there)
         for name in sorted(set(extra_here) ^ set(extra_there)):
             if saved.takes(f"{self.name}.{name}"):
                 if name in extra_here:
@@ -227,10 +227,11 @@ class ModuleEntry(StateEntry):
         is_open = found._buffers.get(leaf) is None and leaf not in found._non_persistent_buffers_set  # noqa: SLF001
         return (found, leaf) if is_open and (leaf in found._buffers or not hasattr(found, leaf)) else None  # noqa: SLF001
 
-    def _match_names(self, saved: SavedEntry, all_live: Named, live: Named, extra: Named) -> None:
+    def _match_names(self, saved: SavedEntry, all_live: Named, live: Named, extra: Named, extra_keys: set[str]) -> None:
         """Record which tensors only one side has. Tied tensors need only one of their names in the checkpoint.
 
-        live: those of `all_live` that are to be restored. extra: tensors of the saved extra state.
+        live: those of `all_live` that are to be restored. extra: other saved tensors that are read. extra_keys: the
+        keys of the saved extra state.
         """
         tied_to = _ties(all_live)
         for name in live:
@@ -241,11 +242,15 @@ class ModuleEntry(StateEntry):
             ]
         filled_by_tie = {mate for name in saved.tensors for mate in tied_to.get(name, ())}
         saved.missing += [name for name in live if name not in saved.tensors and name not in filled_by_tie]
-        # Extra state may have further names, too: those that stock torch gives to its tensors.
         read = {name for name in (*live, *extra) if name in saved.tensors}
         read_places = {saved.place(name) for name in read} - {None}
+        # The saved values say which tensors the extra state has. Others below its key are further names of these: those
+        # that stock torch gives to them. They cannot be told by their place, which a tensor without elements lacks.
+        of_extra = tuple(f"{self.name}.{key}." for key in extra_keys)
         saved.record_only_saved(
-            name for name in saved.tensors if name not in read and saved.place(name) not in read_places
+            name
+            for name in saved.tensors
+            if name not in read and saved.place(name) not in read_places and not name.startswith(of_extra)
         )
 
     def _match_extra_state(self, saved: SavedEntry) -> tuple[set[str], Named]:
