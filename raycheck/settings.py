@@ -81,17 +81,12 @@ class ExportOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HFExport:
+class HFExport(ExportOptions):
     """Describes the Hugging Face directories that a training writes. See AfterCommit.export."""
 
     name: str = "{checkpoint}"
     to: str | None = None
     keep_last: int | None = None
-    entry: str | None = None
-    files: Sequence[str] | None = None
-    merge_lora: bool = False
-    dtype: str | None = None
-    max_shard_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check_counts(self, "keep_last", "max_shard_bytes")
@@ -109,12 +104,6 @@ class HFExport:
     def directory(self, checkpoint: str, *, step: int, epoch: int, epoch_step: int) -> str:
         """Return the name of the directory for the export of `checkpoint`."""
         return self.name.format(checkpoint=checkpoint, step=step, epoch=epoch, epoch_step=epoch_step)
-
-    @property
-    def options(self) -> ExportOptions:
-        """Returns the fields that say what each exported directory holds."""
-        shared = {spec.name for spec in fields(ExportOptions)} & {spec.name for spec in fields(self)}
-        return ExportOptions(**{name: getattr(self, name) for name in shared})
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,8 +77,9 @@ class ExportTask:
             return [Note(text=text), *self._prune()]
         from raycheck.shards.huggingface.export import export_hf, write_all
 
-        dest, options = self.dest, self.settings.options
-        done = export_hf(self.checkpoint, dest, options, prefix=self.prefix, write=write or write_all, by_training=True)
+        done = export_hf(
+            self.checkpoint, self.dest, self.settings, prefix=self.prefix, write=write or write_all, by_training=True
+        )
         return [
             Note(text=f"exported {self.entry.key} to {self.prefix}", fields={"bytes": done.size_bytes}),
             *self._prune(),

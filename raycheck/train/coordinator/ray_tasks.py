@@ -52,7 +52,7 @@ def _write(job: TaskRun, files: Sequence[str]) -> Mapping[str, int]:
     from raycheck.shards.huggingface.export import lay_out
 
     export = job.export
-    return lay_out(export.checkpoint, export.settings.options).write(export.dest, export.prefix, files)
+    return lay_out(export.checkpoint, export.settings).write(export.dest, export.prefix, files)
 
 
 def _check_there(store: Store, key: str, size: int) -> None:
