@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from raycheck.frameworks import torchtitan as torchtitan
     from raycheck.frameworks import transformers as transformers  # reached as raycheck.transformers
     from raycheck.run import Run, export_hf, open_checkpoint, open_run
-    from raycheck.settings import ExportSettings, SaveSettings
+    from raycheck.settings import AfterCommit, SaveSettings
     from raycheck.shards.entries.per_rank_entries import PerRank, RankZero
     from raycheck.storage_settings import StorageSettings
     from raycheck.train.actors.actor_checkpointer import ActorCheckpointer
@@ -82,7 +82,7 @@ _HOMES = {
         "SupersededError",
     ),
     "raycheck.run": ("Run", "export_hf", "open_checkpoint", "open_run"),
-    "raycheck.settings": ("ExportSettings", "SaveSettings"),
+    "raycheck.settings": ("AfterCommit", "SaveSettings"),
     "raycheck.shards.entries.per_rank_entries": ("PerRank", "RankZero"),
     "raycheck.storage_settings": ("StorageSettings",),
     "raycheck.train.actors.actor_state": ("ActorState",),
@@ -108,6 +108,7 @@ _FRAMEWORKS: dict[str, str] = {
 __all__ = [
     "ActorCheckpointer",
     "ActorState",
+    "AfterCommit",
     "Batches",
     "Checkpointer",
     "ConfigError",
@@ -118,7 +119,6 @@ __all__ = [
     "DataStream",
     "DeletedRun",
     "DeniedError",
-    "ExportSettings",
     "FencedError",
     "Forked",
     "Group",

@@ -1,12 +1,12 @@
-"""Settings of a training: when it saves and exports, and which checkpoints and exports stay.
+"""Settings of a training: when it saves, what runs after a commit, and which checkpoints and exports stay.
 
 They are plain data, checked as a whole when they are made. Each class documents its own fields.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from typing import TYPE_CHECKING, Literal, Self
 
 from raycheck.errors import ConfigError
 
@@ -81,46 +81,15 @@ class ExportOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportSettings:
-    """Says when training writes its model as a Hugging Face directory, for evaluation or for publishing.
+class HFExport(ExportOptions):
+    """Describes the Hugging Face directories that a training writes. See AfterCommit.export."""
 
-    Each export is of a checkpoint that is saved at that moment. It includes the tokenizers and processors in the state.
-
-    every_steps, every_seconds, every_epochs: export this often, as in SaveSettings; several may be given. None, the
-        default of each: no such trigger.
-    at_end: export the last step too, which is the default.
-    mode: whether training waits. "async": it goes on; an export that has not begun when the next is due is given up.
-        "auto", the default: it goes on, and waits only when the next export is due before one has ended. "sync": it
-        always waits. The end of training waits for all exports, whatever the mode. No wait is longer than an hour.
-    name: the directory's name, as a format of `checkpoint`, `step`, `epoch` and `epoch_step`, such as
-        "epoch{epoch}/step{step:06d}". The default is the checkpoint's name; it contains step, attempt and save, so that
-        it is never taken. A whole export that has the name already is left as it is.
-    to: a URI or absolute path below which the directories are written. None: `exports/` in the run.
-    keep_last: keep the exports of this many of the newest checkpoints, and those of pinned and named ones. Others that
-        trainings of this run wrote there are deleted after the next export. None: all stay.
-    entry, files, merge_lora, dtype, max_shard_bytes: what the directory holds, see ExportOptions.
-
-    Raises ConfigError when a value cannot work.
-    """
-
-    every_steps: int | None = None
-    every_seconds: float | None = None
-    every_epochs: int | None = None
-    at_end: bool = True
-    mode: Literal["auto", "async", "sync"] = "auto"
     name: str = "{checkpoint}"
     to: str | None = None
     keep_last: int | None = None
-    entry: str | None = None
-    files: Sequence[str] | None = None
-    merge_lora: bool = False
-    dtype: str | None = None
-    max_shard_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check_counts(self, "every_steps", "every_epochs", "keep_last", "max_shard_bytes")
-        _check_seconds(self, "every_seconds")
-        _check_choice(self, "mode", "auto", "async", "sync")
+        _check_counts(self, "keep_last", "max_shard_bytes")
         _check_choice(self, "dtype", None, "float32", "bfloat16", "float16", "float64")
         if isinstance(self.files, str):
             raise ConfigError(f"files={self.files!r}: give a list of entries' names")
@@ -133,18 +102,114 @@ class ExportSettings:
                 raise ConfigError(f"name={self.name!r}: {segment!r} cannot be a directory; {_NAME_ADVICE}")
 
     def directory(self, checkpoint: str, *, step: int, epoch: int, epoch_step: int) -> str:
-        """Returns the name of the directory for the export of `checkpoint`."""
+        """Return the name of the directory for the export of `checkpoint`."""
         return self.name.format(checkpoint=checkpoint, step=step, epoch=epoch, epoch_step=epoch_step)
 
-    @property
-    def options(self) -> ExportOptions:
-        """Returns the fields that say what each exported directory holds."""
-        shared = {spec.name for spec in fields(ExportOptions)} & {spec.name for spec in fields(self)}
-        return ExportOptions(**{name: getattr(self, name) for name in shared})
+
+@dataclass(frozen=True, slots=True)
+class AfterCommit:
+    """Describes a task that runs on committed checkpoints while training continues, and says on which of them.
+
+    `AfterCommit(evaluate, every_steps=500)` calls your function; `AfterCommit.export(every_steps=1000)` writes the
+    model as a Hugging Face directory.
+
+    task: a function, called as `evaluate(uri, key)` with the run's URI and the checkpoint's key, or a Ray remote
+        function with the resources that it needs. It runs in a Ray task, under torchrun in a thread of rank 0's
+        process. `raycheck.open_run(uri)` restores the checkpoint and keeps its scores. Ray may call it twice for one
+        checkpoint. If it raises, a warning says so, and nothing else happens.
+    every_steps, every_seconds, every_epochs: save and run the task this often, as in SaveSettings; several may be
+        given. None, the default of each: no such trigger.
+    at_end: run it on the last checkpoint too, which is the default.
+    mode: whether training waits. "async": it continues; if the task is due again before it has begun, the earlier
+        checkpoint is given up. "auto", the default: it continues, and waits only when the task is due again before it
+        has ended. "sync": it always waits. The end of training waits for all tasks, whatever the mode. No wait is
+        longer than an hour.
+
+    The checkpoint's objects are not deleted while a task uses them. Raises ConfigError when a value cannot work.
+    """
+
+    task: Callable[[str, str], object] | HFExport
+    _: KW_ONLY
+    every_steps: int | None = None
+    every_seconds: float | None = None
+    every_epochs: int | None = None
+    at_end: bool = True
+    mode: Literal["auto", "async", "sync"] = "auto"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.task, HFExport) and not callable(self.task):
+            raise ConfigError(f"AfterCommit({self.task!r}): give a function of (uri, key), or use AfterCommit.export")
+        check_triggers(self)
+        _check_choice(self, "mode", "auto", "async", "sync")
+
+    @classmethod
+    def export(
+        cls,
+        *,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        every_epochs: int | None = None,
+        at_end: bool = True,
+        mode: Literal["auto", "async", "sync"] = "auto",
+        name: str = "{checkpoint}",
+        to: str | None = None,
+        keep_last: int | None = None,
+        entry: str | None = None,
+        files: Sequence[str] | None = None,
+        merge_lora: bool = False,
+        dtype: str | None = None,
+        max_shard_bytes: int | None = None,
+    ) -> Self:
+        """Return the task that writes the model as a Hugging Face directory, for evaluation or for publishing.
+
+        The directory includes the tokenizers and processors in the state.
+
+        every_steps, every_seconds, every_epochs, at_end, mode: as for any task.
+        name: the directory's name, as a format of `checkpoint`, `step`, `epoch` and `epoch_step`, such as
+            "epoch{epoch}/step{step:06d}". The default is the checkpoint's name; it contains step, attempt and save, so
+            that it is never taken. A whole export that has the name already is left as it is.
+        to: a URI or absolute path below which the directories are written. None: `exports/` in the run.
+        keep_last: keep the exports of this many of the newest checkpoints, and those of pinned and named ones. Others
+            that trainings of this run wrote there are deleted after the next export. None: all stay.
+        entry, files, merge_lora, dtype, max_shard_bytes: what the directory holds, see ExportOptions.
+
+        Raises ConfigError when a value cannot work.
+        """
+        made = HFExport(
+            name=name,
+            to=to,
+            keep_last=keep_last,
+            entry=entry,
+            files=files,
+            merge_lora=merge_lora,
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+        )
+        return cls(
+            made,
+            every_steps=every_steps,
+            every_seconds=every_seconds,
+            every_epochs=every_epochs,
+            at_end=at_end,
+            mode=mode,
+        )
 
     @property
-    def without_triggers(self) -> "ExportSettings":
-        """Returns these settings without triggers, for a rank that is told when to export."""
+    def name(self) -> str:
+        """Returns the name by which `save` asks for the task: "export", or the function's own name."""
+        return "export" if isinstance(self.task, HFExport) else function_name(self.task).rpartition(".")[2]
+
+    @property
+    def chosen(self) -> str:
+        """Returns these settings as text, without defaults."""
+        triggers = _chosen(self)[1:]  # the first field is the task
+        if isinstance(self.task, HFExport):
+            return f"AfterCommit.export({', '.join((*triggers, *_chosen(self.task)))})"
+        return f"AfterCommit({', '.join((function_name(self.task), *triggers))})"
+
+    @property
+    def without_triggers(self) -> "AfterCommit":
+        """Returns this task without triggers, for a rank that is told when to run it."""
         return replace(self, every_steps=None, every_seconds=None, every_epochs=None)
 
 
@@ -185,7 +250,8 @@ class SaveSettings:
         their objects are deleted after a grace for readers.
     rolling_keep_last: of the checkpoints that only the rolling triggers asked for, this many of the newest stay; older
         ones go once a newer one is committed. Default: 1.
-    exports: when and where the model is also written as a Hugging Face directory. None: never.
+    after_commit: what is done with committed checkpoints while training continues, such as an evaluation or an export:
+        one AfterCommit or several. Default: nothing.
 
     How saves run:
 
@@ -236,7 +302,7 @@ class SaveSettings:
     rolling_every_seconds: float | None = None
     rolling_keep_last: int = 1
     overhead: float | None = None
-    exports: ExportSettings | None = None
+    after_commit: AfterCommit | Sequence[AfterCommit] = ()
     keep_last: int | None = 10
     keep_every_steps: int | None = None
     keep_every_seconds: float | None = None
@@ -278,8 +344,7 @@ class SaveSettings:
         object.__setattr__(self, "at_steps", _steps(self.at_steps))
         if self.when is not None and not callable(self.when):
             raise ConfigError(f"when={self.when!r}: give a function of (step, metrics) that returns True or False")
-        if not isinstance(self.exports, ExportSettings | None):
-            raise ConfigError(f"exports={self.exports!r}: give ExportSettings")
+        object.__setattr__(self, "after_commit", _tasks(self.after_commit))
         _ = self.retention
 
     @property
@@ -311,9 +376,15 @@ class SaveSettings:
             rolling_every_seconds=None,
             memory_every_steps=None,
             overhead=None,
-            exports=self.exports and self.exports.without_triggers,
+            after_commit=tuple(task.without_triggers for task in self.tasks.values()),
             when_busy="wait",
         )
+
+    @property
+    def tasks(self) -> Mapping[str, AfterCommit]:
+        """Returns the tasks that run after commits, by name."""
+        given = (self.after_commit,) if isinstance(self.after_commit, AfterCommit) else self.after_commit
+        return {task.name: task for task in given}
 
     @property
     def retention(self) -> Retention:
@@ -321,12 +392,12 @@ class SaveSettings:
         return Retention(**{spec.name: getattr(self, spec.name) for spec in fields(Retention)})
 
 
-def _chosen(settings: "SaveSettings | ExportSettings") -> tuple[str, ...]:
+def _chosen(settings: SaveSettings | AfterCommit | HFExport) -> tuple[str, ...]:
     texts = []
     for spec in fields(settings):
         value = getattr(settings, spec.name)
-        if isinstance(value, ExportSettings):
-            texts.append(f"{spec.name}=ExportSettings({', '.join(_chosen(value))})")
+        if spec.name == "after_commit":
+            texts += [f"{spec.name}={task.chosen}" for task in value]
         elif callable(value):  # its repr differs between processes
             texts.append(f"{spec.name}={function_name(value)}")
         elif spec.name in ("base", "to") and isinstance(value, str):  # settings in a query are not for others to read
@@ -338,7 +409,24 @@ def _chosen(settings: "SaveSettings | ExportSettings") -> tuple[str, ...]:
 
 def function_name(function: object) -> str:
     """Returns the name of a function, or of a callable object's class. It is equal in all processes."""
+    function = getattr(function, "remote", function)  # that of a Ray remote function has the function's name
     return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def check_triggers(settings: object) -> None:
+    """Raise ConfigError when one of every_steps, every_seconds and every_epochs cannot work."""
+    _check_counts(settings, "every_steps", "every_epochs")
+    _check_seconds(settings, "every_seconds")
+
+
+def _tasks(given: object) -> tuple[AfterCommit, ...]:
+    tasks = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    if odd := [task for task in tasks if not isinstance(task, AfterCommit)]:
+        raise ConfigError(f"after_commit={odd[0]!r}: give AfterCommit(...), or a list of them")
+    names = [task.name for task in tasks]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"after_commit=...: two tasks have the name {twice[0]!r}; name their functions differently")
+    return tasks
 
 
 def _steps(given: object) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ def prune_exports(  # noqa: PLR0917  typer makes options of them
     uri: Uri,
     keep_last: Annotated[int, typer.Option(min=1, help="Keep the exports of this many of the newest checkpoints.")],
     to: Annotated[
-        str | None, typer.Option(help="Where the exports are, as ExportSettings(to=...); default: in the run.")
+        str | None, typer.Option(help="Where the exports are, as AfterCommit.export(to=...); default: in the run.")
     ] = None,
     dry_run: DryRun = False,
     as_json: Json = False,

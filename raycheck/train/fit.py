@@ -25,7 +25,6 @@ from raycheck.train.ray_api.failure_causes import causes_of, final_error, mistak
 from raycheck.train.ray_api.run_location import check_ray_storage, ray_storage, storage_uri
 from raycheck.train.ray_api.trainer_checks import keep_collectives_whole, refuse_unsupported, release_nodes_of
 from raycheck.train.ray_api.tune_session import given_pointer, in_tune, report_commits_of, trial_id
-from raycheck.train.ray_api.validation import scored_validation
 
 MAX_FAILURES = 3
 CONTROLLER_RETRIES = 3
@@ -89,11 +88,7 @@ def _fit_run(trainer: Any, where: str, resume: str | int, storage: StorageSettin
     callbacks = list(config.callbacks or ())
     config.callbacks = guarded(callbacks, coordinator, uri)
     try:
-        with (
-            ray_storage(config, where),
-            scored_validation(trainer, uri),
-            saves_on_signals(lambda: _save_now(coordinator)),
-        ):
+        with ray_storage(config, where), saves_on_signals(lambda: _save_now(coordinator)):
             return _fit_again(trainer)
     except BaseException as error:
         final = (final_error(error) or mistake_behind(error)) if isinstance(error, TrainingFailedError) else None

@@ -27,7 +27,7 @@ CALLS: dict[str, list[Callable[..., object]]] = {
     "ActorCheckpointer": [raycheck.ActorCheckpointer],
     "Batches": [raycheck.Batches],
     "Checkpointer": [raycheck.Checkpointer],
-    "ExportSettings": [raycheck.ExportSettings],
+    "AfterCommit": [raycheck.AfterCommit],
     "FailureConfig": [ray.train.FailureConfig],
     "Group": [raycheck.Group],
     "Periodic": [raycheck.Periodic],

@@ -22,6 +22,7 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.store import open_store
 from raycheck.cli import app
 from raycheck.errors import RaycheckError
+from raycheck.settings import HFExport
 from raycheck.shards.state.preview import Preview
 from raycheck.shards.state.restore_result import RestoreReport
 from raycheck.train.worker.group_restore import RestoreResult
@@ -362,7 +363,7 @@ def test_every_attribute_that_a_guide_names_is_there() -> None:
 
 def test_every_setting_error_and_public_name_is_in_a_guide() -> None:
     text = "\n".join(path.read_text() for path in GUIDES)
-    settings = (raycheck.SaveSettings, raycheck.ExportSettings, raycheck.StorageSettings)
+    settings = (raycheck.SaveSettings, raycheck.AfterCommit, HFExport, raycheck.StorageSettings)
 
     for name in (*raycheck.__all__, *(field.name for kind in settings for field in fields(kind))):
         assert re.search(rf"\b{name}\b", text), f"no guide names {name}"

@@ -14,6 +14,7 @@ from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError, RaycheckError, StoreError
 from raycheck.train.coordinator.messages import RankFailure
 from raycheck.train.served_group import Served, ServedGroup, serve
+from tests.support import hf_models
 from tests.support.gloo_ranks import Ranks
 from tests.support.invariants import assert_invariants
 
@@ -40,6 +41,35 @@ def test_two_ranks_save_and_one_goes_on(pair: Ranks, tmp_path: Path) -> None:
     assert pair.run(train, 1, uri) == [(3, [{"rank": 0}, {"rank": 1}])]
     assert pair.run(train, 2, uri) == [(6, [{"rank": 0}])] * 2
     assert assert_invariants(open_store(uri)).attempt.number == 3
+
+
+def train_with_tasks(rank: int, world_size: int, uri: str) -> None:
+    """Train a language model, whose last checkpoint is measured and exported."""
+
+    def measure(uri: str, key: str) -> None:
+        run = raycheck.open_run(uri)
+        run.score(key, {"seen": run.at(key).step})
+
+    settings = raycheck.SaveSettings(
+        every_steps=2,
+        after_commit=[raycheck.AfterCommit(measure, every_steps=2, mode="sync"), raycheck.AfterCommit.export()],
+    )
+    state = {"model": hf_models.llama()}
+    with raycheck.Checkpointer(state, settings, group=raycheck.torchrun_group(uri)) as ckpt:
+        ckpt.restore()
+        for _ in range(3):
+            ckpt.end_step()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tasks_follow_commits_in_a_thread_of_rank_0_s_process(pair: Ranks, tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}/run"
+
+    pair.run(train_with_tasks, 2, uri)
+
+    first, last = assert_invariants(open_store(uri)).live
+    assert (first.scores, last.scores) == ({"seen": 2}, {"seen": 3})
+    assert (tmp_path / f"run/exports/{last.key}/model.safetensors.index.json").exists()
 
 
 def fail_on(rank: int, world_size: int, uri: str, failing: int) -> str:

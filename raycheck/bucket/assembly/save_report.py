@@ -8,7 +8,7 @@ from raycheck.bucket.format.label import NO_LABEL, Label
 from raycheck.bucket.format.manifest import Component, ShardRecord
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.format.progress import Progress
-from raycheck.settings import ExportSettings, Retention
+from raycheck.settings import HFExport, Retention
 
 SAVE_ALIKE = "every rank must call end_step and save equally often"
 
@@ -19,11 +19,12 @@ class Report:
 
     kept: for each component whose shard was not uploaded again, the checkpoint in which that shard lies.
     references: the components of which no rank uploads anything; rank 0 has their rows in its section. section: the
-    rank's part of the index. blocked_s, staged_s, upload_s: see RankRecord. exports: how to export the checkpoint, None
-    for no export. node: the node on which the rank runs. restored_from, partial, trained_s, began_at, is_rolling,
-    is_by_notice, settings, replaces: see Manifest. is_in_memory: the shards lie in the node's memory, for a memory
-    checkpoint. label: the name, the note and the expiry that the save gives its checkpoint. keeps_drift: replicas that
-    differ do not fail the save, as the first holder's are written.
+    rank's part of the index. blocked_s, staged_s, upload_s: see RankRecord. tasks: what is done with the checkpoint
+    after its commit, by name, in rank 0's report: an export, or a function as bytes. node: the node on which the rank
+    runs. restored_from, partial, trained_s, began_at, is_rolling, is_by_notice, settings, replaces: see Manifest.
+    is_in_memory: the shards lie in the node's memory, for a memory checkpoint. label: the name, the note and the expiry
+    that the save gives its checkpoint. keeps_drift: replicas that differ do not fail the save, as the first holder's
+    are written.
     """
 
     group: str
@@ -49,7 +50,7 @@ class Report:
     upload_s: float = 0.0
     retention: Retention = field(default_factory=Retention)
     settings: tuple[str, ...] = ()
-    exports: ExportSettings | None = None
+    tasks: Mapping[str, HFExport | bytes] = field(default_factory=dict)
     label: Label = NO_LABEL
     replaces: str | None = None
     node: str = ""

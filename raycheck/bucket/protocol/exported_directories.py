@@ -26,7 +26,7 @@ class ExportRecord(Document):
     """Describes an exported directory: its `raycheck.json`.
 
     files: the size in bytes of every other file. last: the one of them that was written last, the index. by_training: a
-    training wrote the directory by its ExportSettings; False when somebody exported it by hand. is_pruned: it is being
+    training wrote the directory by its settings; False when somebody exported it by hand. is_pruned: it is being
     deleted.
     """
 

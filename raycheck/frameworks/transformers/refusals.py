@@ -85,13 +85,13 @@ def _arguments(args: Any) -> Iterator[str]:
         yield "auto_find_batch_size=True: a batch size that changes makes the data's position mean other samples"
     if args.save_only_model:
         yield (
-            "save_only_model=True: a restart would go on with a new optimizer. Leave it out; "
-            "SaveSettings(exports=raycheck.ExportSettings(...)) writes the model alone, as a Hugging Face directory"
+            "save_only_model=True: a restart would go on with a new optimizer. Leave it out; SaveSettings("
+            "after_commit=raycheck.AfterCommit.export(...)) writes the model alone, as a Hugging Face directory"
         )
     if args.push_to_hub and str(getattr(args.hub_strategy, "value", args.hub_strategy)) != "end":
         yield (
             f"push_to_hub=True with hub_strategy={args.hub_strategy!s}: nothing is pushed while training runs. Give "
-            'hub_strategy="end", and SaveSettings(exports=raycheck.ExportSettings(...)) for directories to push'
+            'hub_strategy="end", and SaveSettings(after_commit=raycheck.AfterCommit.export(...)) for what to push'
         )
     if args.enable_jit_checkpoint:
         yield "enable_jit_checkpoint=True: raycheck saves by itself when a node is about to go; leave it out"

@@ -135,7 +135,7 @@ def export_hf(
 
     storage: the settings that the checkpoint's store was opened with; a `dest` of the same kind of store is opened with
     them too. write: writes the files of weights, and returns their sizes in bytes. by_training: a training asked for it
-    by its ExportSettings; a prune of exports deletes no others. Raises ConfigError, before anything was written, for
+    by its settings; a prune of exports deletes no others. Raises ConfigError, before anything was written, for
     what cannot be done.
     """
     laid_out = lay_out(checkpoint, options or ExportOptions())

@@ -186,7 +186,7 @@ class ActorCheckpointer:
             kind = self._triggers.decide_at_step(
                 self._counter.progress, is_busy=status.is_busy, busy_s=busy_s, metrics=self._metrics
             )
-        self._tell("step", save=kind)
+        self._tell("step", save=kind, tasks=self._triggers.tasks)
         self._clock.go()
 
     def end_epoch(self) -> None:
@@ -194,14 +194,14 @@ class ActorCheckpointer:
         self._take_answers()
         self._counter.end_epoch()
         kind = self._triggers.decide_at_epoch_end(self._counter.progress, is_busy=self._status.is_busy)
-        self._tell("epoch", save=kind)
+        self._tell("epoch", save=kind, tasks=self._triggers.tasks)
 
     def save(
         self,
         metrics: Mapping[str, object] | None = None,
         *,
         is_rolling: bool = False,
-        export: bool = False,
+        after_commit: str | Sequence[str] = (),
         name: str | None = None,
         note: Mapping[str, NoteValue] | None = None,
         expire_after_s: float | None = None,
@@ -210,7 +210,8 @@ class ActorCheckpointer:
         """Begin a save of the state as it is now. The arguments and errors are those of Checkpointer.save."""
         label = label_of(name, note, expire_after_s, overwrite=overwrite)
         self._metrics = detached(metrics or self._metrics)
-        self._tell("save", save=kind_asked_for(self._settings, is_rolling=is_rolling, export=export), label=label)
+        kind, tasks = kind_asked_for(self._settings, is_rolling=is_rolling, after_commit=after_commit)
+        self._tell("save", save=kind, tasks=tasks, label=label)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until every save begun so far is committed. timeout_s and errors are those of Checkpointer.wait."""
@@ -249,6 +250,7 @@ class ActorCheckpointer:
         at: Literal["step", "epoch", "save", "wait", "close"],
         *,
         save: SaveKind | None,
+        tasks: Sequence[str] = (),
         timeout_s: float | None = None,
         label: Label = NO_LABEL,
     ) -> None:
@@ -262,6 +264,7 @@ class ActorCheckpointer:
             at=at,
             progress=self._counter.progress,
             save=save,
+            tasks=tuple(tasks),
             is_preempted=self._triggers.is_preempted,
             is_by_notice=at == "step" and self._triggers.is_by_notice,
             timeout_s=timeout_s,
@@ -278,7 +281,9 @@ class ActorCheckpointer:
         if save:
             told_s = time.monotonic() - began
             self._take_answers()
-            self._triggers.saved(told_s + self._status.blocked_s, self._counter.progress, save, began=began)
+            self._triggers.saved(
+                told_s + self._status.blocked_s, self._counter.progress, save, began=began, tasks=tasks
+            )
             self._clock.skip(time.monotonic() - began)
 
     def _take_answers(self) -> None:

@@ -60,14 +60,16 @@ class _LedCounter(ProgressCounter):
 class DriverDecision:
     """Tells a rank at which place of its loop the driver is, and what it has decided there.
 
-    progress: the counts now. save: the kind of save to begin, None for none. is_preempted: a node of the group is about
-    to go; is_by_notice: the save is one because of that. metrics, states: for that save; states are those of the
-    driver's entries, and rank 0 alone gets them. timeout_s: of a wait. label: of that save.
+    progress: the counts now. save: the kind of save to begin, None for none; tasks: what follows its commit.
+    is_preempted: a node of the group is about to go; is_by_notice: the save is one because of that. metrics, states:
+    for that save; states are those of the driver's entries, and rank 0 alone gets them. timeout_s: of a wait. label: of
+    that save.
     """
 
     at: Literal["step", "epoch", "save", "wait", "close"]
     progress: Progress
     save: SaveKind | None
+    tasks: tuple[str, ...] = ()
     is_preempted: bool = False
     is_by_notice: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -107,7 +109,11 @@ class ActorRank:
             self._checkpointer.end_epoch()
         if decision.save:
             self._checkpointer.save_as(
-                decision.save, decision.metrics, decision.label, is_by_notice=decision.is_by_notice
+                decision.save,
+                decision.metrics,
+                decision.label,
+                tasks=decision.tasks,
+                is_by_notice=decision.is_by_notice,
             )
         if decision.at == "wait":
             self._checkpointer.wait(decision.timeout_s)

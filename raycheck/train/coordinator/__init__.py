@@ -3,7 +3,8 @@
 What happens, and which module does it:
 
     a save        actor.report gathers the ranks' reports (rendezvous.py); protocol_calls.conclude assembles and commits
-                  them; run_log.py tells of the commit; background_deletes.py prunes; export_jobs.py exports.
+                  them; run_log.py tells of the commit; background_deletes.py prunes; commit_tasks.py runs
+                  what the settings want done with it (export_task.py), in Ray tasks (ray_tasks.py).
                   Before the first save, and after a failed one, actor.agree has the ranks compare their replicas.
     a restore     actor.claim makes the group the live attempt (protocol_calls.claim), which names one checkpoint.
                   actor.restored waits until all ranks have restored it, or goes back when it is damaged.

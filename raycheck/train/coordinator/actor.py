@@ -7,6 +7,7 @@ its event loop and waits; protocol_calls.py talks to the bucket, in threads.
 
 import asyncio
 import time
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -21,10 +22,10 @@ from raycheck.bucket.protocol.resume import AUTO, Resume
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, DamagedError, RaycheckError, SaveFailedError, SupersededError
-from raycheck.settings import ExportSettings
+from raycheck.settings import HFExport
 from raycheck.train.coordinator.background_deletes import BackgroundDeletes
 from raycheck.train.coordinator.base_calls import BaseCalls
-from raycheck.train.coordinator.export_jobs import ExportJobs
+from raycheck.train.coordinator.commit_tasks import CommitTasks, TaskRun
 from raycheck.train.coordinator.memory_checkpoints import MemoryCheckpoints
 from raycheck.train.coordinator.messages import (
     Arrival,
@@ -44,11 +45,13 @@ from raycheck.train.coordinator.messages import (
 )
 from raycheck.train.coordinator.node_agents import NodeAgents
 from raycheck.train.coordinator.protocol_calls import ProtocolCalls
+from raycheck.train.coordinator.ray_tasks import run_in_ray
 from raycheck.train.coordinator.rendezvous import Kind, Rendezvous, RendezvousTable
 from raycheck.train.coordinator.requested_saves import RequestedSaves
 from raycheck.train.coordinator.run_log import RunLog
 from raycheck.train.data.proof_agreement import SourceProof, agreed_data
 from raycheck.train.log import event, logger, show_log
+from raycheck.train.ray_api.calls import in_actor
 
 WAIT_S = 10.0
 """How long a rank's call waits for the decision before it is answered with `Pending` and repeated."""
@@ -78,14 +81,14 @@ class Coordinator:
         self._next_save: asyncio.Task[bool] | None = None
         self._run_log = RunLog(self._store)
         self._plans = PlanCache()
-        self._exports = ExportJobs(self._store, uri)
-        self._deletes = BackgroundDeletes(register, self._exports)
+        self._tasks = CommitTasks(self._store, uri, run_in_ray if in_actor() else TaskRun.run)
+        self._deletes = BackgroundDeletes(register, self._tasks)
         self._protocol = ProtocolCalls(
             register,
             Identity(owner=owner, coordinator=uuid4().hex[:16]),
             resume=resume,
             plans=self._plans,
-            exports=self._exports,
+            tasks=self._tasks,
             deletes=self._deletes,
             run_log=self._run_log,
         )
@@ -259,14 +262,14 @@ class Coordinator:
         """Record why a rank cannot make memory checkpoints any more in this attempt."""
         self._memory.note_problem(why)
 
-    async def export(self, key: str, progress: Progress, settings: ExportSettings) -> int:
-        """Exports a committed checkpoint, unless that was begun."""
-        await asyncio.to_thread(self._exports.start, key, progress, settings)
+    async def after_commit(self, key: str, progress: Progress, tasks: Mapping[str, HFExport | bytes]) -> int:
+        """Begin these tasks on a committed checkpoint, except for those that were begun on it before."""
+        await asyncio.to_thread(self._tasks.start, key, progress, tasks)
         return 0
 
-    async def wait_for_exports(self, but: str = "") -> int:
-        """Waits a while for the exports under way, except for that of checkpoint `but`. Returns how many are left."""
-        return await self._exports.wait(WAIT_S, but)
+    async def wait_for_tasks(self, names: Collection[str], but: str = "") -> int:
+        """Wait a while for these tasks, except on checkpoint `but`. Returns how many are left."""
+        return await self._tasks.wait(names, WAIT_S, but)
 
     async def finish(self, group: str, rank: int, world_size: int, patience_s: float = WAIT_S) -> Pending | None:
         """Takes that a rank has come to the end of training, with all that it had to save committed.

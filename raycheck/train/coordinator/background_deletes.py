@@ -6,17 +6,17 @@ import time
 from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, MAX_EVICTED, prune, sweep
 from raycheck.bucket.protocol.swap import Register
 from raycheck.errors import RaycheckError
-from raycheck.train.coordinator.export_jobs import ExportJobs
+from raycheck.train.coordinator.commit_tasks import CommitTasks
 from raycheck.train.log import event, logger
 
 
 class BackgroundDeletes:
     """Runs steps 20 to 23 for a coordinator. What cannot be deleted now is tried again later; nothing waits for it."""
 
-    def __init__(self, register: Register, exports: ExportJobs) -> None:
-        """exports: what they still read is not deleted."""
+    def __init__(self, register: Register, tasks: CommitTasks) -> None:
+        """tasks: what they still read is not deleted."""
         self._register = register
-        self._exports = exports
+        self._tasks = tasks
         self._next_at = float("-inf")
         self._commits = 0
         self._must_sweep = False
@@ -43,7 +43,7 @@ class BackgroundDeletes:
         self._next_at = time.monotonic() + GRACE_S / 4
         store = self._register.store
         try:
-            prune(self._register, spare=self._exports.keys)
+            prune(self._register, spare=self._tasks.keys)
         except RaycheckError as error:
             logger.warning(event(f"dropped checkpoints could not be deleted yet: {error}", run=store.uri))
         if not self._must_sweep:

@@ -1,7 +1,8 @@
 """Makes the coordinator's calls of the bucket protocol: all that it reads from and writes to the bucket.
 
 Each call blocks, so the coordinator makes it in a thread. What may become of `latest` is decided in bucket/protocol;
-this module reads what a call needs besides, and tells the run log, the exports and the deletes what came of it.
+this module reads what a call needs besides, and tells the run log, the tasks that follow a commit and the deletes what
+came of it.
 """
 
 import threading
@@ -30,7 +31,7 @@ from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store.retry import retry
 from raycheck.errors import CorruptError, FencedError, RaycheckError, SaveFailedError, StoreError, SupersededError
 from raycheck.train.coordinator.background_deletes import BackgroundDeletes
-from raycheck.train.coordinator.export_jobs import ExportJobs
+from raycheck.train.coordinator.commit_tasks import CommitTasks
 from raycheck.train.coordinator.messages import Claim, Outcome, RankRestore
 from raycheck.train.coordinator.run_log import RunLog
 from raycheck.train.log import event, logger
@@ -48,7 +49,7 @@ class ProtocolCalls:
         *,
         resume: Resume,
         plans: PlanCache,
-        exports: ExportJobs,
+        tasks: CommitTasks,
         deletes: BackgroundDeletes,
         run_log: RunLog,
     ) -> None:
@@ -58,7 +59,7 @@ class ProtocolCalls:
         self.me = me
         self._resume = resume
         self._plans = plans
-        self._exports = exports
+        self._tasks = tasks
         self._deletes = deletes
         self._run_log = run_log
         self._referred = ReferredObjects(register.store)
@@ -168,9 +169,8 @@ class ProtocolCalls:
             logger.warning(event(text, run=self._store.uri))
         self._deletes.committed()
         self._run_log.committed(manifest, seconds=time.monotonic() - began)
-        self._exports.nodes = [reports[rank].node for rank in sorted(reports)]
-        if first.exports is not None:
-            self._exports.start(name, first.progress, first.exports)
+        self._tasks.nodes = [reports[rank].node for rank in sorted(reports)]
+        self._tasks.start(name, first.progress, reports[0].tasks)
         places = {part.name: part.checkpoint for part in manifest.components}
         unnamed = _why_unnamed(entry, first)
         if unnamed:
@@ -217,8 +217,8 @@ class ProtocolCalls:
         found = self._register.read()
         entry = found[0].entry(report.checkpoint) if found is not None else None
         is_live = entry is not None
-        if is_live and report.exports is not None:
-            self._exports.start(report.checkpoint, report.progress, report.exports)
+        if is_live:
+            self._tasks.start(report.checkpoint, report.progress, report.tasks)
         # Whether two ranks wrote the same box is forgotten. A rank that asks for this outcome has to compare replicas
         # anew, and the other ranks then hear of that.
         return Outcome(

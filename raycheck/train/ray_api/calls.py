@@ -15,6 +15,16 @@ def this_node() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
+def in_actor() -> bool:
+    """Return whether this code runs in an actor of Ray's."""
+    return bool(ray.is_initialized() and ray.get_runtime_context().get_actor_id())
+
+
+def pickled(function: Callable[..., Any]) -> bytes:
+    """Return a function as bytes that `pickle.loads` takes in another process, also one of a script or a lambda."""
+    return bytes(ray.cloudpickle.dumps(function))  # type: ignore[no-untyped-call]
+
+
 def run_in(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Calls `function(instance, *args)` in the actor, in turn with its own methods. Returns Ray's reference."""
     return actor.__ray_call__.remote(function, *args)

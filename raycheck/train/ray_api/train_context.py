@@ -3,7 +3,6 @@
 Each function works on the oldest and the newest supported Ray, and detects what this Ray has.
 """
 
-import inspect
 import math
 import sys
 from collections.abc import Collection, Mapping
@@ -11,8 +10,6 @@ from typing import Any, TypeVar
 
 import ray
 import ray.train
-
-from raycheck.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -77,11 +74,11 @@ def dataset_manager() -> Any:
     return getattr(getattr(_context(), "dataset_shard_provider", None), "_dataset_manager", None)
 
 
-def report_pointer(prefix: str, metrics: Mapping[str, float], *, validate: bool = False) -> None:
+def report_pointer(prefix: str, metrics: Mapping[str, float]) -> None:
     """Reports the pointer directory `prefix`, which is relative to the run, to Ray as a checkpoint.
 
     Every rank calls this at the same step and with the same directory, so that ray.train.get_checkpoint() returns the
-    same on all of them. Ray keeps rank 0's metrics. validate: Ray runs the trainer's validation function on it.
+    same on all of them. Ray keeps rank 0's metrics.
     """
     storage = _worker_context().storage_context
     path = storage.build_checkpoint_path_from_name(prefix)
@@ -89,7 +86,6 @@ def report_pointer(prefix: str, metrics: Mapping[str, float], *, validate: bool 
         _ranked(metrics, run_config().checkpoint_config),
         checkpoint=ray.train.Checkpoint(path, filesystem=storage.storage_filesystem),
         checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
-        **({"validation": True} if validate else {}),
     )
 
 
@@ -104,19 +100,6 @@ def _ranked(metrics: Mapping[str, float], config: Any) -> dict[str, float]:
         return dict(metrics)
     is_max = getattr(config, "checkpoint_score_order", "max") == "max"
     return {**metrics, name: -sys.float_info.max if is_max else sys.float_info.max}
-
-
-def check_validation(*, is_ray_train: bool) -> None:
-    """Raises ConfigError where Ray has no validation function to run."""
-    if not is_ray_train:
-        raise ConfigError("save(..., validate=True): only Ray Train validates checkpoints; here nobody would")
-    if "validation" not in inspect.signature(ray.train.report).parameters:
-        raise ConfigError(f"save(..., validate=True): Ray {ray.__version__} cannot do this; 2.60 can")
-    if not getattr(_context(), "has_validation_fn", False):
-        raise ConfigError(
-            "save(..., validate=True): give the trainer a function: "
-            "TorchTrainer(validation_config=ValidationConfig(fn=...))"
-        )
 
 
 def checkpoint_path() -> str | None:

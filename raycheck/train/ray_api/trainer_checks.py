@@ -19,6 +19,12 @@ def refuse_unsupported(trainer: Any) -> None:
         )
     if trainer.scaling_config.num_workers == 0:
         raise ConfigError("ScalingConfig(num_workers=0) runs without workers; use num_workers=1 to save and restore")
+    if getattr(trainer, "validation_config", None) is not None:
+        raise ConfigError(
+            "validation_config=...: raycheck does not call a trainer's validation function. Give it as "
+            "SaveSettings(after_commit=raycheck.AfterCommit(function)); it is called with the run's URI and the "
+            "checkpoint's key, and keeps what it measures by raycheck.open_run(uri).score(key, {...})"
+        )
     name = trainer.run_config.name or ""
     if not name.isascii():
         raise ConfigError(

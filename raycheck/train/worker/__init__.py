@@ -17,7 +17,7 @@
     young_daly            ... an interval from SaveSettings(overhead=...),
     preemption            ... and a node that is about to go
     save_queue          if so: copy the state to host memory, and hand it to the save thread; training goes on
-    export_wait         if it is exported: wait as the export's mode says
+    after_commit        if tasks follow its commit: wait as their modes say
     ray_reports         report the commit that rank 0 has named to Ray
     heartbeat           tell the coordinator about once a second how far training is
 

@@ -5,7 +5,7 @@ is in live_attempt.py, when to save in save_triggers.py, and what a save does in
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import MappingProxyType, TracebackType
@@ -23,11 +23,10 @@ from raycheck.train.coordinator.messages import Claim, OnCorrupt
 from raycheck.train.data.loader_checks import check_loaders
 from raycheck.train.group import Group
 from raycheck.train.log import event, logger, show_log
-from raycheck.train.ray_api import train_context
 from raycheck.train.ray_api.controller_callbacks import is_turned_off
+from raycheck.train.worker.after_commit import AfterCommitTasks
 from raycheck.train.worker.base_run import refer_to_base
 from raycheck.train.worker.data_proof import prove_together
-from raycheck.train.worker.export_wait import ExportWait
 from raycheck.train.worker.group_restore import (
     RestoreResult,
     apply_random_state,
@@ -231,7 +230,7 @@ class Checkpointer:
             start_alone(self._periodics, lambda: self._counter.progress, world_size=self._group.world_size)
             return RestoreResult(**asdict(self._counter.progress), attempt=1)
         with self._told_to_others():
-            state, export_wait = self._checked_state()
+            state, tasks = self._checked_state()
             stream = next(iter(self._counter.data), None)
             name = next((name for name, value in state.objects.items() if value is stream is not None), None)
             proof = None if stream is None else stream.prove()
@@ -240,11 +239,9 @@ class Checkpointer:
             if self._preview is not None:
                 self._preview.check(selection)
             if claim.entry is None:
-                result = self._start_fresh(state, claim, selection, export_wait)
+                result = self._start_fresh(state, claim, selection, tasks)
             else:
-                result = self._fill(
-                    state, claim, selection, export_wait, strict=strict, on_corrupt=on_corrupt, cast=cast
-                )
+                result = self._fill(state, claim, selection, tasks, strict=strict, on_corrupt=on_corrupt, cast=cast)
             self._live().save_at_start()
         return result
 
@@ -261,14 +258,14 @@ class Checkpointer:
         if not self._is_off:
             self._group.tell_failure(error, saves=self._attempt.saves if self._attempt is not None else 0)
 
-    def _checked_state(self) -> tuple[TrainState, ExportWait]:
+    def _checked_state(self) -> tuple[TrainState, AfterCommitTasks]:
         """Check the whole state before the run is claimed. Raises ConfigError if it could not be saved or exported."""
         if self._state is None:
             raise ConfigError("the state is empty; give at least the model and the optimizer")
-        export_wait = ExportWait(self.settings.exports, self._group, self._state.models, self._watch)
+        tasks = AfterCommitTasks(self.settings.tasks, self._group, self._state.models, self._watch)
         self._state.check(is_before_restore=True)
         check_loaders(self._state.objects, rank=self._group.rank)
-        return self._state, export_wait
+        return self._state, tasks
 
     def _claim_run(self) -> Claim:
         """Claim the run, unless `peek` has done so."""
@@ -277,7 +274,7 @@ class Checkpointer:
         return self._claim
 
     def _start_fresh(
-        self, state: TrainState, claim: Claim, selection: Selection, export_wait: ExportWait
+        self, state: TrainState, claim: Claim, selection: Selection, tasks: AfterCommitTasks
     ) -> RestoreResult:
         state.check()
         state.check_selection(selection)
@@ -286,7 +283,7 @@ class Checkpointer:
             logger.warning(event(text, selection=str(selection), run=self._group.uri))
         self._refer_to_base(state)
         self._counter.start_at(self._counter.progress)
-        self._begin(state, StartingPoint.fresh(claim, selection), export_wait)
+        self._begin(state, StartingPoint.fresh(claim, selection), tasks)
         if not self._has_data_position(state):
             say_what_begins_anew(self._group, None)
         warn_of_rays_checkpoint(self._group, None)
@@ -299,7 +296,7 @@ class Checkpointer:
         state: TrainState,
         claim: Claim,
         selection: Selection,
-        export_wait: ExportWait,
+        tasks: AfterCommitTasks,
         *,
         strict: bool,
         on_corrupt: OnCorrupt,
@@ -322,7 +319,7 @@ class Checkpointer:
         rng = apply_random_state(done, group, self._counter.data)
         self._counter.start_at(done.progress)
         # Only now: what a failed restore left behind must never be saved.
-        self._begin(state, StartingPoint.restored(claim, done), export_wait)
+        self._begin(state, StartingPoint.restored(claim, done), tasks)
         progress = self._counter.progress
         say_what_changed(group, done.manifest, self.settings)
         warn_of_rays_checkpoint(group, done.manifest)
@@ -335,7 +332,7 @@ class Checkpointer:
             warn_of_other_position(group, self._preview, progress)
         return result
 
-    def _begin(self, state: TrainState, start: StartingPoint, export_wait: ExportWait) -> None:
+    def _begin(self, state: TrainState, start: StartingPoint, tasks: AfterCommitTasks) -> None:
         """Let the attempt live: from now on steps are counted and saved."""
         self._is_restored = True
         self._attempt = LiveAttempt(
@@ -346,7 +343,7 @@ class Checkpointer:
             counter=self._counter,
             triggers=self._triggers,
             watch=self._watch,
-            export_wait=export_wait,
+            tasks=tasks,
         )
         for periodic in self._periodics:
             periodic.start(lambda: (self._counter.progress, self._triggers.clock_s))
@@ -388,8 +385,7 @@ class Checkpointer:
         metrics: Mapping[str, object] | None = None,
         *,
         is_rolling: bool = False,
-        export: bool = False,
-        validate: bool = False,
+        after_commit: str | Sequence[str] = (),
         name: str | None = None,
         note: Mapping[str, NoteValue] | None = None,
         expire_after_s: float | None = None,
@@ -401,24 +397,20 @@ class Checkpointer:
         All ranks give the same arguments but metrics, of which rank 0's count.
 
         metrics: as for end_step; None: those of the newest end_step. is_rolling: keep it only as one of the newest
-        `rolling_keep_last` rolling saves. export: write the model as a Hugging Face directory too, as
-        `SaveSettings.exports` says. validate: have Ray run the trainer's validation function (ValidationConfig) on this
-        step's checkpoint once it is committed. name: by which it can be restored, and under which retention keeps it.
-        Where a checkpoint of another step has the name
-        already, this one is committed without it, and pinned; an error in the log and `save_status.unnamed` say so.
+        `rolling_keep_last` rolling saves. after_commit: run these tasks of `SaveSettings.after_commit` on this step's
+        checkpoint once it is committed, also if the step is saved already: "export", or the name of a function, or
+        several of them. name: by which it can be restored, and under which retention keeps it. Where a checkpoint of
+        another step has the name already, this one is committed without it, and pinned; an error in the log and
+        `save_status.unnamed` say so.
         overwrite: take the name from that one. note: a few facts to keep with it (text, int, float, bool by name, 4 KiB
         at most). expire_after_s: this many seconds after the commit nothing keeps it any longer; None: as the settings
         say, and never when it has a name.
 
-        Raises as end_step does, and ConfigError for an export or a validation that is not configured.
+        Raises as end_step does, and ConfigError for a task that is not in the settings.
         """
-        validate &= not self._is_off
-        if validate:
-            train_context.check_validation(is_ray_train=self._group.is_ray_train)
         label = label_of(name, note, expire_after_s, overwrite=overwrite)
-        self.save_as(kind_asked_for(self.settings, is_rolling=is_rolling, export=export), metrics, label)
-        if validate:
-            self._live().validate()
+        kind, tasks = kind_asked_for(self.settings, is_rolling=is_rolling, after_commit=after_commit)
+        self.save_as(kind, metrics, label, tasks=tasks)
 
     def save_as(
         self,
@@ -426,14 +418,15 @@ class Checkpointer:
         metrics: Mapping[str, object] | None,
         label: Label = NO_LABEL,
         *,
+        tasks: Collection[str] = (),
         is_by_notice: bool = False,
     ) -> None:
-        """Begin a save like `save`, for a driver that has already chosen the kind of save, and its label.
+        """Begin a save like `save`, for a driver that has already chosen the kind of save, its label and its tasks.
 
         is_by_notice: it is one because a node is about to go.
         """
         if not self._is_counting_only():
-            self._live().save_as(kind, metrics, label, is_by_notice=is_by_notice)
+            self._live().save_as(kind, metrics, label, tasks=tasks, is_by_notice=is_by_notice)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until every save begun so far is committed. It begins no save. Every rank calls it.

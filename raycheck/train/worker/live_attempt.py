@@ -5,8 +5,9 @@ which everything happens.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NoReturn, Self
 
 from ray.exceptions import RayError
@@ -20,7 +21,7 @@ from raycheck.shards.state.train_state import TrainState
 from raycheck.train.coordinator.messages import Claim, HeartbeatMessage
 from raycheck.train.group import Group, ask_until_decided
 from raycheck.train.log import event, logger
-from raycheck.train.worker.export_wait import ExportWait
+from raycheck.train.worker.after_commit import AfterCommitTasks
 from raycheck.train.worker.heartbeat import FencingWatch, Heartbeat
 from raycheck.train.worker.save_kind import SaveKind, strongest
 from raycheck.train.worker.save_queue import SaveQueue, SaveStatus
@@ -92,7 +93,7 @@ class LiveAttempt:
         counter: ProgressCounter,
         triggers: SaveTriggers,
         watch: FencingWatch,
-        export_wait: ExportWait,
+        tasks: AfterCommitTasks,
     ) -> None:
         """counter: has the counts from which training goes on."""
         self._state = state
@@ -101,7 +102,7 @@ class LiveAttempt:
         self._counter = counter
         self._triggers = triggers
         self._watch = watch
-        self._export_wait = export_wait
+        self._tasks = tasks
         self._clock = TrainingClock()
         self._heartbeat = Heartbeat(group)
         self._began_at = start.began_at
@@ -122,7 +123,9 @@ class LiveAttempt:
         self._metrics: dict[str, object] = {}  # of the newest step
         self._begun = (counter.step, start.saved_as) if start.saved_as else NOTHING_SAVED  # the newest save
         self._begun_label = start.label  # of that save
-        self._begun_name = (-1, "")  # step and name of the newest save of this attempt
+        self._begun_name = (-1, "")  # step and name of the newest save, or of the checkpoint that has this very state
+        if start.saved_as and start.claim.restore:
+            self._begun_name = (counter.step, start.claim.restore.key)
         self._replaceable: str | None = None  # that name, if nothing but retention wants this very checkpoint
         self._replaced: str | None = None  # the name that that save replaces
         self._blocked_s = 0.0
@@ -158,7 +161,7 @@ class LiveAttempt:
         )
         self._save_to_memory(kind)
         if kind:
-            self.save_as(kind, metrics, is_by_notice=self._triggers.is_by_notice)
+            self.save_as(kind, metrics, tasks=self._triggers.tasks, is_by_notice=self._triggers.is_by_notice)
         if self._triggers.must_leave:
             self._leave_node()
         self._triggers.report_to_ray()
@@ -186,7 +189,7 @@ class LiveAttempt:
         self._queue.saved_step, self._begun = -1, NOTHING_SAVED  # the state differs now from what this step saved
         self._note_commit(self._queue.poll())
         if kind := self._triggers.decide_at_epoch_end(self._counter.progress, is_busy=self._queue.is_busy):
-            self.save_as(kind, self._metrics)
+            self.save_as(kind, self._metrics, tasks=self._triggers.tasks)
 
     def save_at_start(self) -> None:
         """Save step 0 for SaveSettings(at_start=True), unless a checkpoint has this state."""
@@ -200,20 +203,44 @@ class LiveAttempt:
         metrics: Mapping[str, object] | None,
         label: Label = NO_LABEL,
         *,
+        tasks: Collection[str] = (),
         is_by_notice: bool = False,
     ) -> None:
         """Begin a save, unless this step is saved already as this kind or as one that includes it, and labelled so.
 
-        is_by_notice: see Manifest.
+        tasks: what follows the commit, of this save or of the one that this step has. is_by_notice: see Manifest.
         """
         step, before = self._begun
         if step != self._counter.step or strongest(before, kind) != before or label.adds_to(self._begun_label):
-            self._save(self._metrics if metrics is None else metrics, kind, label, is_by_notice=is_by_notice)
+            self._save(
+                self._metrics if metrics is None else metrics, kind, label, tasks=tasks, is_by_notice=is_by_notice
+            )
+        elif tasks:
+            began, key = time.monotonic(), self._begun_name[1]
+            if not self._group.rank:
+                self._queue.after_saves(partial(self._tasks.begin, key, self._counter.progress, tasks))
+            self._replaceable = None
+            self._triggers.tasks_begun(tasks, began=began)
+            self._follow(key, tasks)
+            self._clock.skip(time.monotonic() - began)
         elif not self._group.rank:
             logger.info(event("nothing to save: the step is saved already", step=step, run=self._group.uri))
 
+    def _follow(self, key: str, tasks: Collection[str]) -> None:
+        """Wait for the tasks after the commit of checkpoint `key`, as their modes say."""
+        is_preempted = self._triggers.is_preempted or self._counter.is_preempted
+        self._note_commit(
+            self._tasks.follow(self._queue, key, self._counter.progress, tasks, is_preempted=is_preempted)
+        )
+
     def _save(
-        self, metrics: Mapping[str, object], kind: SaveKind, label: Label = NO_LABEL, *, is_by_notice: bool = False
+        self,
+        metrics: Mapping[str, object],
+        kind: SaveKind,
+        label: Label = NO_LABEL,
+        *,
+        tasks: Collection[str] = (),
+        is_by_notice: bool = False,
     ) -> None:
         queue, progress, began = self._queue, self._counter.progress, time.monotonic()
         is_again = self._begun_name[0] == progress.step and label.expire_after_s is None
@@ -232,14 +259,14 @@ class LiveAttempt:
             is_reported=is_reported,
             is_by_notice=is_by_notice,
             replaces=replaces,
+            tasks=self._tasks.of(tasks) if not self._group.rank else None,
         )
         self._begun_name, self._replaced = (progress.step, name), replaces
-        self._replaceable = name if kind != "export" and not label.adds_to(NO_LABEL) else None
+        self._replaceable = name if not tasks and not label.adds_to(NO_LABEL) else None
         self._blocked_s = time.monotonic() - began
-        self._triggers.saved(self._blocked_s, progress, kind, began=began)
-        if kind == "export":
-            is_preempted = self._triggers.is_preempted or self._counter.is_preempted
-            self._note_commit(self._export_wait.follow(queue, name, progress, is_preempted=is_preempted))
+        self._triggers.saved(self._blocked_s, progress, kind, began=began, tasks=tasks)
+        if tasks:
+            self._follow(name, tasks)
         self._clock.skip(time.monotonic() - began)
 
     def wait(self, timeout_s: float | None) -> None:
@@ -252,17 +279,6 @@ class LiveAttempt:
             if timeout_s is None:  # with a time-out some ranks may not have heard of it, and all must save alike
                 self._begun = NOTHING_SAVED
             raise SaveFailedError(f"rank {self._group.rank}: wait(): {problem}")
-
-    def validate(self) -> None:
-        """Have Ray validate this step's checkpoint once it is committed."""
-        step, name = self._begun_name
-        if step != self._counter.step:
-            text = "cannot validate: the step was not saved in this attempt"
-            logger.warning(event(text, step=self._counter.step, run=self._group.uri))
-            return
-        self._queue.validate(name)
-        self._replaceable = None
-        self._triggers.ray_reports.committed(self._queue.pointers.pointed)  # it is reported in a turn of its own
 
     def finish(self) -> None:
         """Save the last step, wait for all that is under way, and write into `latest` that the run has finished."""
@@ -277,11 +293,10 @@ class LiveAttempt:
                     self._save(self._metrics, "keep")
             queue.finish(self._counter.step)
             queue.point_ray_to_newest()
-            self._triggers.ray_reports.add_validations(queue.pointers.take_validations())
             self._triggers.committed(queue.save_s)
             self._triggers.ray_reports.committed(queue.pointers.pointed)
             self._triggers.report_all_to_ray()
-            self._export_wait.finish(queue.newest, self._counter.progress)
+            self._tasks.finish(queue.newest, self._counter.progress)
         self._raise_if_over()
         _write_finish(self._group, wait_s=self._settings.save_timeout_s)
 
@@ -319,7 +334,6 @@ class LiveAttempt:
 
     def _note_commit(self, committed: str | None) -> None:
         """Hand on what the queue has just said. committed: name of a checkpoint that was committed since."""
-        self._triggers.ray_reports.add_validations(self._queue.pointers.take_validations())
         if committed is not None:
             self._triggers.committed(self._queue.save_s)
             self._triggers.ray_reports.committed(self._queue.pointers.pointed)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError
-from raycheck.settings import ExportSettings
+from raycheck.settings import check_triggers
 from raycheck.train.group import Group
 from raycheck.train.log import logger
 
@@ -30,10 +30,10 @@ class Periodic:
     ) -> None:
         if (every_steps, every_seconds, every_epochs) == (None, None, None):
             raise ConfigError("Periodic(): give every_steps, every_seconds or every_epochs")
-        ExportSettings(every_steps=every_steps, every_seconds=every_seconds, every_epochs=every_epochs)  # checks them
         self.every_steps = every_steps
         self.every_seconds = every_seconds
         self.every_epochs = every_epochs
+        check_triggers(self)
         self._now: Callable[[], tuple[Progress, float]] | None = None
         self._saved: tuple[int, int, float] | None = None  # step, epoch and seconds of a restored state, until `start`
         self._step = self._epoch = 0  # at the last turn

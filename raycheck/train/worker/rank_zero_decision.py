@@ -25,18 +25,19 @@ class RankZeroDecision:
     """Tells all ranks what rank 0 has decided: whether to save, which commit to report, and when it decides next.
 
     step: rank 0's step, None at the end of its loop. clock_s: how long it has trained in this attempt. save: the kind
-    of save to begin now, None for none. commit: name of the commit to report; only rank 0 has its metrics, since a
-    broadcast of Ray's carries 1 kB. validate: see UnreportedCommit. gap: steps until the next broadcast. is_preempted:
-    a node of the group is about to go. leave: end the attempt once the saves under way are committed. problem: why the
-    run ends here on all ranks, "" when it goes on. is_by_notice: the save is one before a node goes. to_memory: there
-    should be a memory checkpoint before a node goes, also where a save to the bucket takes too long.
+    of save to begin now, None for none. tasks: what follows its commit because of the time. commit: name of the commit
+    to report; only rank 0 has its metrics, since a broadcast of Ray's carries 1 kB. gap: steps until the next
+    broadcast. is_preempted: a node of the group is about to go. leave: end the attempt once the saves under way are
+    committed. problem: why the run ends here on all ranks, "" when it goes on. is_by_notice: the save is one before a
+    node goes. to_memory: there should be a memory checkpoint before a node goes, also where a save to the bucket takes
+    too long.
     """
 
     step: int | None
     clock_s: float = 0.0
     save: SaveKind | None = None
+    tasks: tuple[str, ...] = ()
     commit: str | None = None
-    validate: bool = False
     gap: int = 1
     is_preempted: bool = False
     leave: bool = False

@@ -6,9 +6,8 @@ together, since Ray's report is a collective (`RayReports`).
 """
 
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.object_keys import CheckpointName, pointer_key, pointer_prefix
@@ -24,64 +23,27 @@ RAY_REPORT_PAUSE_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnreportedCommit:
-    """Describes a commit that Ray has not been told of yet.
-
-    metrics: rank 0's at its step, with its step and epoch. validate: whether Ray runs the trainer's validation function
-    on it.
-    """
+    """Describes a commit that Ray has not been told of yet. metrics: rank 0's at its step, with its step and epoch."""
 
     key: str
     metrics: Mapping[str, float] = field(default_factory=dict)
-    validate: bool = False
 
 
 class RayPointers:
     """Writes the pointer objects of commits that Ray will be told of. Only rank 0 writes, and only under Ray Train.
 
-    A commit that is to be validated has a turn of its own: Ray must not list a checkpoint twice, since by its retention
-    one of the two would delete the other's pointer.
+    pointed: the newest commit that has a pointer; None when there is none.
     """
 
-    def __init__(self, group: Group, *, remembered: int) -> None:
-        """remembered: how many of the newest commits can still be validated."""
+    def __init__(self, group: Group) -> None:
         self._group = group
-        self._committed: deque[UnreportedCommit] = deque(maxlen=remembered)  # used in the save thread only
-        self._pointed: UnreportedCommit | None = None
-        self._validating: set[str] = set()
-        self._to_validate: deque[UnreportedCommit] = deque()
-
-    @property
-    def pointed(self) -> UnreportedCommit | None:
-        """Returns the newest commit that has a pointer; None when there is none, or when it is to be validated."""
-        return None if self._pointed is None or self._pointed.key in self._validating else self._pointed
-
-    def committed(self, commit: UnreportedCommit, *, is_reported: bool) -> None:
-        """Remember a commit, and write its pointer if Ray will be told of it. Called in the save thread."""
-        self._committed.append(commit)
-        if is_reported:
-            self.point_to(commit)
+        self.pointed: UnreportedCommit | None = None
 
     def point_to(self, commit: UnreportedCommit) -> None:
-        """Write the pointer of a commit, unless it exists or the commit is to be validated."""
-        is_there = self._pointed is not None and self._pointed.key == commit.key
-        if not is_there and commit.key not in self._validating and self._write(commit):
-            self._pointed = commit
-
-    def reserve_validation(self, checkpoint: str) -> bool:
-        """Keep a checkpoint for its turn to be validated. Returns False when it was kept before."""
-        is_new = checkpoint not in self._validating
-        self._validating.add(checkpoint)
-        return is_new
-
-    def point_to_validated(self, checkpoint: str) -> None:
-        """Write the pointer of a checkpoint that is to be validated, if it was committed. Called in the save thread."""
-        for commit in tuple(self._committed):
-            if commit.key == checkpoint and self._write(commit):
-                self._to_validate.append(replace(commit, validate=True))
-
-    def take_validations(self) -> list[UnreportedCommit]:
-        """Return the commits that Ray is to validate, each of them once."""
-        return [self._to_validate.popleft() for _ in range(len(self._to_validate))]
+        """Write the pointer of a commit, unless it exists. Called in the save thread, and when that has ended."""
+        is_there = self.pointed is not None and self.pointed.key == commit.key
+        if not is_there and self._write(commit):
+            self.pointed = commit
 
     def _write(self, commit: UnreportedCommit) -> bool:
         """Write a pointer. Returns whether that was done.
@@ -106,7 +68,6 @@ class RayReports:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._newest: UnreportedCommit | None = None
-        self._to_validate: deque[UnreportedCommit] = deque()
         self._chosen: UnreportedCommit | None = None  # of rank 0's newest decision
         self._reported: str | None = None
         self._reported_at = float("-inf")
@@ -116,13 +77,9 @@ class RayReports:
         if pointed is None or pointed.key != self._reported:
             self._newest = pointed
 
-    def add_validations(self, commits: Iterable[UnreportedCommit]) -> None:
-        """Report each of these in turn: no newer commit takes the place of one that is to be validated."""
-        self._to_validate += commits
-
     def can_report_soon(self, chosen: str | None) -> bool:
         """Returns whether Ray can soon be told of a save that begins now. chosen: the commit of the newest decision."""
-        is_free = not self._to_validate and (self._newest is None or self._newest.key == chosen)
+        is_free = self._newest is None or self._newest.key == chosen
         return is_free and not self._is_pausing(time.monotonic())
 
     def choose(self, now: float, *, is_last: bool = False) -> UnreportedCommit | None:
@@ -130,21 +87,18 @@ class RayReports:
 
         now: by time.monotonic. is_last: training is over, so that there is no pause between two reports.
         """
-        waiting = self._to_validate[0] if self._to_validate else self._newest
-        self._chosen = waiting if is_last or not self._is_pausing(now) else None
+        self._chosen = self._newest if is_last or not self._is_pausing(now) else None
         return self._chosen
 
-    def report(self, key: str | None, *, validate: bool) -> None:
+    def report(self, key: str | None) -> None:
         """Report to Ray the commit that rank 0's decision names, if any. Every rank calls it at every step."""
         if key is None or not self._group.is_ray_train:
             return
         self._reported, self._reported_at = key, time.monotonic()
         chosen, self._chosen = self._chosen or UnreportedCommit(key=key), None
-        if self._to_validate and self._to_validate[0] is chosen:
-            self._to_validate.popleft()
         if self._newest is not None and not _is_newer(self._newest.key, key):  # the last one reported is Ray's latest
             self._newest = None
-        train_context.report_pointer(pointer_prefix(key), chosen.metrics, validate=validate)
+        train_context.report_pointer(pointer_prefix(key), chosen.metrics)
 
     def _is_pausing(self, now: float) -> bool:
         return now - self._reported_at < RAY_REPORT_PAUSE_S

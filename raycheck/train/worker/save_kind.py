@@ -1,12 +1,13 @@
 """Names the kinds of save, and says which of several wins."""
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings
 
-SaveKind = Literal["roll", "keep", "export"]
-"""A rolling save, one that retention keeps by its rules, or one that is exported too. Each includes those before it."""
+SaveKind = Literal["roll", "keep"]
+"""A rolling save, or one that retention keeps by its rules. The second includes the first."""
 
 
 def strongest(*kinds: SaveKind | None) -> SaveKind | None:
@@ -14,8 +15,16 @@ def strongest(*kinds: SaveKind | None) -> SaveKind | None:
     return max((kind for kind in kinds if kind), key=get_args(SaveKind).index, default=None)
 
 
-def kind_asked_for(settings: SaveSettings, *, is_rolling: bool, export: bool) -> SaveKind:
-    """Returns the kind of a save that the script asks for. Raises ConfigError for an export without `exports`."""
-    if export and settings.exports is None:
-        raise ConfigError("save(export=True) needs SaveSettings(exports=ExportSettings(...))")
-    return "export" if export else "roll" if is_rolling else "keep"
+def kind_asked_for(
+    settings: SaveSettings, *, is_rolling: bool, after_commit: str | Sequence[str]
+) -> tuple[SaveKind, tuple[str, ...]]:
+    """Return the kind of a save that the script asks for, and the tasks that follow its commit.
+
+    Raises ConfigError for a task that the settings do not have.
+    """
+    tasks = (after_commit,) if isinstance(after_commit, str) else tuple(after_commit)
+    if unknown := [name for name in tasks if name not in settings.tasks]:
+        raise ConfigError(
+            f"save(after_commit={unknown[0]!r}): SaveSettings(after_commit=...) has the tasks {list(settings.tasks)}"
+        )
+    return "roll" if is_rolling and not tasks else "keep", tasks

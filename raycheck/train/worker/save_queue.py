@@ -6,7 +6,7 @@ memory, and it makes a buffer safe to reuse: a save ends only after every reques
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.label import NO_LABEL, Label
 from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError, RaycheckError, SaveFailedError, StoreError
-from raycheck.settings import SaveSettings
+from raycheck.settings import HFExport, SaveSettings
 from raycheck.shards.state.rank_buffers import advice_on
 from raycheck.shards.state.train_state import TrainState
 from raycheck.shards.transfer.incremental_upload import StagedState
@@ -112,7 +112,7 @@ class SaveQueue:
         self.save_s = 0.0
         self.saves = self.failed = 0
         self.unnamed = ""
-        self.pointers = RayPointers(group, remembered=settings.buffers + 1)
+        self.pointers = RayPointers(group)
         self._newest_commit: UnreportedCommit | None = None  # of this attempt
         self._has_agreed = group.world_size == 1
         self._has_named_buffers = False
@@ -171,12 +171,13 @@ class SaveQueue:
         is_reported: bool = False,
         is_by_notice: bool = False,
         replaces: str | None = None,
+        tasks: Mapping[str, HFExport | bytes] | None = None,
     ) -> str:
         """Stage the state and start its upload, after `wait_for_buffer`. Returns the checkpoint's name.
 
         When it returns, the state may change: it is copied, or the save fails. If there is still no buffer, the save
         counts as failed, and the other ranks are told. trained_s, is_by_notice, replaces: see Manifest.
-        is_reported: Ray can soon be told of this save.
+        is_reported: Ray can soon be told of this save. tasks: see Report.
         """
         began = time.monotonic()
         last_to_await = self._last_to_await()
@@ -189,7 +190,7 @@ class SaveQueue:
             is_rolling=kind == "roll",
             is_by_notice=is_by_notice,
             metrics=numbers_of(metrics),
-            exports=self._settings.exports if kind == "export" else None,
+            tasks=tasks or {},
             label=label,
             replaces=replaces,
         )
@@ -227,7 +228,7 @@ class SaveQueue:
             staged,
             report,
             deadline=began + self._settings.save_timeout_s,
-            committed=lambda: self.pointers.committed(commit, is_reported=is_reported),
+            committed=lambda: self.pointers.point_to(commit) if is_reported else None,
         )
         outcome.add_done_callback(lambda _: staged.let_slices_go())  # also if it ends before the upload begins
         save = _UnderWay(
@@ -330,16 +331,12 @@ class SaveQueue:
                 f"{self._last_failure or 'it has not ended in time'}"
             )
 
-    def validate(self, checkpoint: str) -> None:
-        """Have Ray validate the checkpoint of a save that was begun here, once it is committed."""
-        if self.pointers.reserve_validation(checkpoint):
-            self._uploads.do_next(lambda: self.pointers.point_to_validated(checkpoint))
+    def after_saves(self, call: Callable[[], object]) -> None:
+        """Call a function in the background once the saves begun so far have ended."""
+        self._uploads.do_next(call)
 
     def point_ray_to_newest(self) -> None:
-        """Make the newest commit one that Ray can be told of, so that it becomes Result.checkpoint.
-
-        Waits for the pointers of checkpoints that are to be validated.
-        """
+        """Make the newest commit one that Ray can be told of, so that it becomes Result.checkpoint."""
         self._uploads.wait_until_idle(self._settings.save_timeout_s)
         if self._newest_commit is not None:
             self.pointers.point_to(self._newest_commit)

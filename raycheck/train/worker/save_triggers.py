@@ -6,7 +6,7 @@ the one before is still under way.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from raycheck.bucket.format.progress import Progress
@@ -27,7 +27,8 @@ class SaveTriggers:
     is_preempted: a node is about to go, so that training should wait for nothing but a save. clock_s: rank 0's seconds
     of training in this attempt, as all ranks heard them last. must_reach_memory: a node is about to go, and the memory
     checkpoint that this asks for was not begun yet. skipped: how many saves were skipped because the one
-    before was under way. ray_reports: which commit Ray is told of.
+    before was under way. tasks: what is to follow the commit of the save that the last decision asks for, by name.
+    ray_reports: which commit Ray is told of.
     """
 
     def __init__(self, settings: SaveSettings, group: Group) -> None:
@@ -36,7 +37,10 @@ class SaveTriggers:
         self._broadcast = DecisionBroadcast(group, is_each_step=settings.when is not None)
         self._refuse_what_needs_a_broadcast()
         self._at_steps = frozenset(settings.at_steps)
-        self._saved_at = self._rolled_at = self._exported_at = time.monotonic()
+        self._saved_at = self._rolled_at = time.monotonic()
+        self._tasks = settings.tasks
+        self._run_at = dict.fromkeys(self._tasks, self._saved_at)  # by task, when the newest save began that it follows
+        self.tasks: tuple[str, ...] = ()
         self._started_at, self.clock_s = self._saved_at, 0.0
         self._saved_tokens = self._tokens = self._epoch = 0
         self._save_s = 0.0
@@ -51,14 +55,16 @@ class SaveTriggers:
         self.ray_reports = RayReports(group)
 
     def _refuse_what_needs_a_broadcast(self) -> None:
-        settings, exports = self._settings, self._settings.exports
+        settings = self._settings
         decided_by_rank_zero = {
             "every_seconds=...": settings.every_seconds is not None,
             "every_tokens=...": settings.every_tokens is not None,
             "when=...": settings.when is not None,
             "rolling_every_seconds=...": settings.rolling_every_seconds is not None,
             "overhead=...": settings.overhead is not None,
-            "exports=ExportSettings(every_seconds=...)": exports is not None and exports.every_seconds is not None,
+            "after_commit=AfterCommit(every_seconds=...)": any(
+                task.every_seconds is not None for task in settings.tasks.values()
+            ),
             'when_busy="skip"': settings.when_busy == "skip",
             "memory_every_steps=...": settings.memory_every_steps is not None,
         }
@@ -80,16 +86,30 @@ class SaveTriggers:
         if self._interval is not None:
             self._interval.step(seconds, is_saving=is_saving)
 
-    def saved(self, blocked_s: float, progress: Progress, kind: SaveKind = "keep", *, began: float) -> None:
-        """Note that a save has begun. began: when, by time.monotonic. blocked_s: how long it has blocked training."""
+    def saved(
+        self,
+        blocked_s: float,
+        progress: Progress,
+        kind: SaveKind = "keep",
+        *,
+        began: float,
+        tasks: Collection[str] = (),
+    ) -> None:
+        """Note that a save has begun. began: when, by time.monotonic. blocked_s: how long it has blocked training.
+
+        tasks: what follows its commit.
+        """
         self._is_wanted = False
         self._rolled_at = began
-        if kind == "export":
-            self._exported_at = began
+        self.tasks_begun(tasks, began=began)
         if kind != "roll":
             self._saved_at, self._saved_tokens = began, progress.tokens
         if self._interval is not None:
             self._interval.saved(blocked_s)
+
+    def tasks_begun(self, tasks: Collection[str], *, began: float) -> None:
+        """Note that these tasks follow a save that has begun. began: when they were asked for, by time.monotonic."""
+        self._run_at |= dict.fromkeys(tasks, began)
 
     def committed(self, save_s: float) -> None:
         """Note that a save of this rank was committed, save_s seconds after it began."""
@@ -123,22 +143,26 @@ class SaveTriggers:
         saves under way may still take. metrics: of the step. Raises ConfigError, on all ranks, for what the user's own
         function raised.
         """
-        self._decision = RankZeroDecision(step=None)
+        self._decision, self.tasks = RankZeroDecision(step=None), ()
         step, self._tokens = progress.step, progress.tokens
         if self._broadcast.is_due(step):
             self._hear_rank_zero(step, is_busy=is_busy, busy_s=busy_s, metrics=metrics or {})
-        kind = strongest(self._kind_at_epoch(progress.epoch), self._kind_at_step(step))
+        due = dict.fromkeys((*self._tasks_at_epoch(progress.epoch), *self._tasks_at_step(step), *self._decision.tasks))
+        kind = strongest(self._kind_at_epoch(progress.epoch), self._kind_at_step(step), "keep" if due else None)
         self._epoch = progress.epoch
-        if kind is None or self._decision.save:
+        if self._decision.save or self._may_save(step, kind, is_busy=is_busy):
+            self.tasks = tuple(due)
             return strongest(kind, self._decision.save)
-        return kind if self._settings.when_busy == "wait" or self._agree_to_save(step, is_busy=is_busy) else None
+        return None
 
     def decide_at_epoch_end(self, progress: Progress, *, is_busy: bool = False) -> SaveKind | None:
         """Decide, together with all ranks, whether to save at the end of an epoch, and as what."""
-        kind, self._epoch = self._kind_at_epoch(progress.epoch), progress.epoch
-        if kind is None or self._settings.when_busy == "wait":
-            return kind
-        return kind if self._agree_to_save(progress.step, is_busy=is_busy) else None
+        due = self._tasks_at_epoch(progress.epoch)
+        kind = strongest(self._kind_at_epoch(progress.epoch), "keep" if due else None)
+        self._epoch = progress.epoch
+        may_save = self._may_save(progress.step, kind, is_busy=is_busy)
+        self.tasks = due if may_save else ()
+        return kind if may_save else None
 
     def decide_on_memory(self, step: int, *, is_busy: bool) -> bool:
         """Decide, together with all ranks, whether to make a memory checkpoint of this step.
@@ -159,7 +183,6 @@ class SaveTriggers:
     def _kind_at_step(self, step: int) -> SaveKind | None:
         settings = self._settings
         return strongest(
-            "export" if settings.exports and _is_multiple(step, settings.exports.every_steps) else None,
             "keep" if _is_multiple(step, settings.step_trigger) or step in self._at_steps else None,
             "roll" if _is_multiple(step, settings.rolling_every_steps) else None,
         )
@@ -169,14 +192,19 @@ class SaveTriggers:
 
         An epoch counts even if the script did not call end_epoch and the data just went on.
         """
-        before = self._epoch
+        return "keep" if self._is_passed(epoch, self._settings.every_epochs) else None
 
-        def is_passed(every: int | None) -> bool:
-            return every is not None and epoch // every > before // every
+    def _is_passed(self, epoch: int, every: int | None) -> bool:
+        return every is not None and epoch // every > self._epoch // every
 
-        if self._settings.exports and is_passed(self._settings.exports.every_epochs):
-            return "export"
-        return "keep" if is_passed(self._settings.every_epochs) else None
+    def _tasks_at_step(self, step: int) -> tuple[str, ...]:
+        return tuple(name for name, task in self._tasks.items() if _is_multiple(step, task.every_steps))
+
+    def _tasks_at_epoch(self, epoch: int) -> tuple[str, ...]:
+        return tuple(name for name, task in self._tasks.items() if self._is_passed(epoch, task.every_epochs))
+
+    def _may_save(self, step: int, kind: SaveKind | None, *, is_busy: bool) -> bool:
+        return kind is None or self._settings.when_busy == "wait" or self._agree_to_save(step, is_busy=is_busy)
 
     def _agree_to_save(self, step: int, *, is_busy: bool) -> bool:
         """Hear from rank 0 whether it could save now, and count the save as skipped if not.
@@ -225,13 +253,14 @@ class SaveTriggers:
         is_new_notice = self._preemption.take_notice(notice)
         is_preempted = self._preemption.is_noticed
         saves_before_loss = self._decide_at_preemption(step, is_new_notice=is_new_notice, busy_s=busy_s)
+        tasks = () if saves_before_loss else self._tasks_by_time(is_busy=is_busy)
         commit = self.ray_reports.choose(began)
         return RankZeroDecision(
             step=step,
             clock_s=began - self._started_at,
-            save=strongest(asked, "keep" if saves_before_loss else self._kind_by_time(is_busy=is_busy)),
+            save=strongest(asked, "keep" if saves_before_loss or tasks else self._kind_by_time(is_busy=is_busy)),
+            tasks=tasks,
             commit=commit.key if commit else None,
-            validate=commit is not None and commit.validate,
             gap=self._broadcast.choose_gap(step, began, is_preempted=is_preempted),
             is_preempted=is_preempted,
             leave=is_new_notice and self._settings.on_preempt == "restart",
@@ -271,13 +300,18 @@ class SaveTriggers:
         logger.warning(event(f"a node of this group is about to go: {then}", step=step, run=self._group.uri))
         return can_save
 
+    def _tasks_by_time(self, *, is_busy: bool) -> tuple[str, ...]:
+        """Return the tasks that are due by time. Rank 0 decides by it."""
+        if is_busy and self._settings.when_busy == "skip" and not self._is_wanted:
+            return ()
+        now = time.monotonic()
+        return tuple(n for n, task in self._tasks.items() if _is_over(now - self._run_at[n], task.every_seconds))
+
     def _kind_by_time(self, *, is_busy: bool) -> SaveKind | None:
         """Returns what is due by time, by tokens, or because somebody asked for a save. Rank 0 decides by it."""
         settings, now = self._settings, time.monotonic()
         if is_busy and settings.when_busy == "skip" and not self._is_wanted:
             return None
-        if settings.exports and _is_over(now - self._exported_at, settings.exports.every_seconds):
-            return "export"
         if self._is_wanted:
             return "keep"
         every_s = self._interval.seconds if self._interval is not None else settings.every_seconds
@@ -292,7 +326,7 @@ class SaveTriggers:
 
     def report_to_ray(self) -> None:
         """Report to Ray the commit that rank 0 named at this step, if any. Every rank calls it at every step."""
-        self.ray_reports.report(self._decision.commit, validate=self._decision.validate)
+        self.ray_reports.report(self._decision.commit)
 
     def report_all_to_ray(self) -> None:
         """Report to Ray what is unreported, the last commit last, so that Result.checkpoint is the newest.
@@ -303,9 +337,7 @@ class SaveTriggers:
             return
         while True:
             commit = self.ray_reports.choose(time.monotonic(), is_last=True)
-            mine = RankZeroDecision(
-                step=None, commit=commit.key if commit else None, validate=commit is not None and commit.validate
-            )
+            mine = RankZeroDecision(step=None, commit=commit.key if commit else None)
             self._decision = self._broadcast.share(mine, step=None)
             if self._decision.commit is None:
                 return

@@ -70,58 +70,52 @@ def test_ray_ranks_commits_by_their_metrics_and_its_result_has_those_of_the_last
     assert [entry.step for entry in body.live] == [1, 2, 3, 4, 5], "Ray's retention is of its pointers alone"
 
 
-def test_a_validation_function_of_rays_reads_commits_and_its_metrics_stand_beside_theirs(
-    cluster: None, tmp_path: Path
-) -> None:
+def test_a_function_of_the_script_scores_commits_in_ray_tasks(cluster: None, tmp_path: Path) -> None:
+    def evaluate(uri: str, key: str) -> None:
+        model = torch.nn.Linear(2, 1, bias=False)
+        run = raycheck.open_run(uri)
+        seen = run.restore(key, into={"model": model})
+        run.score(key, {"weight": 10 * model.weight.sum().item(), "seen": seen})
+
     def train_fn(config: dict) -> None:
         model = torch.nn.Linear(2, 1, bias=False)
-        with raycheck.Checkpointer({"model": model}, raycheck.SaveSettings(every_steps=2)) as ckpt:
+        tasks = [
+            raycheck.AfterCommit(evaluate, every_steps=2),
+            raycheck.AfterCommit(ray.remote(num_cpus=0.5)(fail), at_end=False, mode="sync"),
+        ]
+        with raycheck.Checkpointer({"model": model}, raycheck.SaveSettings(every_steps=2, after_commit=tasks)) as ckpt:
             ckpt.restore()
-            assert ray.train.get_all_reported_checkpoints() == []
             for step in range(1, 7):
                 with torch.no_grad():
                     model.weight.fill_(step)
                 ckpt.end_step({"loss": 1.0 / step})
-                if step in (2, 5, 6):  # of which 2 and 6 are saved by then
-                    ckpt.save(validate=True)
+                if step == 5:
+                    ckpt.save(after_commit=["evaluate", "fail"])
+                    ckpt.save(after_commit="evaluate")
 
-    def validate(checkpoint: ray.train.Checkpoint, scale: int) -> dict:
-        model = torch.nn.Linear(2, 1, bias=False)
-        commit = raycheck.open_checkpoint(checkpoint)
-        commit.restore(into={"model": model})
-        return {"weight": scale * model.weight.sum().item(), "seen": commit.step}
+    def fail(uri: str, key: str) -> None:
+        Path(tmp_path, key).touch()
+        raise ValueError("what fails here is not the training")
 
-    task = ray.train.v2.api.validation_config.ValidationTaskConfig(fn_kwargs={"scale": 10})
-    config = ValidationConfig(fn=validate, task_config=task)
+    result = raycheck.fit(trainer_of(train_fn, tmp_path, workers=2))
 
-    result = raycheck.fit(trainer_of(train_fn, tmp_path, workers=2, validation_config=config))
-
-    told = {metrics["step"]: metrics for _, metrics in result.best_checkpoints}
-    assert {step: metrics.get("weight") for step, metrics in told.items() if "weight" in metrics} == {
-        2: 40.0,
-        5: 100.0,
-        6: 120.0,
-    }
-    assert [told[step]["seen"] for step in (2, 5, 6)] == [2, 5, 6]
     assert len(set(names(result))) == len(result.best_checkpoints), "no pointer is listed twice"
     assert raycheck.open_checkpoint(result.checkpoint).step == 6
     run = raycheck.open_run(f"file://{tmp_path}/runs/run")
     assert {item.step: dict(item.entry.scores) for item in run.checkpoints if item.entry.scores} == {
         2: {"weight": 40.0, "seen": 2.0},
+        4: {"weight": 80.0, "seen": 4.0},
         5: {"weight": 100.0, "seen": 5.0},
         6: {"weight": 120.0, "seen": 6.0},
     }, "scores, by which keep_best chooses and which ls shows"
+    assert [Path(tmp_path, item.key).exists() for item in run.latest.live] == [False, False, True, False]
 
 
 def test_a_validation_that_nobody_would_do_is_refused_at_once(cluster: None, tmp_path: Path) -> None:
-    def train_fn(config: dict) -> None:
-        with raycheck.Checkpointer({"model": torch.nn.Linear(2, 1)}) as ckpt:
-            ckpt.restore()
-            ckpt.end_step()
-            ckpt.save(validate=True)
+    config = ValidationConfig(fn=lambda checkpoint: {})
 
-    with pytest.raises(raycheck.ConfigError, match=r"ValidationConfig"):
-        raycheck.fit(trainer_of(train_fn, tmp_path))
+    with pytest.raises(raycheck.ConfigError, match=r"validation_config.*AfterCommit"):
+        raycheck.fit(trainer_of(lambda config: None, tmp_path, validation_config=config))
 
 
 @pytest.mark.slow

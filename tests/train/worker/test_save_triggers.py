@@ -15,7 +15,7 @@ from ray import cloudpickle
 import raycheck
 from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError
-from raycheck.settings import ExportSettings, SaveSettings
+from raycheck.settings import AfterCommit, SaveSettings
 from raycheck.train.actors.actor_checkpointer import settings_for_actors
 from raycheck.train.worker.save_triggers import SaveTriggers
 from tests.support.background_call import InThread
@@ -376,8 +376,8 @@ def test_settings_are_told_alike_in_each_process():
 
 
 def test_no_address_is_told_with_the_settings_in_its_query():
-    exports = ExportSettings(every_steps=7, to="s3://exports/place?profile=mine")
-    settings = SaveSettings(base="s3://bucket/base?profile=mine", exports=exports)
+    export = AfterCommit.export(every_steps=7, to="s3://exports/place?profile=mine")
+    settings = SaveSettings(base="s3://bucket/base?profile=mine", after_commit=export)
 
     told = ", ".join(settings.chosen)
 

@@ -32,14 +32,14 @@ def train_fn(settings):
                 loss.backward()
                 optimizer.step()
                 ckpt.end_step({"loss": loss}, tokens=5)
-                ckpt.save(export=True)
+                ckpt.save(after_commit="export")
                 ckpt.wait()
             ckpt.end_epoch()
         print(ckpt._counter.progress)
     assert torch.equal(before, torch.get_rng_state())
 
 train_fn(raycheck.SaveSettings(enabled=False, every_tokens=7, at_start=True, when=lambda step, metrics: 1 / 0,
-    exports=raycheck.ExportSettings()))
+    after_commit=raycheck.AfterCommit.export()))
 import ray
 print(ray.is_initialized())
 """

@@ -1,4 +1,4 @@
-"""Hugging Face exports have triggers of their own, and are written by tasks on the ranks' nodes beside the training."""
+"""Tasks follow commits by triggers of their own, while training continues: exports, and functions of the user."""
 
 import asyncio
 import json
@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -19,12 +20,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import raycheck
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.protocol.prune_and_sweep import prune
+from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.errors import ConfigError
-from raycheck.settings import ExportSettings, SaveSettings
-from raycheck.train.coordinator.export_jobs import ExportJobs, _dealt, _ExportJob, _spread
+from raycheck.settings import AfterCommit, HFExport, Retention, SaveSettings
+from raycheck.train.coordinator.commit_tasks import CommitTasks, TaskRun
+from raycheck.train.coordinator.export_task import ExportTask, Note
+from raycheck.train.coordinator.ray_tasks import _dealt, _spread
 from raycheck.train.worker.save_triggers import SaveTriggers
+from tests.support.coordinator_in_thread import group_of
 from tests.support.invariants import assert_invariants
 from tests.support.save_without_ray import save_state
 from tests.train.worker import test_save_triggers
@@ -81,7 +87,7 @@ class Trainer:
 
 
 def trainer_of(uri: str, **exports):
-    settings = SaveSettings(every_steps=4, keep_last=1, exports=ExportSettings(**exports))
+    settings = SaveSettings(every_steps=4, keep_last=1, after_commit=AfterCommit.export(**exports))
     return Trainer.remote(uri, raycheck.start_coordinator(uri, owner=uuid4().hex), settings)
 
 
@@ -150,8 +156,8 @@ class Shard:
         self.model = small_model()
         fully_shard(self.model)
         place = raycheck.Group(id="shards", uri=uri, rank=rank, world_size=2, coordinator=coordinator)
-        exports = ExportSettings(every_steps=2, at_end=False, max_shard_bytes=4000)
-        self.ckpt = raycheck.Checkpointer({"model": self.model}, SaveSettings(exports=exports), group=place)
+        export = AfterCommit.export(every_steps=2, at_end=False, max_shard_bytes=4000)
+        self.ckpt = raycheck.Checkpointer({"model": self.model}, SaveSettings(after_commit=export), group=place)
 
     def train(self) -> torch.Tensor:
         self.ckpt.restore()
@@ -175,7 +181,7 @@ def test_as_many_tasks_as_ranks_write_the_shards_of_all(cluster: None, tmp_path)
     assert torch.equal(loaded_logits(folder), logits[0])
     deadline = time.monotonic() + 60
     while (tasks := Counter(event["name"] for event in ray.timeline()))[
-        "raycheck.train.coordinator.export_jobs._write"
+        "raycheck.train.coordinator.ray_tasks._write"
     ] < 2:
         assert time.monotonic() < deadline, tasks
         time.sleep(0.5)
@@ -191,7 +197,7 @@ def test_an_export_whose_task_is_killed_is_done_again(cluster: None, wire, tmp_p
 
     write.wait()
     titles = {int(path.parent.name): path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")}
-    (task,) = [process for process, title in titles.items() if title.startswith(b"ray::_export")]
+    (task,) = [process for process, title in titles.items() if title.startswith(b"ray::_lead")]
     os.kill(task, signal.SIGKILL)
     write.release()
 
@@ -217,15 +223,15 @@ class Policy:
 @pytest.mark.filterwarnings("ignore")  # Ray itself warns
 def test_a_driver_of_actors_exports_when_due_and_when_asked(cluster: None, tmp_path) -> None:
     actor = Policy.remote()
-    exports = ExportSettings(every_steps=2, at_end=False, name="step{step}")
-    settings = SaveSettings(every_steps=None, exports=exports)
+    export = AfterCommit.export(every_steps=2, at_end=False, name="step{step}")
+    settings = SaveSettings(every_steps=None, after_commit=export)
 
     with raycheck.ActorCheckpointer([actor], lambda actor: {"model": actor.model}, f"{tmp_path}/run", settings) as ckpt:
         ckpt.restore()
         for _ in range(2):
             ckpt.end_step()
         ckpt.end_step()
-        ckpt.save(export=True)
+        ckpt.save(after_commit="export")
 
     folders = sorted((tmp_path / "run/exports").iterdir())
     assert [folder.name for folder in folders] == ["step2", "step3"]
@@ -233,20 +239,21 @@ def test_a_driver_of_actors_exports_when_due_and_when_asked(cluster: None, tmp_p
 
 
 def test_an_export_is_due_by_its_own_triggers_and_saves() -> None:
-    exports = ExportSettings(every_steps=6, every_epochs=2)
-    triggers = SaveTriggers(SaveSettings(every_steps=4, exports=exports), test_save_triggers.group(0, 1, None))
+    tasks = [AfterCommit.export(every_steps=6, every_epochs=2), AfterCommit(print, every_epochs=4)]
+    triggers = SaveTriggers(SaveSettings(every_steps=4, after_commit=tasks), test_save_triggers.group(0, 1, None))
 
-    due = [triggers.decide_at_step(Progress(step=step)) for step in range(1, 13)]
-    ends = [triggers.decide_at_epoch_end(Progress(step=12, epoch=epoch)) for epoch in range(1, 5)]
+    due = [(triggers.decide_at_step(Progress(step=step)), triggers.tasks) for step in range(1, 13)]
+    ends = [(triggers.decide_at_epoch_end(Progress(step=12, epoch=epoch)), triggers.tasks) for epoch in range(1, 5)]
 
-    assert due == [None, None, None, "keep", None, "export", None, "keep", None, None, None, "export"]
-    assert ends == [None, "export", None, "export"]
+    nothing, save, export = (None, ()), ("keep", ()), ("keep", ("export",))
+    assert due == [*[nothing] * 3, save, nothing, export, nothing, save, *[nothing] * 3, export]
+    assert ends == [nothing, export, nothing, ("keep", ("export", "print"))]
 
 
 def test_an_export_by_time_is_rank_0_s_word(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    settings = SaveSettings(every_seconds=20.0, exports=ExportSettings(every_seconds=50.0))
+    settings = SaveSettings(every_seconds=20.0, after_commit=AfterCommit.export(every_seconds=50.0))
     triggers = SaveTriggers(settings, test_save_triggers.group(0, 1, lambda value: value))
     saved = []
 
@@ -254,43 +261,50 @@ def test_an_export_by_time_is_rank_0_s_word(monkeypatch: pytest.MonkeyPatch) -> 
         clock[0] += 10.0
         progress = Progress(step=step)
         if due := triggers.decide_at_step(progress):
-            saved.append((step, due))
-            triggers.saved(0.0, progress, due, began=time.monotonic())
+            saved.append((step, due, triggers.tasks))
+            triggers.saved(0.0, progress, due, began=time.monotonic(), tasks=triggers.tasks)
 
-    assert saved == [(2, "keep"), (4, "keep"), (5, "export"), (7, "keep"), (9, "keep"), (10, "export"), (12, "keep")]
+    assert [(step, due) for step, due, _ in saved] == [(step, "keep") for step in (2, 4, 5, 7, 9, 10, 12)]
+    assert [step for step, _, tasks in saved if tasks == ("export",)] == [5, 10]
     with pytest.raises(ConfigError, match=r"every_seconds.*needs Group"):
-        SaveTriggers(SaveSettings(exports=ExportSettings(every_seconds=5.0)), test_save_triggers.group(0, 2, None))
+        SaveTriggers(
+            SaveSettings(after_commit=AfterCommit.export(every_seconds=5.0)), test_save_triggers.group(0, 2, None)
+        )
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # Ray itself warns
-def test_what_has_not_begun_when_the_next_is_due_is_given_up(cluster: None, tmp_path, caplog) -> None:
+def test_what_has_not_begun_when_it_is_due_again_is_given_up(tmp_path, caplog) -> None:
     store = open_store(f"file://{tmp_path}/run")
     keys = [
-        save_state(store, {"model": torch.nn.Linear(1, 1)}, save_number=step, step=step).entry.key for step in (1, 2, 3)
+        save_state(store, {"model": torch.nn.Linear(1, 1)}, save_number=step, step=step).entry.key
+        for step in (1, 2, 3, 4)
     ]
-    exports = ExportJobs(store, store.uri)
-    may_end = threading.Event()
-    exports._thread.submit(may_end.wait)  # one that takes long
+    has_begun, may_end = threading.Event(), threading.Event()
 
+    def run(job: TaskRun) -> list[Note]:
+        has_begun.set()
+        may_end.wait()
+        return job.run()
+
+    tasks = CommitTasks(store, store.uri, run)
     for step, key in enumerate(keys, 1):
-        exports.start(key, Progress(step=step), ExportSettings())
-        exports.start(key, Progress(step=step), ExportSettings())
+        tasks.start(key, Progress(step=step), {"export": HFExport()})
+        tasks.start(key, Progress(step=step), {"export": HFExport()})
+        assert has_begun.wait(60)
 
-    assert exports.keys == {keys[2]}
-    assert [key in caplog.text for key in keys] == [True, True, False]
+    assert tasks.keys == {keys[0], keys[3]}
+    assert [key in caplog.text for key in keys] == [False, True, True, False]
     may_end.set()
-    assert asyncio.run(exports.wait(60.0, but=keys[2])) == 0
-    assert asyncio.run(exports.wait(60.0, but="")) == 0
-    assert f"{keys[2]} was not exported" in caplog.text
+    assert asyncio.run(tasks.wait(["export"], 60.0, but=keys[3])) == 0
+    assert asyncio.run(tasks.wait(["export"], 60.0, but="")) == 0
+    assert f"export of {keys[3]} failed: " in caplog.text
     assert "holds no model with a Hugging Face configuration" in caplog.text
-    assert not exports.keys
+    assert not tasks.keys
 
 
 def test_who_leaves_a_node_is_told_not_to_wait_for_exports() -> None:
     triggers = SaveTriggers(
-        SaveSettings(exports=ExportSettings(every_steps=1)), test_save_triggers.group(0, 1, lambda value: value)
+        SaveSettings(after_commit=AfterCommit.export(every_steps=1)),
+        test_save_triggers.group(0, 1, lambda value: value),
     )
 
     triggers.decide_at_step(Progress(step=1))
@@ -322,11 +336,11 @@ def test_who_leaves_a_node_is_told_not_to_wait_for_exports() -> None:
 )
 def test_a_setting_that_cannot_work_is_refused(wrong, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ExportSettings(**wrong)
+        AfterCommit.export(**wrong)
 
 
 def test_a_name_may_say_epoch_and_step() -> None:
-    settings = ExportSettings(name="epoch{epoch}epochstep{epoch_step}globalstep{step}")
+    settings = HFExport(name="epoch{epoch}epochstep{epoch_step}globalstep{step}")
 
     assert settings.directory("c", step=300, epoch=2, epoch_step=100) == "epoch2epochstep100globalstep300"
 
@@ -347,7 +361,7 @@ def test_the_settings_of_the_run_s_store_hold_where_the_other_place_says_nothing
     entry = save_state(open_store(f"memory://{uuid4().hex}"), {"model": torch.nn.Linear(1, 1)}).entry
     uri = "s3://runs/a?scheme=http&endpoint_override=127.0.0.1:1"
 
-    dest = _ExportJob(uri=uri, entry=entry, prefix="", settings=ExportSettings(to=to), nodes=("",)).dest
+    dest = ExportTask(uri=uri, entry=entry, progress=Progress(step=1), settings=HFExport(to=to)).dest
 
     assert sorted(dest.uri.replace("?", "&").split("&")) == sorted(opened.replace("?", "&").split("&"))
     assert to is not None or dest.uri == uri
@@ -364,13 +378,96 @@ def test_each_node_is_dealt_about_as_many_bytes() -> None:
 def test_exports_need_a_model_that_says_what_it_is(entry: str | None, which: str) -> None:
     place = raycheck.Group(id="g", uri=f"memory://{uuid4().hex}", rank=0, world_size=1, coordinator=None)
 
-    settings = SaveSettings(exports=ExportSettings(entry=entry))
+    settings = SaveSettings(after_commit=AfterCommit.export(entry=entry))
     with pytest.raises(ConfigError, match=f"{which} with a Hugging Face configuration"):
         raycheck.Checkpointer({"model": torch.nn.Linear(2, 2)}, settings, group=place).restore()
 
 
-def test_an_export_on_demand_needs_a_word_on_how() -> None:
+def began(uri: str, key: str) -> None:
+    """Note in the run's folder that this ran, and keep a score."""
+    run = raycheck.open_run(uri)
+    Path(uri.removeprefix("file://"), f"ran-{run.at(key).step}").touch()
+    run.score(key, {"step": run.at(key).step})
+
+
+def breaks(uri: str, key: str) -> None:
+    raise KeyError(key)
+
+
+@pytest.mark.parametrize("mode", ["auto", "async", "sync"])
+def test_without_ray_a_function_follows_commits_in_a_thread(mode, tmp_path, caplog) -> None:
+    uri = f"file://{tmp_path}/run"
+    tasks = [AfterCommit(began, every_steps=2, mode=mode), AfterCommit(breaks)]
+
+    for steps in (3, 0):  # the second time it is restored at its last step
+        (place,) = group_of(uri, owner=uuid4().hex)
+        settings = SaveSettings(every_steps=1, after_commit=tasks)
+        with raycheck.Checkpointer({"model": torch.nn.Linear(2, 2)}, settings, group=place) as ckpt:
+            at = ckpt.restore()
+            for step in range(1, steps + 1):
+                ckpt.end_step()
+                if step == 1:
+                    ckpt.save(after_commit="began")
+
+    live = assert_invariants(open_store(uri)).live
+    assert {step for step in (1, 2, 3) if (tmp_path / f"run/ran-{step}").exists()} >= (
+        {1, 2, 3} if mode == "sync" else {3}
+    )
+    assert (at.step, live[-1].step, live[-1].scores) == (3, 3, {"step": 3.0})
+    assert f"breaks of {live[-1].key} failed: KeyError" in caplog.text
+
+
+def test_what_a_task_reads_is_not_deleted_before_it_has_ended(tmp_path) -> None:
+    store = open_store(f"file://{tmp_path}/run")
+    keys = [save_state(store, {"model": torch.nn.Linear(1, 1)}, save_number=n, step=n).entry.key for n in (1, 2)]
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def run(job: TaskRun) -> list[Note]:
+        has_begun.set()
+        may_end.wait()
+        return []
+
+    tasks = CommitTasks(store, store.uri, run)
+    tasks.start(keys[0], Progress(step=1), {"read": b""})
+    assert has_begun.wait(60)
+    register = Register(store)
+
+    during = prune(register, Retention(keep_last=1), grace_s=0.0, spare=tasks.keys)
+    may_end.set()
+    assert asyncio.run(tasks.wait(["read"], 60.0, but="")) == 0
+    after = prune(register, grace_s=0.0, spare=tasks.keys)
+
+    assert (during, after) == ((), (keys[0],))
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (lambda: AfterCommit(3), "give a function"),
+        (lambda: SaveSettings(after_commit=[print]), "give AfterCommit"),
+        (
+            lambda: SaveSettings(after_commit=[AfterCommit(print), AfterCommit(print)]),
+            "two tasks have the name 'print'",
+        ),
+        (lambda: begin_with(partial(print, threading.Lock())), "cannot run in another process: TypeError"),
+        (lambda: begin_with(partial(print, bytes(2_000_000))), "may be 1048576"),
+    ],
+)
+def test_a_task_that_cannot_run_is_refused_before_training(task, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        task()
+
+
+def begin_with(function) -> None:
+    place = raycheck.Group(id="g", uri=f"memory://{uuid4().hex}", rank=0, world_size=1, coordinator=None)
+    settings = SaveSettings(after_commit=AfterCommit(function))
+    raycheck.Checkpointer({"model": torch.nn.Linear(2, 2)}, settings, group=place).restore()
+
+
+def test_a_task_on_demand_must_be_in_the_settings() -> None:
     place = raycheck.Group(id="g", uri=f"memory://{uuid4().hex}", rank=0, world_size=1, coordinator=None)
 
-    with pytest.raises(ConfigError, match=r"exports=ExportSettings"):
-        raycheck.Checkpointer({"model": torch.nn.Linear(2, 2)}, group=place).save(export=True)
+    with pytest.raises(ConfigError, match=r"save\(after_commit='export'\).*tasks \['print'\]"):
+        raycheck.Checkpointer(
+            {"model": torch.nn.Linear(2, 2)}, SaveSettings(after_commit=AfterCommit(print)), group=place
+        ).save(after_commit="export")
