@@ -241,7 +241,7 @@ class ObjectCopier:
                     raise StoppedError
                 left = size - start
                 stop = size if left < MAX_COPIED_BYTES + MIN_PART_BYTES else start + MAX_COPIED_BYTES
-                yield Range(job.key, start, stop, None)
+                yield Range(job.key, start, stop)
                 start = stop
 
         if self.target.put_assembled(job.new_key, ranges(), size, job.record.crc32, source=self.source):

@@ -4,9 +4,8 @@
 - data.py says which samples made a run's steps: `data`.
 - manage.py decides what a run keeps, and mends it: `pin`, `prune`, `sweep`, `rewind`, `repair` and others.
 - names.py names and scores single checkpoints: `name`, `rename`, `unname`, `score`.
-- bench/ measures a bucket, submit.py runs a training as a Ray job, watch_node.py hands on a cloud's preemption notice,
-  export.py writes Hugging Face directories, tinker.py serves the tinker SDK, demo.py shows all of it at work, docs.py
-  prints the guides.
+- submit.py runs a training as a Ray job, watch_node.py hands on a cloud's preemption notice, export.py writes Hugging
+  Face directories, tinker.py serves the tinker SDK, demo.py shows all of it at work, docs.py prints the guides.
 - catalog/ works with many runs in one bucket: `runs`, `fork`, `delete`, `delete-run`, `pack`, `unpack`, `download`,
   `import`, `prune-runs`, `cp`.
 - views/ looks into checkpoints: `tensors`, `diff`; watches a run: `top`; and serves the `page`.
@@ -29,7 +28,6 @@ import typer
 
 import raycheck
 from raycheck.cli import browse, data, demo, docs, export, manage, names, submit, tinker, watch_node
-from raycheck.cli.bench import command as bench
 from raycheck.cli.catalog import archives, delete, fork, import_command, policy, runs
 from raycheck.cli.catalog import copy as copies
 from raycheck.cli.closed_pipe import end_with_the_reader
@@ -56,7 +54,6 @@ for topic in (
     fork,
     policy,
     delete,
-    bench,
     submit,
     watch_node,
     export,

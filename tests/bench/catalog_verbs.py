@@ -20,8 +20,8 @@ from raycheck.cli.options import Text, out
 from raycheck.demo.server import s3_server
 from raycheck.run import open_run
 from raycheck.views.in_words import size
-from tests.shards.huggingface.test_server_side_copy import prover
 from tests.support.command_line import raycheck
+from tests.support.copied_part_proofs import prover
 from tests.support.hf_models import llama
 from tests.support.http_fault_proxy import FaultProxy, fault_proxy
 from tests.train.worker.test_base_run import train

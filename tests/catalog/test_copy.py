@@ -31,7 +31,7 @@ from raycheck.catalog.copy import plan_copy
 from raycheck.catalog.object_copy import StoppedError
 from raycheck.demo.server import s3_server
 from raycheck.settings import Retention
-from tests.shards.huggingface.test_server_side_copy import prover
+from tests.support.copied_part_proofs import prover
 from tests.support.gcs_server import BUCKET
 from tests.support.http_fault_proxy import FaultProxy, fault_proxy
 from tests.support.invariants import assert_invariants

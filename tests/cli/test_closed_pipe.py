@@ -60,7 +60,7 @@ def outcome(words, stream):
 
 print(json.dumps([outcome(words, stream) for words, stream in json.load(sys.stdin)]))
 """
-NO_OUTPUT_TO_LOSE = {"page", "tinker", "bench", "submit", "watch-node", "export-hf", "demo", "top", "prune-exports"}
+NO_OUTPUT_TO_LOSE = {"page", "tinker", "submit", "watch-node", "export-hf", "demo", "top", "prune-exports"}
 """These serve, train or need more than a run on this machine; `top --once` stands for the last of them but one."""
 
 

@@ -12,7 +12,7 @@ from raycheck.cli import app
 from tests.support.command_line import raycheck
 from tests.support.save_without_ray import save_state
 
-WITHOUT_RUN = {"bench", "submit", "watch-node", "page", "demo", "docs"}
+WITHOUT_RUN = {"submit", "watch-node", "page", "demo", "docs"}
 """Commands that take no run, or do not end by themselves. What they print of one goes through the same function."""
 POLICY = "rules:\n  - states: [idle]\n    keep_last: 1\n"
 

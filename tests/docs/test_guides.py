@@ -49,7 +49,7 @@ BUCKET = "s3://bucket"
 KINDS = {"python", "sh", "console", "diff", "text"}
 OPERATORS = {"aws", "gcloud", "helm", "kubectl", "ray", "sed", "zip", "export"}
 """Programs of other people, which only those who set up a cluster are told to run."""
-NOT_RUN = {"bench", "demo", "page", "submit", "tinker", "watch-node"}
+NOT_RUN = {"demo", "page", "submit", "tinker", "watch-node"}
 """Commands that take minutes, serve until they are ended, or need a cluster. What is given to them is parsed."""
 USERS_OWN = {"train.py", "script.py"}
 NOT_OURS = {

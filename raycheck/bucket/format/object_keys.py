@@ -210,12 +210,3 @@ def export_key(prefix: str, file: str) -> str:
 def probe_key(token: str) -> str:
     """Return the key of a scratch object, on which a claim proves the store's conditional writes."""
     return f"probes/{token}"
-
-
-def scratch_prefix(token: str) -> str:
-    """Return the prefix of the objects of one measurement of the store, which deletes all of them."""
-    return f"{probe_key(token)}/"
-
-
-def scratch_key(token: str, number: int) -> str:
-    return f"{scratch_prefix(token)}{number:06d}"

@@ -60,12 +60,11 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Describes the bytes start..stop of an object, with their CRC-32; None where only that of a whole is known."""
+    """The bytes start..stop of an object."""
 
     key: str
     start: int
     stop: int
-    crc: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,19 +197,18 @@ class Store(ABC):
     def put_assembled(
         self,
         key: str,
-        parts: Iterable[Range | memoryview],
+        parts: Iterable[Range],
         size_bytes: int,
-        crc: int | None = None,
+        crc: int,
         *,
         source: "Store | None" = None,
     ) -> bool:
-        """Writes one object from ranges of others, which the store copies itself, and from parts that are sent to it;
-        all but the last have at least MIN_PART_BYTES.
+        """Write one object from ranges of others, which the store copies itself. All but the last range have at least
+        MIN_PART_BYTES.
 
-        crc: the CRC-32 of the whole object, with which that of the parts is compared before the object appears; needed
-        where a range has none. source: the store of the ranges; None: this one. Returns False when it has written
-        nothing: the store cannot copy, or does not prove by a CRC-32 which bytes it has copied, or something else has
-        failed.
+        crc: the CRC-32 of the whole object, with which that of the copied ranges is compared before the object appears.
+        source: the store of the ranges; None: this one. Return False if nothing was written: the store cannot copy, or
+        does not prove by a CRC-32 which bytes it has copied, or something else has failed.
         """
         del key, parts, size_bytes, crc, source
         return False

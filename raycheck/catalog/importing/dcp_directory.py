@@ -62,6 +62,7 @@ def read_dcp_directory(files: SourceFiles, settings: ReadSettings) -> SourceStat
         kind="dcp",
         tree=tree,
         tensors=tensors,
+        is_whole=True,
         step=count_in(progress, "step") or count_in(tree, "global_step", "step", "iteration"),
         epoch=count_in(progress, "epoch") or count_in(tree, "epoch"),
         left_out=tuple(left_out),

@@ -5,14 +5,14 @@ form that a save has, whatever that becomes.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from raycheck.catalog.importing.optimizer_forms import NamedOptimizer, is_optimizer, named_optimizer
+from raycheck.catalog.importing.optimizer_forms import NamedOptimizer, has_names, is_optimizer, named_optimizer
 from raycheck.catalog.importing.state_in_source import SourceState
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.hf_assets import FACTS, FilesEntry, assets_of
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 TOKENIZER = "tokenizer"
+WEIGHTS_ALONE = "only the weights of such a source are imported, which are tensors by name"
+NUMBERS_ALONE = (
+    "it is the state of an optimizer whose parameters have numbers and no names; get_optimizer_state_dict of torch "
+    "writes names"
+)
+"""Why a part is left out."""
 DDP = "module."
 """What DistributedDataParallel puts before all names."""
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -56,37 +62,41 @@ def imported_state(
     state: SourceState,
     *,
     entries: Mapping[str, str] | None,
-    parameters: Sequence[Sequence[str]] | None,
     skip_values: bool,
     keep_names: bool = False,
 ) -> ImportedState:
     """Make the entries of a source's state.
 
     entries: the key in the source of each entry that is wanted, with dots between levels; None: all that there are.
-    parameters, skip_values, keep_names: see import_checkpoint. Raises ConfigError, naming the entry, for what cannot be
-    kept.
+    skip_values, keep_names: see import_checkpoint. Raise ConfigError, naming the entry, for a value that cannot be
+    kept, and for a part that was asked for and is not imported.
     """
     parts, notes, left_out = _chosen(state, entries)
     models = {name: _plain_state_dict(part, keep_names=keep_names) for name, part in parts.items() if _is_module(part)}
     made: list[ImportedEntry] = []
     for name, part in parts.items():
+        why = "" if name in models else _why_left_out(state, part)
+        if why and entries is not None:
+            raise ConfigError(f"{name} cannot be imported: {why}. Name the other entries alone with --entry (entries=)")
+        if why:
+            left_out.append(name)
+            notes += [f"{name} is left out: {why}"] if state.is_whole else []
+            continue
         if not name.replace(".", "_").isidentifier() or name in (*OWN_ENTRIES, ASSETS):
             raise ConfigError(f"{name!r} cannot be the name of an entry; give it one with entries=, as NAME=KEY")
         if name in models:
             notes.extend(_renamed(name, part, models[name]))
             made.append(ImportedEntry(name=name, kind="module", found=_module(name, models[name]).gather()))
         elif is_optimizer(part):
-            ordered = models if state.is_ordered else {}
-            plain = _plain_in(models, keep_names=keep_names)
-            named = named_optimizer(name, part, models, ordered=ordered, parameters=parameters, plain=plain)
-            if named.is_by_order:
-                notes.append(
-                    f"{name}: its parameters are numbered; their names follow the order of the model. If the training "
-                    "gave them to the optimizer in another order, say their names (parameters)"
-                )
+            named = named_optimizer(name, part, _plain_in(models, keep_names=keep_names))
             made.append(ImportedEntry(name=name, kind="optimizer", found=_optimizer(name, named).gather()))
         else:
             _keep_value(made, left_out, name, part, skip_values=skip_values)
+    if not made:
+        why = "; ".join(notes) if state.is_whole else f"{WEIGHTS_ALONE}. Name them with --entry NAME=KEY (entries=)"
+        raise ConfigError(f"there is nothing to import: {why}{_has(state)}")
+    if left_out and not state.is_whole:
+        notes.append(f"{WEIGHTS_ALONE}: optimizers start with an empty state")
     given: dict[str, object] = {}
     if state.files and entries is None and TOKENIZER not in parts:
         given[TOKENIZER] = _GivenFiles(state.files)
@@ -97,6 +107,13 @@ def imported_state(
         facts = json.dumps({"kind": "model", "tied": {}})
         assets[next(iter(models))] = {**state.texts, FACTS: facts}
     return ImportedState(entries=tuple(made), assets=assets, left_out=tuple(left_out), notes=tuple(notes))
+
+
+def _why_left_out(state: SourceState, part: object) -> str:
+    """Return why a part that is no module is not imported; "" if it is."""
+    if not state.is_whole:
+        return WEIGHTS_ALONE
+    return NUMBERS_ALONE if is_optimizer(part) and not has_names(part) else ""
 
 
 def _keep_value(made: list[ImportedEntry], left_out: list[str], name: str, part: Any, *, skip_values: bool) -> None:
@@ -120,8 +137,7 @@ def _chosen(state: SourceState, entries: Mapping[str, str] | None) -> tuple[dict
         parts = {}
         for name, key in entries.items():
             parts[name] = _at(tree, key, state)
-        kept = {key.partition(".")[0] for key in entries.values()}
-        return parts, notes, left_out + [str(key) for key in tree if key not in kept and key != ""]
+        return parts, notes, [*left_out, *_not_chosen(tree, set(entries.values()))]
     if _is_module(tree):
         return {"model": tree}, notes, left_out
     inner = next(iter(tree.values())) if len(tree) == 1 else None
@@ -131,6 +147,18 @@ def _chosen(state: SourceState, entries: Mapping[str, str] | None) -> tuple[dict
         tree = dict(inner)
     tree.pop("progress", None)  # raycheck's own count of steps, when the directory is one of its components
     return {str(name): part for name, part in tree.items()}, notes, left_out
+
+
+def _not_chosen(tree: Mapping[Any, Any] | list[Any], keys: set[str], above: str = "") -> Iterator[str]:
+    """Yield the keys of the parts of a tree that none of `keys` chooses, with dots between levels."""
+    if "" in keys:
+        return
+    for key, part in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        path = f"{above}{key}"
+        if any(wanted.startswith(f"{path}.") for wanted in keys) and path not in keys:
+            yield from _not_chosen(part, keys, f"{path}.")
+        elif path not in keys:
+            yield path
 
 
 def _at(tree: Mapping[str, Any], key: str, state: SourceState) -> Any:
@@ -146,9 +174,12 @@ def _at(tree: Mapping[str, Any], key: str, state: SourceState) -> Any:
         elif isinstance(node, Mapping) and step in node:
             node = node[step]
         else:
-            there = ", ".join(map(str, list(state.tree)[:20]))
-            raise ConfigError(f"entries=: the source has nothing at {key!r}; there are: {there}")
+            raise ConfigError(f"entries=: the source has nothing at {key!r}{_has(state)}")
     return node
+
+
+def _has(state: SourceState) -> str:
+    return f"; there are: {', '.join(map(str, list(state.tree)[:20]))}"
 
 
 def _is_module(part: object) -> bool:

@@ -1,16 +1,13 @@
 """Reads a Hugging Face directory, or a model in the hub's cache: weights, configuration, tokenizer files.
 
-What the Trainer of transformers adds to a checkpoint is read too: optimizer, scheduler, and the step. Its pickles of
-arguments and random state are not.
+Of what the Trainer of transformers adds to a checkpoint, the step and the epoch are read.
 """
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 
-from raycheck.catalog.importing.model_order import parameters_in_order
 from raycheck.catalog.importing.safetensors_file import tensors_of
 from raycheck.catalog.importing.source_files import SourceFiles
 from raycheck.catalog.importing.source_tensors import SourceTensors
@@ -53,18 +50,9 @@ def read_hugging_face(files: SourceFiles, settings: ReadSettings) -> SourceState
         weights = {key: tensors.add(found, files.what(key)) for key, found in tensors_of(files, files.only)}
     if not weights:
         raise CorruptError(f"{files}: there are no weights in it")
-    tree: dict[str, Any] = {"model": weights}
-    is_ordered = not any(name.endswith(".safetensors") for name in files.sizes)
-    for file, entry in (("optimizer.pt", "optimizer"), ("scheduler.pt", "scheduler")):
-        if file in files.sizes:
-            tree[entry] = read_torch_file(files, file, tensors, verify=settings.verify)
     state = files.read_json("trainer_state.json") if "trainer_state.json" in files.sizes else {}
     state = state if isinstance(state, dict) else {}
     epoch = state.get("epoch")
-    if "optimizer" in tree and not is_ordered and CONFIG in files.sizes:
-        order = parameters_in_order(files.read_json(CONFIG), weights)
-        is_ordered = bool(order)
-        tree["model"] = {name: weights[name] for name in dict.fromkeys([*order, *weights])}
     extra = {
         name: _bytes(files, name) for name in files.sizes if _TOKENIZER.fullmatch(name) and is_safe_file_name(name)
     }
@@ -72,11 +60,10 @@ def read_hugging_face(files: SourceFiles, settings: ReadSettings) -> SourceState
     left_out = [name for name in files.sizes if not _is_taken(name, {*extra, *texts, *read})]
     return SourceState(
         kind="huggingface",
-        tree=tree,
+        tree={"model": weights},
         tensors=tensors,
         files=extra,
         texts=texts,
-        is_ordered=is_ordered,
         step=count_in(state, "global_step"),
         epoch=int(epoch) if isinstance(epoch, int | float) and 0 <= epoch < 10**9 else None,
         left_out=tuple(left_out),
@@ -85,8 +72,7 @@ def read_hugging_face(files: SourceFiles, settings: ReadSettings) -> SourceState
 
 
 def _is_taken(name: str, taken: set[str]) -> bool:
-    known = ("optimizer.pt", "scheduler.pt", "trainer_state.json")
-    return name in taken or name.endswith(".index.json") or name in known
+    return name in taken or name.endswith(".index.json") or name == "trainer_state.json"
 
 
 def _snapshot(files: SourceFiles) -> tuple[SourceFiles, tuple[str, ...]]:

@@ -36,8 +36,9 @@ class ImportedEntryReport:
 class Imported:
     """Describes what was imported, or would be.
 
-    uri: of the run. checkpoint: its name; "" for a dry run. kind: of the source. left_out: what is not imported. notes:
-    what was chosen. is_new: False for a dry run, and when an earlier call had made this very run.
+    uri: of the run. checkpoint: its name; "" for a dry run. kind: of the source. left_out: the parts of the source that
+    are not imported, by name. notes: what was chosen, and why something is left out. is_new: False for a dry run, and
+    when an earlier call had made this very run.
     """
 
     uri: str
@@ -57,7 +58,6 @@ def import_checkpoint(
     *,
     kind: str | None = None,
     entries: Mapping[str, str] | None = None,
-    parameters: Sequence[Sequence[str]] | None = None,
     step: int | None = None,
     skip_values: bool = False,
     keep_names: bool = False,
@@ -67,17 +67,18 @@ def import_checkpoint(
 ) -> Imported:
     """Make the run `dest` with one checkpoint, of what lies at `source`. A training restores it like any other.
 
+    A directory of torch DCP is imported whole; an optimizer's state in it only if its parameters have names there. Of
+    every other source the weights are imported. The result names what is left out, such as the state of optimizers.
     This needs torch, about 2 GiB of memory, and disk for files of torch.save that lie in a bucket.
 
     source: a directory of torch DCP, Hugging Face (also in the hub's cache), Ray Train or FSDP ranks, or a file of
         torch.save, Lightning or safetensors; here or in a bucket.
     dest: the URI of the new run.
     kind: dcp, huggingface, torch, lightning or fsdp. None: judge by the files.
-    entries: which parts become entries, as {"policy": "model_state_dict"}: the entry's name, and its key in the source,
-        with dots between levels. None: every part, under its own name.
-    parameters: the names of an optimizer's parameters, by group and in order, where the source only has numbers.
+    entries: which parts become entries, as {"policy": "app.model"}: the entry's name, and its key in the source, with
+        dots between levels. None: every part, under its own name.
     step: the optimizer steps that are done. None: as the source says it, else 0.
-    skip_values: leave out values that cannot be taken without pickle, in place of refusing them.
+    skip_values: leave out values of a DCP directory that only pickle could make, in place of refusing them.
     keep_names: keep a `module.` with which all names of a model begin: it is the model's own, and not DDP's.
     storage: how the buckets are reached. dry_run: write nothing. progress: called with the bytes written, and all.
 
@@ -88,9 +89,7 @@ def import_checkpoint(
     existing, save = look_at_place(register)
     with open_source(source, storage) as files:
         found = read_source(files, ReadSettings(verify=not dry_run, skip_values=skip_values), kind=kind)
-        state = imported_state(
-            found, entries=entries, parameters=parameters, skip_values=skip_values, keep_names=keep_names
-        )
+        state = imported_state(found, entries=entries, skip_values=skip_values, keep_names=keep_names)
         shards = planned(state, found.tensors)
         reached = Progress(step=_step(step, found.step), epoch=found.epoch or 0)
         origin = f"import of {shown_uri(source)} ({found.kind})"

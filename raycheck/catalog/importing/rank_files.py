@@ -1,12 +1,11 @@
-"""Reads the files that FSDP2 trainers such as SkyRL's write with torch.save, one per rank, with DTensors in them.
+"""Reads the weights that FSDP2 trainers such as SkyRL's write with torch.save, one file per rank, with DTensors in it.
 
-`model_world_size_4_rank_0.pt` and so on; also `optim_...`, and `extra_state_...`, of which only the scheduler of rank 0
-is taken. Every rank's file has a part of each tensor, and its mesh and placements say which.
+`model_world_size_4_rank_0.pt` and so on. Every rank's file has a part of each tensor, and its mesh and placements say
+which. The files `optim_...` have numbers for parameters, and `extra_state_...` is each rank's own: both are left out.
 """
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,22 +27,17 @@ def read_rank_files(files: SourceFiles, settings: ReadSettings) -> SourceState:
 
     Raises CorruptError when one is missing or the parts do not fit, ConfigError for a placement that is not known.
     """
-    by_kind: dict[str, dict[int, str]] = defaultdict(dict)
-    sizes = set()
-    for name in files.sizes:
-        if match := RANK_FILE.fullmatch(name):
-            by_kind[match[1]][int(match[3])] = name
-            sizes.add(int(match[2]))
-    if len(sizes) != 1 or "model" not in by_kind:
+    matches = [match for name in files.sizes if (match := RANK_FILE.fullmatch(name))]
+    sizes = {int(match[2]) for match in matches}
+    models = {int(match[3]): match[0] for match in matches if match[1] == "model"}
+    if len(sizes) != 1 or not models:
         raise CorruptError(f"{files}: its files are of {sorted(sizes)} ranks; one complete set is imported")
     (world_size,) = sizes
     tensors = SourceTensors()
-    tree: dict[str, Any] = {"model": _joined(files, by_kind["model"], world_size, tensors, settings)}
-    if "optim" in by_kind and (state := _joined(files, by_kind["optim"], world_size, tensors, settings)):
-        tree["optimizer"] = state
-    left_out, scheduler = _scheduler(files, by_kind.get("extra_state", {}), settings)
-    if scheduler:
-        tree["scheduler"] = scheduler
+    tree = {"model": _joined(files, models, world_size, tensors, settings)}
+    left_out = tuple(
+        sorted({f"{kind}_world_size_{world_size}_rank_*.pt" for kind in {m[1] for m in matches} - {"model"}})
+    )
     texts = {name: files.read(f"huggingface/{name}", 1 << 24).decode(errors="replace") for name in _configs(files)}
     step = next((int(match[1]) for part in reversed(files.uri.split("/")) if (match := _STEP.fullmatch(part))), None)
     return SourceState(kind="fsdp", tree=tree, tensors=tensors, texts=texts, step=step, left_out=left_out)
@@ -51,23 +45,6 @@ def read_rank_files(files: SourceFiles, settings: ReadSettings) -> SourceState:
 
 def _configs(files: SourceFiles) -> list[str]:
     return [name for name in ("config.json", "generation_config.json") if f"huggingface/{name}" in files.sizes]
-
-
-def _scheduler(
-    files: SourceFiles, names: Mapping[int, str], settings: ReadSettings
-) -> tuple[tuple[str, ...], Mapping[str, Any] | None]:
-    """Returns what is left out, and the scheduler's state; the rest of these files is each rank's own."""
-    if 0 not in names:
-        return (), None
-    what = files.what(names[0])
-    try:
-        loaded = load_restricted(files.local(names[0]), what, verify=settings.verify)
-    except ConfigError as error:
-        if not settings.skip_values:
-            raise ConfigError(f"{error} Or leave out all such values: skip_values=True") from None
-        return ("extra_state",), None
-    found = loaded.get("lr_scheduler") if isinstance(loaded, Mapping) else None
-    return ("extra_state, but for lr_scheduler",), found if isinstance(found, Mapping) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Reads one file of torch.save: a state dict, a dict of several, or a checkpoint of Lightning."""
+"""Reads one file of torch.save: a state dict, a dict that has some, or a checkpoint of Lightning."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -39,15 +39,11 @@ def read_single_file(files: SourceFiles, settings: ReadSettings) -> SourceState:
 
 
 def _of_lightning(loaded: Mapping[Any, Any], tensors: SourceTensors) -> SourceState:
-    """Take model, optimizers and schedulers out of Lightning's checkpoint, which says step and epoch too."""
-    tree: dict[str, Any] = {"model": loaded.get("state_dict", {})}
-    for key, name in (("optimizer_states", "optimizer"), ("lr_schedulers", "scheduler")):
-        states = loaded.get(key) or []
-        tree |= {name if len(states) == 1 else f"{name}.{at}": state for at, state in enumerate(states)}
-    taken = {"state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", LIGHTNING_VERSION}
+    """Take the model, the step and the epoch out of Lightning's checkpoint."""
+    taken = {"state_dict", "epoch", "global_step", LIGHTNING_VERSION}
     return SourceState(
         kind="lightning",
-        tree=tree,
+        tree={"model": loaded.get("state_dict", {})},
         tensors=tensors,
         step=count_in(loaded, "global_step"),
         epoch=count_in(loaded, "epoch"),

@@ -15,7 +15,7 @@ class SourceState:
 
     kind: of the source, as --as names it. tree: the state by the names that the source gives to its parts; tensors in
     it are on the meta device, and `tensors` knows them. files: tokenizer files, as tensors of bytes, by name.
-    texts: configuration files of the model, by name. is_ordered: state dicts have the order of their model.
+    texts: configuration files of the model, by name. is_whole: all of it is imported, and not the weights alone.
     step, epoch: None when the source does not say them. left_out: what is not imported, for people.
     notes: what was chosen, for people.
     """
@@ -25,7 +25,7 @@ class SourceState:
     tensors: SourceTensors
     files: Mapping[str, torch.Tensor] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
-    is_ordered: bool = True
+    is_whole: bool = False
     step: int | None = None
     epoch: int | None = None
     left_out: tuple[str, ...] = ()

@@ -1,8 +1,6 @@
 """`raycheck import`: makes a run of a checkpoint that something else has written."""
 
-import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,13 +9,10 @@ from rich.table import Table
 from raycheck.bucket.store.address import shown_uri
 from raycheck.cli.options import Json, Storage, Text, out, print_json, settings_of
 from raycheck.cli.progress_bar import progress_bar
-from raycheck.errors import ConfigError
 from raycheck.views.in_words import size
 
 if TYPE_CHECKING:
     from raycheck.catalog.importing.import_checkpoint import Imported
-
-MAX_NAMES_BYTES = 64 * 1024 * 1024
 
 
 def import_(  # noqa: PLR0917  typer makes options of them
@@ -35,15 +30,11 @@ def import_(  # noqa: PLR0917  typer makes options of them
             "--entry", help="NAME=KEY: take the part KEY of the source as the entry NAME, and no others. Repeatable."
         ),
     ] = None,
-    parameters: Annotated[
-        Path | None,
-        typer.Option(help="A JSON file with the names of an optimizer's parameters: one list per group, in order."),
-    ] = None,
     step: Annotated[
         int | None, typer.Option(help="The optimizer steps that are done; default: as the source says.")
     ] = None,
     skip_values: Annotated[
-        bool, typer.Option("--skip-values", help="Leave out values that only pickle could make.")
+        bool, typer.Option("--skip-values", help="Leave out values of a DCP directory that only pickle could make.")
     ] = False,
     keep_names: Annotated[
         bool, typer.Option("--keep-names", help="Keep a 'module.' before all names: it is the model's own, not DDP's.")
@@ -52,9 +43,10 @@ def import_(  # noqa: PLR0917  typer makes options of them
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Make a new run of a checkpoint of torch, Hugging Face, Lightning or Ray Train.
+    """Make a new run from a checkpoint of torch, Hugging Face, Lightning or Ray Train.
 
-    Its one checkpoint is restored like any other. The source is left as it is.
+    A directory of torch DCP comes whole; from all else come the weights, and what is left out is listed by name.
+    The run's one checkpoint is restored like any other. The source stays as it is.
     """
     from raycheck.catalog.importing.import_checkpoint import import_checkpoint
 
@@ -64,7 +56,6 @@ def import_(  # noqa: PLR0917  typer makes options of them
             dest,
             kind=kind,
             entries=_entries(entries),
-            parameters=_names(parameters),
             step=step,
             skip_values=skip_values,
             keep_names=keep_names,
@@ -82,23 +73,6 @@ def _entries(given: list[str] | None) -> dict[str, str] | None:
     """Returns the key in the source of each entry. A name alone means the part of that name."""
     pairs = [item.partition("=") for item in given or ()]
     return {name: key if mark else name for name, mark, key in pairs} or None
-
-
-def _names(file: Path | None) -> list[list[str]] | None:
-    if file is None:
-        return None
-    try:
-        if file.stat().st_size > MAX_NAMES_BYTES:
-            raise ConfigError(f"parameters={file}: it is larger than {MAX_NAMES_BYTES} bytes")
-        found = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"parameters={file}: {error}") from None
-    is_names = isinstance(found, list) and all(
-        isinstance(group, list) and all(isinstance(name, str) for name in group) for group in found
-    )
-    if not is_names:
-        raise ConfigError(f"parameters={file}: it must hold a list of lists of names, one list per group")
-    return [list(group) for group in found]
 
 
 def _print(done: "Imported", *, dry_run: bool) -> None:

@@ -6,7 +6,6 @@ An export passes through these files in order:
 - export_contents.py decides which weights, configuration and tokenizer files there are, from the index alone.
 - lora.py gives a LoRA adapter the names that peft reads, or describes how it is merged into the model's weights.
 - weight_stream.py reads saved tensors as one stream of file bytes, and adds a merged adapter on the way.
-- server_side_copy.py describes a file as ranges of the checkpoint's own objects, where the store can copy these itself.
 - destination.py makes the directory appear as a whole or not at all.
 
 What a user chooses is one `ExportOptions` (settings.py), passed on whole.

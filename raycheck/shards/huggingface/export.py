@@ -24,7 +24,6 @@ from raycheck.settings import ExportOptions
 from raycheck.shards.entries.hf_assets import ADAPTER_CONFIG
 from raycheck.shards.huggingface.destination import check_free, destination
 from raycheck.shards.huggingface.export_contents import SAFETENSORS_DTYPES, contents, json_text
-from raycheck.shards.huggingface.server_side_copy import assembled
 from raycheck.shards.huggingface.weight_stream import Weight, WeightSource
 from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
@@ -78,12 +77,8 @@ class ExportFiles:
         tally = ProgressTally(progress, total=sum(sizes[file] for file in files))
         for file in files:
             key, weights, head = export_key(place, file), self.files[file], self.heads.get(file, b"")
-            parts = assembled(self.source, weights, head) if store.uri == self.source.store.uri else None
-            if parts is None or not store.put_assembled(key, parts, sizes[file]):
-                stream = self.source.stream(weights, head, store.part_bytes(sizes[file]))
-                _put(store, key, self.source, _counted(stream, tally), sizes[file])
-            else:
-                tally.add(sizes[file])
+            stream = self.source.stream(weights, head, store.part_bytes(sizes[file]))
+            _put(store, key, self.source, _counted(stream, tally), sizes[file])
         return {file: sizes[file] for file in files}
 
     def write_texts(self, store: Store, place: str) -> dict[str, int]:
@@ -104,9 +99,8 @@ def lay_out(checkpoint: Checkpoint, options: ExportOptions) -> ExportFiles:
         groups = {"adapter_model.safetensors": made.weights}
     else:
         groups = split(made.weights, "model", options.max_shard_bytes)
-    # By size of an element, so that each weight is aligned. Small ones lie together, since those are not copied by the
-    # store as ranges.
-    groups = {file: sorted(group, key=lambda w: (-w.dtype.itemsize, w.size_bytes)) for file, group in groups.items()}
+    # By size of an element, so that each weight is aligned.
+    groups = {file: sorted(group, key=lambda weight: -weight.dtype.itemsize) for file, group in groups.items()}
     return ExportFiles(
         files={**groups, **made.files},
         heads={file: safetensors_head(group) for file, group in groups.items()},

@@ -14,7 +14,6 @@ import torch
 from raycheck.bucket.format.checksum import SUB_BLOCK
 from raycheck.bucket.format.index import Chunk, Index, Tensor, index_of
 from raycheck.bucket.format.manifest import Manifest
-from raycheck.bucket.format.object_keys import shard_file
 from raycheck.bucket.reading import Checkpoint, missing_error
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError
 from raycheck.shards.transfer.local_box import LocalBox, box_of
@@ -88,12 +87,11 @@ Span = tuple[Weight, int, int]
 class WeightSource:
     """Reads the saved tensors of one checkpoint.
 
-    store: where the checkpoint is. failure: the error of a read, for a caller that only sees that its upload failed.
+    failure: the error of a read, for a caller that only sees that its upload failed.
     """
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest, index: Index) -> None:
         self.failure: RaycheckError | None = None
-        self.store = checkpoint.store
         self._checkpoint = checkpoint
         self._prefixes = manifest.prefixes()
         self._index = index
@@ -127,15 +125,6 @@ class WeightSource:
             )
             tensor = replace(tensor, shape=(math.prod(tensor.shape),))
         return SavedTensor(tensor=tensor, chunks=chunks, dtype=dtype, is_flat=is_flat)
-
-    def key_of(self, chunk: Chunk) -> str:
-        """Returns the key of the object that holds a chunk."""
-        return self._prefixes[chunk.component] + shard_file(chunk.rank)
-
-    def read(self, spans: Sequence[Span]) -> memoryview:
-        """Returns the bytes of these spans, one after the other."""
-        size = sum((stop - start) * weight.dtype.itemsize for weight, start, stop in spans)
-        return self._fill(torch.empty(size, dtype=torch.uint8), spans)
 
     def stream(self, weights: Sequence[Weight], head: bytes, part_bytes: int) -> Iterator[memoryview]:
         """Yields `head` and then the weights' bytes, in parts of `part_bytes` (the last may be shorter).

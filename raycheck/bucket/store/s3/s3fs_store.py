@@ -149,9 +149,9 @@ class S3Store(RemoteStore):
     def put_assembled(
         self,
         key: str,
-        parts: Iterable[Range | memoryview],
+        parts: Iterable[Range],
         size_bytes: int,
-        crc: int | None = None,
+        crc: int,
         *,
         source: Store | None = None,
     ) -> bool:

@@ -1,1 +1,0 @@
-"""`raycheck bench` measures how fast a bucket is from this machine, and counts what a checkpoint costs in requests."""
