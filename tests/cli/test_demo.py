@@ -13,8 +13,6 @@ import raycheck
 from raycheck.bucket.store import open_store
 from tests.support.invariants import assert_invariants
 
-pytestmark = pytest.mark.ray
-
 
 def demo(*args: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "raycheck", "demo", *args]
@@ -29,6 +27,7 @@ def lose_a_worker() -> dict[str, Any]:
     return facts
 
 
+@pytest.mark.ray
 def test_the_demo_loses_a_worker_and_goes_on() -> None:
     facts = lose_a_worker()
 
@@ -39,6 +38,7 @@ def test_the_demo_loses_a_worker_and_goes_on() -> None:
     assert_invariants(open_store(facts["run_uri"]))
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_the_kept_run_of_a_demo_can_be_resumed() -> None:
     uri = lose_a_worker()["run_uri"]

@@ -1,7 +1,7 @@
 """Runs a call beside the test, with a deadline, and hands its result or its error back."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -15,9 +15,12 @@ class InThread:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def join(self, timeout_s: float = 150.0) -> Any:
+    def ends_within(self, timeout_s: float) -> bool:
         self._thread.join(timeout_s)
-        assert not self._thread.is_alive(), f"it did not end within {timeout_s:.0f} s"
+        return not self._thread.is_alive()
+
+    def join(self, timeout_s: float = 150.0) -> Any:
+        assert self.ends_within(timeout_s), f"it did not end within {timeout_s:.0f} s"
         if self._error is not None:
             raise self._error
         return self._result
@@ -27,3 +30,13 @@ class InThread:
             self._result = self._call()
         except BaseException as error:
             self._error = error
+
+
+def start_on_all(objects: Iterable[Any], method: str, *args: Any, **options: Any) -> list[InThread]:
+    """Start a method of every object, each in a thread of its own, as the ranks of a training do."""
+    return [InThread(lambda one=one: getattr(one, method)(*args, **options)) for one in objects]  # type: ignore[misc]
+
+
+def on_all(objects: Iterable[Any], method: str, *args: Any, **options: Any) -> list[Any]:
+    """Call a method of every object at the same time. Return what the calls returned, or raise what one has raised."""
+    return [call.join() for call in start_on_all(objects, method, *args, **options)]

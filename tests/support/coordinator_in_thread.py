@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -54,3 +55,9 @@ def group_of(uri: str, *, world_size: int = 1, owner: str = "me") -> list[InProc
         InProcess, id=uuid4().hex, uri=uri, world_size=world_size, coordinator=CoordinatorThread(uri, owner)
     )
     return [place(rank=rank, is_first_on_node=not rank) for rank in range(world_size)]
+
+
+def again(places: Sequence[InProcess], *, world_size: int | None = None) -> list[InProcess]:
+    """Return the places of the next group of the same driver. world_size: as that of the group before by default."""
+    place = partial(replace, places[0], id=uuid4().hex, world_size=world_size or len(places))
+    return [place(rank=rank, is_first_on_node=not rank) for rank in range(world_size or len(places))]

@@ -2,23 +2,20 @@
 
 import logging
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
 import pytest
-import ray
 import ray.data
 import ray.train
 import torch
 
 import raycheck
 from raycheck.bucket.store.address import join_uri
-from tests.support.http_fault_proxy import fault_proxy
-
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
+from tests.support.coordinator_in_thread import group_of
+from tests.support.http_fault_proxy import FaultProxy
 
 
 def train_on_ray_data(config: dict[str, Any]) -> None:
@@ -42,7 +39,9 @@ def train_on_ray_data(config: dict[str, Any]) -> None:
     ckpt.close()
 
 
+@pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
 def test_a_cut_off_epoch_of_ray_data_is_warned_of_at_first_and_when_it_happens(cluster: None, tmp_path: Path):
     def run(life: int, stop: int) -> list[str]:
         trainer = ray.train.torch.TorchTrainer(
@@ -65,23 +64,6 @@ def test_a_cut_off_epoch_of_ray_data_is_warned_of_at_first_and_when_it_happens(c
     assert "step=6 epoch=1 epoch_step=2" in cut_off
     assert "so that its samples are trained on again" in cut_off
     assert after_an_epoch == []
-
-
-@pytest.fixture
-def place(cluster: None, s3: str) -> Iterator[Any]:
-    """Makes groups of one rank in this very process, whose requests go through a proxy that can make faults."""
-    coordinators = []
-    with fault_proxy(s3) as proxy:
-        uri = join_uri(proxy.uri, uuid4().hex)
-
-        def make(owner: str) -> raycheck.Group:
-            coordinators.append(raycheck.start_coordinator(uri, owner=owner))
-            return raycheck.Group(id=uuid4().hex, uri=uri, rank=0, world_size=1, coordinator=coordinators[-1])
-
-        make.wire = proxy
-        yield make
-    for coordinator in coordinators:
-        ray.kill(coordinator)
 
 
 def global_draws() -> list[float]:
@@ -119,19 +101,25 @@ def batches() -> raycheck.Batches:
 
 
 @pytest.mark.parametrize(("epochs", "stop"), [(1, 1000), (2, 9)], ids=["at an epoch's end", "inside an epoch"])
-def test_a_run_that_saves_retries_and_restores_draws_as_one_without_raycheck(place: Any, epochs: int, stop: int):
+def test_a_run_that_saves_retries_and_restores_draws_as_one_without_raycheck(wire: FaultProxy, epochs: int, stop: int):
+    """The coordinator is in this process, too, and its draws would be seen."""
+    uri = join_uri(wire.uri, uuid4().hex)
     seed_all(3)
     whole = train(None, batches(), range(3))
     seed_all(3)
-    rules = [place.wire.rule("busy", method, "checkpoints", times=2) for method in ("PUT", "GET")]
+    rules = [wire.rule("busy", method, "checkpoints", times=2) for method in ("PUT", "GET")]
 
     data, settings = batches(), raycheck.SaveSettings(every_steps=2)
-    with raycheck.Checkpointer({"data": data, "own": {"n": 1}}, settings, group=place("first")) as ckpt:
+    with raycheck.Checkpointer(
+        {"data": data, "own": {"n": 1}}, settings, group=group_of(uri, owner="first")[0]
+    ) as ckpt:
         ckpt.restore()
         first = train(ckpt, data, range(epochs), stop=stop)
     seed_all(99)
     data = batches()
-    with raycheck.Checkpointer({"data": data, "own": {"n": 2}}, settings, group=place("second")) as ckpt:
+    with raycheck.Checkpointer(
+        {"data": data, "own": {"n": 2}}, settings, group=group_of(uri, owner="second")[0]
+    ) as ckpt:
         at = ckpt.restore()
         rest = train(ckpt, data, range(at.epoch, 3))
 

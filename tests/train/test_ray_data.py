@@ -15,8 +15,6 @@ import torch
 
 import raycheck
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
-
 ROWS, EPOCHS = 96, 2
 
 
@@ -93,6 +91,8 @@ LIVES = [
 ]
 
 
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
 @pytest.mark.parametrize(("lives", "expected"), LIVES, ids=["2 to 1 ranks", "4 to 3 to 2 to 4 ranks"])
 def test_each_row_is_trained_on_once_per_epoch_over_a_kill_and_other_world_sizes(
     cluster: None, tmp_path: Path, lives: list[tuple[int, int]], expected: list[list[int]]
@@ -142,6 +142,8 @@ def try_what_is_refused(config: dict[str, Any]) -> None:
     Path(config["folder"], "said").write_text(json.dumps(said))
 
 
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
 @pytest.mark.slow
 def test_what_would_lose_rows_is_refused_before_the_first_step(cluster: None, tmp_path: Path):
     odd = ray.data.from_items([{"text": str(number), "same": number // 3} for number in range(12)])

@@ -4,6 +4,7 @@ import random
 import tempfile
 import threading
 import time
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -20,7 +21,8 @@ from tests.support.background_call import InThread
 from tests.support.http_fault_proxy import fault_proxy
 from tests.support.invariants import assert_invariants
 from tests.support.ray_cluster import wait_for
-from tests.train.worker.test_checkpointer import Holder
+from tests.support.replicated_rank import Holder
+from tests.support.reused_processes import reused
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 STEPS = 30
@@ -260,11 +262,15 @@ def test_an_actor_s_state_is_an_entry_in_any_rank_s_state(cluster: None, s3: str
 
 
 def with_counter(uri: str, counter: Any) -> list[Any]:
-    place, coordinator = uuid4().hex, raycheck.start_coordinator(uri, owner=uuid4().hex)
-    holders = [
-        Holder.remote(rank, 2, place, uri, coordinator, more={"counter": raycheck.ActorState(counter)})
-        for rank in range(2)
-    ]
+    place = partial(
+        raycheck.Group,
+        id=uuid4().hex,
+        uri=uri,
+        world_size=2,
+        coordinator=raycheck.start_coordinator(uri, owner=uuid4().hex),
+    )
+    more = {"counter": raycheck.ActorState(counter)}
+    holders = [reused(Holder).remote(place(rank=rank), more=more) for rank in range(2)]
     ray.get([holder.restore.remote() for holder in holders])
     return holders
 

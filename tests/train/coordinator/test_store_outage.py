@@ -1,40 +1,41 @@
 """Training goes on while the store is away; saves fail by their deadline and say what failed."""
 
 import time
+from dataclasses import replace
 from uuid import uuid4
 
 import pytest
-import ray
 
 import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
+from tests.support.background_call import on_all, start_on_all
+from tests.support.coordinator_in_thread import group_of
 from tests.support.http_fault_proxy import FaultProxy
 from tests.support.invariants import assert_invariants
-from tests.train.worker.test_checkpointer import Holder
+from tests.support.replicated_rank import Holder
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 SAVE_TIMEOUT_S = 8.0
 BOUND_S = 90.0
 
 
-def a_pair(uris: tuple[str, str], at: str) -> list:
+def a_pair(uris: tuple[str, str], at: str) -> list[Holder]:
     """Starts two ranks that save after every second step. uris: how each reaches the run. at: how the coordinator does."""
-    coordinator = raycheck.start_coordinator(at, owner="me")
-    group = uuid4().hex
     pair = [
-        Holder.remote(rank, 2, group, uri, coordinator, save_timeout_s=SAVE_TIMEOUT_S) for rank, uri in enumerate(uris)
+        Holder(replace(place, uri=uri), save_timeout_s=SAVE_TIMEOUT_S)
+        for place, uri in zip(group_of(at, world_size=2), uris, strict=True)
     ]
-    ray.get([holder.restore.remote() for holder in pair], timeout=BOUND_S)
+    on_all(pair, "restore")
     return pair
 
 
-def train(pair: list, steps: int) -> None:
-    ray.get([holder.train.remote(steps) for holder in pair], timeout=BOUND_S)
-    ray.get([holder.wait.remote() for holder in pair], timeout=BOUND_S)
+def train(pair: list[Holder], steps: int) -> None:
+    for method, args in (("train", [steps]), ("wait", [])):
+        for call in start_on_all(pair, method, *args):
+            call.join(BOUND_S)
 
 
-def a_saved_run(wire: FaultProxy) -> tuple[str, list]:
+def a_saved_run(wire: FaultProxy) -> tuple[str, list[Holder]]:
     """Returns a run's name and its two ranks, which have saved step 2. All of them reach the store through the proxy."""
     name = uuid4().hex
     uri = join_uri(wire.uri, name)
@@ -43,12 +44,12 @@ def a_saved_run(wire: FaultProxy) -> tuple[str, list]:
     return name, pair
 
 
-def close(pair: list) -> list:
+def close(pair: list[Holder]) -> list:
     """Closes both ranks, and returns for each what close returned or the SaveFailedError that it raised."""
     ends = []
-    for reference in [holder.close.remote() for holder in pair]:
+    for call in start_on_all(pair, "close"):
         try:
-            ends.append(ray.get(reference, timeout=BOUND_S))
+            ends.append(call.join(BOUND_S))
         except raycheck.SaveFailedError as error:
             ends.append(error)
     return ends
@@ -59,7 +60,7 @@ def steps_at(uri: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_training_goes_on_while_the_store_is_away_and_saves_again_when_it_is_back(cluster, s3, wire) -> None:
+def test_training_goes_on_while_the_store_is_away_and_saves_again_when_it_is_back(s3: str, wire: FaultProxy) -> None:
     name, pair = a_saved_run(wire)
     wire.chaos(1, seed=1)
     train(pair, 4)
@@ -71,7 +72,7 @@ def test_training_goes_on_while_the_store_is_away_and_saves_again_when_it_is_bac
 
 
 @pytest.mark.slow
-def test_one_rank_that_cannot_reach_the_store_strands_no_other(cluster, s3, wire) -> None:
+def test_one_rank_that_cannot_reach_the_store_strands_no_other(s3: str, wire: FaultProxy) -> None:
     name = uuid4().hex
     uri = join_uri(s3, name)
     pair = a_pair((uri, join_uri(wire.uri, name)), uri)
@@ -87,7 +88,7 @@ def test_one_rank_that_cannot_reach_the_store_strands_no_other(cluster, s3, wire
 
 
 @pytest.mark.slow
-def test_a_store_that_stays_away_ends_training_with_rank_step_and_object(cluster, s3, wire) -> None:
+def test_a_store_that_stays_away_ends_training_with_rank_step_and_object(s3: str, wire: FaultProxy) -> None:
     name, pair = a_saved_run(wire)
     wire.chaos(1, seed=2)
 
@@ -100,7 +101,7 @@ def test_a_store_that_stays_away_ends_training_with_rank_step_and_object(cluster
 
 
 @pytest.mark.slow
-def test_the_last_save_is_never_lost_silently(cluster, s3, wire) -> None:
+def test_the_last_save_is_never_lost_silently(s3: str, wire: FaultProxy) -> None:
     name, pair = a_saved_run(wire)
     train(pair, 1)
     wire.chaos(1, seed=3)

@@ -25,11 +25,11 @@ from raycheck.bucket.format.object_keys import shard_key
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.train.coordinator.memory_checkpoints import MemoryCheckpoints, neighbours
+from raycheck.train.coordinator.memory_checkpoints import MemoryCheckpoints
 from raycheck.train.coordinator.messages import Holder, Outcome
 from raycheck.train.coordinator.node_agents import NodeAgents
 from raycheck.train.coordinator.run_log import RunLog
-from raycheck.train.worker.memory_shards import CHUNK_BYTES, CHUNKS_IN_FLIGHT, MemoryReader, MemoryShards, send
+from raycheck.train.worker.memory_shards import CHUNK_BYTES, CHUNKS_IN_FLIGHT, MemoryReader, send
 from raycheck.train.worker.node_uploads import NodeAgent
 from tests.bench.coordinator import simulated
 from tests.support.invariants import assert_invariants
@@ -178,52 +178,6 @@ def test_a_group_that_leaves_a_node_at_once_leaves_a_memory_checkpoint_of_its_la
     assert restored.weight[0] == 5
 
 
-def test_each_node_copies_to_the_next_one_and_to_another_zone_first() -> None:
-    nodes = ["a", "b", "c", "d"]
-
-    assert [neighbours(node, nodes, dict.fromkeys(nodes, ""))[0] for node in nodes] == ["b", "c", "d", "a"]
-    assert neighbours("a", nodes, {"a": "x", "b": "x", "c": "y", "d": "x"}) == ["c", "b", "d"]
-    assert neighbours("a", nodes, {"a": "", "c": ""}) == ["c"], "b and d are gone"
-    assert neighbours("a", ["a"], {"a": ""}) == []
-
-
-def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(raycheck.ConfigError, match='upload_by="node"'):
-        raycheck.SaveSettings(memory_every_steps=5)
-    with pytest.raises(raycheck.ConfigError, match="memory_every_steps=0"):
-        raycheck.SaveSettings(memory_every_steps=0, upload_by="node")
-    settings = raycheck.SaveSettings(memory_every_steps=5, upload_by="node")
-    with pytest.raises(raycheck.ConfigError, match="memory_every_steps=5: ActorCheckpointer"):
-        raycheck.ActorCheckpointer([object()], dict, "file:///nowhere", settings)
-
-
-def test_no_node_takes_the_copies_of_many_others() -> None:
-    nodes = [f"{zone}{number}" for zone in "ab" for number in range(8)]
-    zones = {node: node[0] for node in nodes}
-
-    first = [neighbours(node, nodes, zones)[0] for node in nodes]
-
-    assert sorted(first) == nodes
-    assert all(zones[node] != zones[other] for node, other in zip(nodes, first, strict=True))
-
-
-def test_what_comes_late_is_not_held() -> None:
-    shards = MemoryShards()
-    names = ["step-000000004-a1-s0", "step-000000008-a1-s0", "step-000000002-a2-s0"]
-    first, second, of_next_attempt = (f"checkpoints/{name}/train/__0_0.distcp" for name in names)
-    shards.put(first, memoryview(b"abcd"))
-    shards.put(second, memoryview(b"abcd"))
-
-    shards.keep(names[0], (2, -1))
-    shards.put(second, memoryview(b"late"))
-    shards.receive(second, 4, 0, np.zeros(4, np.uint8))
-    shards.put(of_next_attempt, memoryview(b"efgh"))
-
-    assert shards.whole().keys() == {first, of_next_attempt}
-    shards.keep(names[2], (2, 2))
-    assert shards.whole().keys() == {of_next_attempt}
-
-
 class HoldingAgent(NodeAgent):
     """Holds what a test gives it, as if a rank had sealed it."""
 
@@ -320,23 +274,6 @@ def end(actor: Any) -> None:
         assert time.monotonic() < deadline
 
 
-def test_a_copy_to_another_node_leaves_the_network_for_half_of_the_time(cluster: None) -> None:
-    key = "checkpoints/step-000000004-a1-s0/train/__0_0.distcp"
-    chunks = 2 * CHUNKS_IN_FLIGHT + 1
-    shards = {key: np.zeros((chunks - 1) * CHUNK_BYTES + 1, np.uint8)}
-    actor = ray.remote(HoldingAgent).options(num_cpus=0).remote()  # type: ignore[attr-defined]
-    pauses: list[float] = []
-    try:
-        began = time.monotonic()
-        send(shards, actor, timeout_s=60, pause=pauses.append)
-        sent_s = time.monotonic() - began
-    finally:
-        ray.kill(actor)
-
-    assert len(pauses) == 2, "after all but the last few"
-    assert 0 < sum(pauses) <= sent_s
-
-
 class Pause(threading.Event):
     """Lasts until its copy is told to hurry, however short it was to be."""
 
@@ -361,27 +298,52 @@ class PausingAgent(HoldingAgent):
         assert pause.has_begun.wait(60)
 
 
+@pytest.fixture(scope="module")
+def two_actors(cluster: None) -> Iterator[list[Any]]:
+    """Yields two actors for the whole module, since starting one takes seconds."""
+    options = {"num_cpus": 0, "max_concurrency": 8}
+    found = [ray.remote(kind).options(**options).remote() for kind in (PausingAgent, HoldingAgent)]  # type: ignore[attr-defined]
+    yield found
+    for actor in found:
+        ray.kill(actor)
+
+
+@pytest.fixture
+def nodes(two_actors: list[Any]) -> list[Any]:
+    """Returns the actors of two nodes, which hold nothing."""
+    ray.get([actor.__ray_call__.remote(lambda agent: agent.__init__()) for actor in two_actors], timeout=90)
+    return two_actors
+
+
+def test_a_copy_to_another_node_leaves_the_network_for_half_of_the_time(nodes: list[Any]) -> None:
+    key = "checkpoints/step-000000004-a1-s0/train/__0_0.distcp"
+    chunks = 2 * CHUNKS_IN_FLIGHT + 1
+    shards = {key: np.zeros((chunks - 1) * CHUNK_BYTES + 1, np.uint8)}
+    pauses: list[float] = []
+
+    began = time.monotonic()
+    send(shards, nodes[1], timeout_s=60, pause=pauses.append)
+    sent_s = time.monotonic() - began
+
+    assert len(pauses) == 2, "after all but the last few"
+    assert 0 < sum(pauses) <= sent_s
+
+
 @pytest.mark.parametrize("is_asked_before", [True, False])
-def test_a_copy_that_pauses_goes_on_at_once_when_it_has_to_hurry(cluster: None, is_asked_before: bool) -> None:
+def test_a_copy_that_pauses_goes_on_at_once_when_it_has_to_hurry(nodes: list[Any], is_asked_before: bool) -> None:
     name = "step-000000004-a3-s0"
     shard = bytes(CHUNKS_IN_FLIGHT * CHUNK_BYTES + 1)
-    options = {"num_cpus": 0, "max_concurrency": 8}
-    source = ray.remote(PausingAgent).options(**options).remote()  # type: ignore[attr-defined]
-    target = ray.remote(HoldingAgent).options(**options).remote()  # type: ignore[attr-defined]
-    try:
-        ray.get(source.hold.remote(f"checkpoints/{name}/train/__0_0.distcp", shard), timeout=60)
-        ray.get(source.hurry.remote(2), timeout=30)  # another attempt's
-        if is_asked_before:
-            ray.get(source.hurry.remote(3), timeout=30)
-        sending = source.send_shards.remote(name, target, timeout_s=60.0)
-        ray.get(source.wait_for_pause.remote(3), timeout=90)
-        if not is_asked_before:
-            assert not ray.wait([sending], timeout=0)[0]
-            ray.get(source.hurry.remote(3), timeout=30)
-        assert ray.get(sending, timeout=60) == ""
-    finally:
-        for actor in (source, target):
-            ray.kill(actor)
+    source, target = nodes
+    ray.get(source.hold.remote(f"checkpoints/{name}/train/__0_0.distcp", shard), timeout=60)
+    ray.get(source.hurry.remote(2), timeout=30)  # another attempt's
+    if is_asked_before:
+        ray.get(source.hurry.remote(3), timeout=30)
+    sending = source.send_shards.remote(name, target, timeout_s=60.0)
+    ray.get(source.wait_for_pause.remote(3), timeout=90)
+    if not is_asked_before:
+        assert not ray.wait([sending], timeout=0)[0]
+        ray.get(source.hurry.remote(3), timeout=30)
+    assert ray.get(sending, timeout=60) == ""
 
 
 def test_a_shard_is_copied_in_chunks_and_read_from_whoever_has_it(cluster: None, tmp_path: Path) -> None:

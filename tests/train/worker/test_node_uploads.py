@@ -1,6 +1,5 @@
 """Uploads by the node's actor: what a rank has staged is committed although it dies, and nothing depends on the actor."""
 
-import gc
 import os
 import signal
 import time
@@ -13,22 +12,18 @@ from uuid import uuid4
 import psutil
 import pytest
 import ray
-import torch
 
 import raycheck
-from raycheck.bucket.assembly.save_report import Report
-from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.shards.state.train_state import TrainState
-from raycheck.shards.transfer.incremental_upload import StagedState
 from raycheck.train.worker import node_uploads
 from raycheck.train.worker.group_restore import claim_run
-from raycheck.train.worker.node_uploads import NodeAgent, NodeUploads
+from raycheck.train.worker.node_uploads import NodeUploads
 from tests.support.background_call import InThread
 from tests.support.http_fault_proxy import Rule, fault_proxy
 from tests.support.invariants import assert_invariants
 from tests.support.ray_jobs import story
+from tests.train.worker.test_node_saves import staged_and_reported
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 BY_NODE = {"upload_by": "node"}
@@ -124,13 +119,6 @@ class Unreadable:
         return open, ("/nowhere/at/all",)
 
 
-def staged_and_reported(group: raycheck.Group, save: int) -> tuple[StagedState, Report]:
-    state = {"model": torch.nn.Linear(3, 2)}
-    progress = Progress(step=save)
-    staged = TrainState(state, rank=0, world_size=1, is_shared=True).stage(progress)
-    return staged, Report(group=group.id, rank=0, world_size=1, attempt=1, save=save, progress=progress)
-
-
 @pytest.fixture
 def group(cluster: None, tmp_path: Path) -> Iterator[raycheck.Group]:
     """Makes the place of the only rank of a group, in this process, with Ray's actors."""
@@ -187,44 +175,3 @@ def test_an_actor_that_is_started_later_has_to_hurry_as_well(group: raycheck.Gro
 
     assert not pauses(7)
     assert pauses(8)
-
-
-def test_an_actor_that_sees_another_place_does_not_take_the_save(group: raycheck.Group) -> None:
-    elsewhere = replace(group, uri=f"{group.uri}/elsewhere")
-    staged, report = staged_and_reported(group, 1)
-
-    answer = NodeAgent().save(elsewhere, staged.to_share(), report, deadline=time.monotonic() + 9, timeout_s=9.0)
-
-    assert answer.outcome is None
-    assert "another place" in answer.problem
-
-
-def test_an_actor_keeps_nothing_of_the_saves_that_it_has_uploaded(group: raycheck.Group) -> None:
-    agent, seen = NodeAgent(), []
-
-    for save in range(1, 9):
-        staged, report = staged_and_reported(group, save)
-        agent.save(group, staged.to_share(), report, deadline=time.monotonic() + 60, timeout_s=60.0)
-        del staged
-        gc.collect()
-        maps = Path("/proc/self/maps").read_text().count("memfd:raycheck (")
-        seen.append((maps, sum("memfd:raycheck (" in str(file.readlink()) for file in open_files())))
-
-    assert seen == [(0, 0)] * 8
-
-
-def open_files() -> list[Path]:
-    return [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
-
-
-def test_an_actor_that_cannot_reach_the_memory_does_not_take_the_save(tmp_path: Path) -> None:
-    group = raycheck.Group(id="g", uri=f"file://{tmp_path}/run", rank=0, world_size=1, coordinator=None)
-    staged = TrainState({"model": torch.nn.Linear(3, 2)}, rank=0, world_size=1, is_shared=True).stage(Progress(step=1))
-    shared = staged.to_share()
-    elsewhere = replace(shared.shards[0], place=replace(shared.shards[0].place, pid=1 << 22))
-    report = Report(group="g", rank=0, world_size=1, attempt=1, save=1, progress=Progress(step=1))
-
-    answer = NodeAgent().save(group, replace(shared, shards=(elsewhere,)), report, deadline=0.0, timeout_s=1.0)
-
-    assert answer.outcome is None
-    assert "cannot be reached" in answer.problem

@@ -1,17 +1,14 @@
 """A script's own periodic work: due alike on all ranks, once per span, and again when its step was lost."""
 
 import json
-import time
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
-import ray.train
-import ray.train.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 import raycheck
 from raycheck.bucket.format.progress import Progress
@@ -20,7 +17,8 @@ from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings
 from raycheck.train.worker.periodic import Periodic, periodics_of
 from raycheck.train.worker.save_triggers import SaveTriggers
-from tests.support.background_call import InThread
+from tests.support.background_call import InThread, start_on_all
+from tests.support.coordinator_in_thread import again, group_of
 from tests.support.invariants import assert_invariants
 from tests.train.worker.test_save_triggers import Ranks, group
 
@@ -193,49 +191,40 @@ def test_where_raycheck_is_turned_off_it_is_due_as_ever():
     assert due == [(False, True, False), (True, True, False)] * 2
 
 
-@pytest.mark.ray
-@pytest.mark.filterwarnings("ignore")  # Ray itself warns
-def test_a_logger_hears_of_no_step_twice_and_evaluation_is_done_again_only_where_it_was_lost(
-    cluster: None, tmp_path: Path
-) -> None:
-    def train_fn(config: dict) -> None:
-        folder, rank = Path(config["folder"]), ray.train.get_context().get_world_rank()
-        torch.manual_seed(0)
-        evaluate = raycheck.Periodic(every_steps=3, every_seconds=3600)
-        state = {"model": torch.nn.Linear(2, 1), "own": {"evaluate": evaluate}}
-        with raycheck.Checkpointer(state, raycheck.SaveSettings(every_steps=5)) as ckpt:
-            at = ckpt.restore()
-            for step in range(at.step + 1, 13):
-                ckpt.end_step()
-                with (folder / f"steps-{rank}").open("a") as told:
-                    if evaluate.take_turn():
-                        told.write(f"evaluate {step} {at.attempt}\n")
+def test_a_logger_hears_of_no_step_twice_and_evaluation_is_done_again_only_where_it_was_lost(uri: str) -> None:
+    told: dict[int, list[str]] = {0: [], 1: []}
+
+    class Rank:
+        def __init__(self, place: raycheck.Group) -> None:
+            self.told = told[place.rank]
+            self.evaluate = raycheck.Periodic(every_steps=3, every_seconds=3600)
+            torch.manual_seed(0)
+            state = {"model": torch.nn.Linear(2, 1), "own": {"evaluate": self.evaluate}}
+            self.ckpt = raycheck.Checkpointer(state, raycheck.SaveSettings(every_steps=5), group=place)
+
+        def train(self) -> None:
+            with self.ckpt as ckpt:
+                at = ckpt.restore()
+                for step in range(at.step + 1, 13):
+                    ckpt.end_step()
+                    if self.evaluate.take_turn():
+                        self.told.append(f"evaluate {step} {at.attempt}")
                     if not ckpt.is_repeating:
-                        told.write(f"log {step}\n")
-                if at.attempt == 1 and step == 8:
-                    wait_for_step_5(config["uri"])
-                    raise RuntimeError("failed")
+                        self.told.append(f"log {step}")
+                    if at.attempt == 1 and step == 8:
+                        ckpt.wait()
+                        raise RuntimeError("failed")
 
-    def wait_for_step_5(uri: str) -> None:
-        deadline = time.monotonic() + 60
-        while not any(entry.step == 5 for entry in raycheck.open_run(uri).latest.live):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-    uri = f"file://{tmp_path}/runs/run"
-    trainer = ray.train.torch.TorchTrainer(
-        train_fn,
-        train_loop_config={"folder": str(tmp_path), "uri": uri},
-        scaling_config=ScalingConfig(num_workers=2),
-        run_config=RunConfig(
-            name="run", storage_path=f"file://{tmp_path}/runs", failure_config=FailureConfig(max_failures=2)
-        ),
-    )
-
-    raycheck.fit(trainer)
+    places = group_of(uri, world_size=2)
+    for attempt in (1, 2):
+        ranks = Ranks(2)
+        next_places = [replace(place, broadcast=ranks.broadcast_of(place.rank)) for place in again(places)]
+        for training in start_on_all([Rank(place) for place in next_places], "train"):
+            with pytest.raises(RuntimeError, match="failed") if attempt == 1 else nullcontext():
+                training.join()
 
     for rank in (0, 1):
-        lines = [line.split() for line in (tmp_path / f"steps-{rank}").read_text().splitlines()]
+        lines = [line.split() for line in told[rank]]
         assert [int(step) for what, step, *_ in lines if what == "log"] == list(range(1, 13))
         evaluated = [(int(step), int(attempt)) for what, step, *more in lines if what == "evaluate" for attempt in more]
         assert evaluated == [(3, 1), (6, 1), (6, 2), (9, 2), (12, 2)]
