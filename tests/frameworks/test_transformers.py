@@ -440,7 +440,7 @@ class OwnLoader(Trainer):
     ("options", "match"),
     [
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
-        ({"save_only_model": True}, r"save_only_model=True.*exports"),
+        ({"save_only_model": True}, r"save_only_model=True.*AfterCommit"),
         ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy='batch_rebalance'"),
         ({"accelerator_config": {"split_batches": True}}, "split_batches=True"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True"),
