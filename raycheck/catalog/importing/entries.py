@@ -109,7 +109,7 @@ def imported_state(
     return ImportedState(entries=tuple(made), assets=assets, left_out=tuple(left_out), notes=tuple(notes))
 
 
-def _why_left_out(state: SourceState, part: object) -> str:
+def _why_left_out(state: SourceState, part: Any) -> str:
     """Return why a part that is no module is not imported; "" if it is."""
     if not state.is_whole:
         return WEIGHTS_ALONE
