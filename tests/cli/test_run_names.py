@@ -38,7 +38,7 @@ NAMES = {
 CASES = [
     *(pytest.param("memory", name, id=f"memory-{label}") for label, name in NAMES.items()),
     *(pytest.param("file", NAMES[label], id=f"file-{label}") for label in ("unicode", "uri", "quotes")),
-    pytest.param("s3", NAMES["unicode"] + NAMES["uri"] + NAMES["quotes"], id="s3-all of these"),
+    pytest.param("s3", NAMES["uri"] + NAMES["quotes"] + NAMES["unicode"], id="s3-all of these"),
 ]
 TOKEN = "a-token-of-this-test"
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-from tests.support.http_fault_proxy import FaultProxy
+from tests.support.http_fault_proxy import FaultProxy, Rule
 
 _EVERYTHING = 10**6
 _LOOK_EVERY_S = 0.05
@@ -24,33 +24,38 @@ class StoreRounds:
 
     def __init__(self, proxy: FaultProxy) -> None:
         self.done: list[list[str]] = []
-        self.problem = ""
         self._proxy = proxy
+        self._problem = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-rounds", daemon=True)
 
     def __enter__(self) -> Self:
-        self._held = self._proxy.rule("hold", ".*", "", times=_EVERYTHING)
+        self._at = len(self._proxy.requests)
+        self._held = self._hold()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(_QUIET_WITHIN_S)
-        self._held.times = 0
-        self._held.release()
-        assert not self.problem, self.problem
+        assert not self._problem, self._problem
+
+    def _hold(self) -> Rule:
+        return self._proxy.rule("hold", ".*", "", times=_EVERYTHING)
 
     def _run(self) -> None:
-        while not self._stop.is_set():
-            if self._wait_until_quiet():
-                begun, self._held = self._held, self._proxy.rule("hold", ".*", "", times=_EVERYTHING)
-                begun.times = 0  # from here on requests meet the new rule
-                self.done.append(self._proxy.requests[-len(begun.seen) :])
-                begun.release()
+        while self._wait_until_quiet():
+            begun, self._held = self._held, self._hold()
+            begun.times = 0  # from here on requests meet the new rule
+            end = self._at + len(begun.seen)
+            self.done.append(self._proxy.requests[self._at : end])
+            self._at = end
+            begun.release()
+        self._held.times = 0
+        self._held.release()
 
     def _wait_until_quiet(self) -> bool:
-        """Returns whether there is a round to let through."""
+        """Returns whether there is a round to let through; False when there will be no more."""
         quiet, deadline = 0, time.monotonic() + _QUIET_WITHIN_S
         while quiet < _LOOKS:
             if self._stop.wait(_LOOK_EVERY_S):
@@ -59,8 +64,8 @@ class StoreRounds:
             is_quiet = bool(held) and self._proxy.under_way == held and _others_sleep()
             quiet = quiet + 1 if is_quiet else 0
             if held and time.monotonic() > deadline:
-                self.problem = f"there was no moment without work in {_QUIET_WITHIN_S:.0f} s"
-                return True
+                self._problem = f"there was no moment without work in {_QUIET_WITHIN_S:.0f} s"
+                return False
         return True
 
 

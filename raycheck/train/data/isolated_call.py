@@ -7,7 +7,6 @@ A fork shares open files with its parent, the position in them too. So the child
 and sockets: a function that needs these fails in the child.
 """
 
-import contextlib
 import fcntl
 import gc
 import os
@@ -21,6 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -76,7 +76,7 @@ def isolated(function: Callable[[], T], *, within_s: float) -> T:
     finally:
         os.close(receive)
         _kill_group(child)
-        with contextlib.suppress(ChildProcessError):  # a process that ignores SIGCHLD has no children to wait for
+        with suppress(ChildProcessError):  # a process that ignores SIGCHLD has no children to wait for
             os.waitpid(child, 0)
     if answer is None:
         raise TrialError(f"it took longer than {within_s:.0f} s")

@@ -766,6 +766,11 @@ DIFFERENT: dict[str, tuple[Callable[[], State], Callable[[], State], str]] = {
         lambda: {"model": Rich(2)},
         r"missing in the checkpoint: model\._extra_state",
     ),
+    "a parameter below a key at which a hook puts a value": (
+        lambda: {"model": with_value_at("fc", nn.ModuleDict({"fc": bag(a=torch.ones(1), b=torch.ones(2))}))},
+        lambda: {"model": with_value_at("fc", nn.ModuleDict({"fc": bag(a=torch.ones(1))}))},
+        r"only in the checkpoint: model\.fc\.b",
+    ),
     "another stream of batches": (
         lambda: {"model": layers(1), "data": Batches(range(10), global_batch=2, seed=1, rank=0, world_size=1)},
         lambda: {"model": layers(2), "data": Batches(range(10), global_batch=2, seed=2, rank=0, world_size=1)},
@@ -805,6 +810,12 @@ def test_a_difference_is_refused_and_changes_nothing(memory: Store, case: str):
         restore_state(checkpoint, live)
 
     assert_same(snapshot(live), before)
+
+
+def with_value_at(key: str, module: nn.Module) -> nn.Module:
+    """Has the module's state_dict hold a value, which is no tensor, under this key."""
+    module.register_state_dict_post_hook(lambda _, state, prefix, __: state.update({prefix + key: 7}))
+    return module
 
 
 def without_extra_state(module: Rich) -> nn.Module:

@@ -243,15 +243,16 @@ class ModuleEntry(StateEntry):
         filled_by_tie = {mate for name in saved.tensors for mate in tied_to.get(name, ())}
         saved.missing += [name for name in live if name not in saved.tensors and name not in filled_by_tie]
         read = {name for name in (*live, *extra) if name in saved.tensors}
-        read_places = {saved.place(name) for name in read} - {None}
-        # The saved values say which tensors the extra state has. Others below its key are further names of these: those
-        # that stock torch gives to them. They cannot be told by their place, which a tensor without elements lacks.
+        # Extra state may have further names, too: those that stock torch gives to its tensors. They lie where these do.
+        # A tensor without elements lies nowhere, and is told by the key that its name begins with.
+        places = {saved.place(name) for name in read} - {None}
         of_extra = tuple(f"{self.name}.{key}." for key in extra_keys)
-        saved.record_only_saved(
-            name
-            for name in saved.tensors
-            if name not in read and saved.place(name) not in read_places and not name.startswith(of_extra)
-        )
+
+        def is_read(name: str) -> bool:
+            place = saved.place(name)
+            return name in read or (name.startswith(of_extra) if place is None else place in places)
+
+        saved.record_only_saved(name for name in saved.tensors if not is_read(name))
 
     def _match_extra_state(self, saved: SavedEntry) -> tuple[set[str], Named]:
         """Returns the keys of the extra state in the checkpoint, and the tensors to read for it."""
