@@ -9,6 +9,7 @@ import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import nullcontext
 from uuid import uuid4
 
 import pytest
@@ -19,6 +20,7 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.demo.server import s3_server
 from tests.support.azurite_server import azurite
+from tests.support.forked_ray_workers import forked_workers
 from tests.support.gcs_server import BUCKET, START_TIMEOUT_S, gcs_server
 from tests.support.http_fault_proxy import FaultProxy, fault_proxy
 
@@ -119,6 +121,13 @@ def wire(s3: str) -> Iterator[FaultProxy]:
     """The S3 server behind a proxy that records requests and makes faults."""
     with fault_proxy(s3) as proxy:
         yield proxy
+
+
+@pytest.fixture(scope="session")
+def forks(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Has the workers of each Ray that is started here begin as forks; with --all Ray starts them itself."""
+    with nullcontext() if pytestconfig.getoption("--all") else forked_workers():
+        yield
 
 
 @pytest.fixture(scope="session")

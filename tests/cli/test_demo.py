@@ -11,11 +11,20 @@ import pytest
 
 import raycheck
 from raycheck.bucket.store import open_store
+from tests.support.forked_ray_workers import SOCKET
 from tests.support.invariants import assert_invariants
+
+WITH_FORKS = """
+from tests.support.forked_ray_workers import stand_in
+from raycheck.cli import main
+stand_in()
+main()
+"""
 
 
 def demo(*args: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "raycheck", "demo", *args]
+    start = ["-c", WITH_FORKS] if SOCKET in os.environ else ["-m", "raycheck"]
+    command = [sys.executable, *start, "demo", *args]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=dict(os.environ))
 
 
@@ -28,7 +37,7 @@ def lose_a_worker() -> dict[str, Any]:
 
 
 @pytest.mark.ray
-def test_the_demo_loses_a_worker_and_goes_on() -> None:
+def test_the_demo_loses_a_worker_and_goes_on(forks: None) -> None:
     facts = lose_a_worker()
 
     assert (facts["killed_rank"], facts["killed_at_step"], facts["final_step"]) == (1, 5, 7)

@@ -14,7 +14,7 @@ _ROWS = pytest.StashKey[list[str]]()
 
 
 @pytest.fixture
-def nodes() -> Iterator[Arena]:
+def nodes(forks: None) -> Iterator[Arena]:
     """Makes a new Ray for each row: what Ray keeps of killed drivers would hold nodes back."""
     with arena() as made:
         yield made

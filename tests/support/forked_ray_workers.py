@@ -8,8 +8,7 @@ server that has imported MODULES. The server forks, and the fork runs the second
 Such a worker differs from one of a user's in two ways: the modules are there before they are imported, and all workers
 hash strings alike. torch reads OMP_NUM_THREADS when it is imported, and Ray sets it when a worker gets its first actor
 or task: so the server has 1, as Ray gives to whoever asks for one CPU. With more, ranks that share the machine's cores
-wait for each other's threads at each small operation. With --all, and on the Rays of several nodes, Ray starts its
-workers itself.
+wait for each other's threads at each small operation. With --all, Ray starts its workers itself.
 """
 
 import ctypes
@@ -66,7 +65,7 @@ def forked_workers() -> Iterator[None]:
                 env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
             )
         name = ray_constants.SETUP_WORKER_FILENAME
-        ray_constants.SETUP_WORKER_FILENAME = __file__  # Ray joins it to a folder, which leaves an absolute path alone
+        stand_in()
         try:
             yield
         finally:
@@ -74,6 +73,14 @@ def forked_workers() -> Iterator[None]:
             server.kill()
             server.wait()
             del os.environ[SOCKET]
+
+
+def stand_in() -> None:
+    """Makes each Ray that this process starts ask the server, which may be another process's, for its workers."""
+    from ray._private import ray_constants
+
+    assert SOCKET in os.environ, "nobody has started the server"
+    ray_constants.SETUP_WORKER_FILENAME = __file__  # Ray joins it to a folder, which leaves an absolute path alone
 
 
 def ask_for_a_fork(arguments: list[str]) -> None:

@@ -100,9 +100,13 @@ class Holder:
         """Leave training as a script does that has raised an error: nothing more is saved."""
         self.ckpt.__exit__(RuntimeError, RuntimeError("it broke"), None)
 
-    def close(self) -> list[str]:
-        """Close it. Returns raycheck's threads that came since this rank began and are left a moment later."""
+    def close(self) -> None:
         self.ckpt.close()
+
+    def threads_left(self) -> list[str]:
+        """Returns raycheck's threads that came since this rank was made and are left a moment later.
+
+        Ask it when all ranks of the process are closed."""
         deadline = time.monotonic() + 60.0
         while (left := self._own_threads()) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
 from uuid import uuid4
 
 import pytest
@@ -14,7 +13,6 @@ import ray.train.torch
 
 import tests.support.ray_jobs
 from raycheck.bucket.store.address import join_uri
-from tests.support.forked_ray_workers import forked_workers
 from tests.support.reused_processes import take_back
 
 SECRETS = ("hush-" + uuid4().hex, "token-" + uuid4().hex)
@@ -22,7 +20,7 @@ SECRETS = ("hush-" + uuid4().hex, "token-" + uuid4().hex)
 
 
 @pytest.fixture(scope="session")
-def cluster(s3: str, pytestconfig: pytest.Config) -> Iterator[None]:
+def cluster(s3: str, forks: None) -> Iterator[None]:
     """Starts Ray. Its workers inherit this process's environment: credentials of the S3 server, quicker polls."""
     if ray.is_initialized():  # by this fixture, under another folder's name
         yield
@@ -34,11 +32,10 @@ def cluster(s3: str, pytestconfig: pytest.Config) -> Iterator[None]:
     # tests on a Ray of several nodes have the watcher.
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
     os.environ.update(RAY_prestart_worker_first_driver="0")  # eight processes that no test may come to use
-    with nullcontext() if pytestconfig.getoption("--all") else forked_workers():
-        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-        ray.cloudpickle.register_pickle_by_value(tests.support.ray_jobs)
-        yield
-        ray.shutdown()
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.cloudpickle.register_pickle_by_value(tests.support.ray_jobs)
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture(autouse=True)

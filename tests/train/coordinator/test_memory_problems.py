@@ -3,7 +3,6 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from raycheck.train.coordinator.run_log import RunLog
 from raycheck.train.worker.group_restore import RestoreResult
 from tests.support.background_call import InThread
 from tests.support.command_line import raycheck as command
-from tests.support.coordinator_in_thread import InProcess, group_of
+from tests.support.coordinator_in_thread import InProcess, again, group_of
 
 WHY = "rank 1: model.frozen, which gets no gradient, is not in the bucket as it is now"
 
@@ -95,7 +94,7 @@ def test_show_says_why_nothing_newer_lay_in_memory(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}/run"
     groups = group_of(uri)
     train(groups, until=4)
-    train([replace(group, id=uuid4().hex) for group in groups], until=6)
+    train(again(groups), until=6)
 
     record = read_resumes(open_store(uri), [2])[2]
     assert record.memory_problem.startswith("rank 0: its node holds none any more: ")

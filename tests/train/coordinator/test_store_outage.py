@@ -45,14 +45,14 @@ def a_saved_run(wire: FaultProxy) -> tuple[str, list[Holder]]:
 
 
 def close(pair: list[Holder]) -> list:
-    """Closes both ranks, and returns for each what close returned or the SaveFailedError that it raised."""
+    """Closes both ranks, and returns for each which threads it has left, or the SaveFailedError that it raised."""
     ends = []
     for call in start_on_all(pair, "close"):
         try:
             ends.append(call.join(BOUND_S))
         except raycheck.SaveFailedError as error:
             ends.append(error)
-    return ends
+    return [end or holder.threads_left() for end, holder in zip(ends, pair, strict=True)]
 
 
 def steps_at(uri: str) -> list[int]:

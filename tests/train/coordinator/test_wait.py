@@ -13,7 +13,7 @@ from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol.referred_objects import ReferenceLostError
 from raycheck.bucket.store import open_store
 from raycheck.shards.state.train_state import TrainState
-from tests.support.background_call import InThread
+from tests.support.background_call import InThread, on_all
 from tests.support.coordinator_in_thread import group_of
 from tests.support.invariants import assert_invariants
 
@@ -32,10 +32,6 @@ def ranks_of(uri: str, *, world_size: int = 1, **settings: Any) -> list[raycheck
     on_all(made, "restore")
     on_all(made, "end_step")
     return made
-
-
-def on_all(ranks: list[raycheck.Checkpointer], method: str) -> list[Any]:
-    return [told.join() for told in [InThread(getattr(rank, method)) for rank in ranks]]
 
 
 def steps_of(uri: str) -> list[int]:

@@ -1,8 +1,6 @@
-"""The Checkpointer without Ray Train: in any group of Ray actors, with a place given by hand."""
+"""The Checkpointer without Ray Train: in any group, with a place given by hand. Its ranks are threads but in one test."""
 
-import dataclasses
-import threading
-import time
+from dataclasses import replace
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -13,126 +11,60 @@ import torch
 import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from tests.support.http_fault_proxy import fault_proxy
+from raycheck.train.worker import heartbeat
+from raycheck.train.worker.group_restore import RestoreResult, claim_run
+from tests.support.background_call import InThread, on_all, start_on_all
+from tests.support.coordinator_in_thread import again, group_of
+from tests.support.http_fault_proxy import FaultProxy, fault_proxy
 from tests.support.invariants import assert_invariants
+from tests.support.replicated_rank import Holder, train_once
 from tests.support.reused_processes import reused
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
+
+def pair_at(uri: str, **settings: object) -> list[Holder]:
+    """Return two ranks that have restored."""
+    pair = [Holder(place, **settings) for place in group_of(uri, world_size=2)]
+    on_all(pair, "restore")
+    return pair
 
 
-def train_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    model(torch.ones(2, 600)).square().mean().backward()
-    optimizer.step()
+def alone_at(uri: str, **settings: object) -> Holder:
+    (place,) = group_of(uri)
+    return Holder(place, **settings)
 
 
-@reused
-class Holder:
-    """Is one rank that holds a replicated model, and a number of its own."""
-
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        group: str,
-        uri: str,
-        coordinator,
-        *,
-        seed: int = 0,
-        is_frozen: bool = False,
-        more: dict | None = None,
-        **settings,
-    ) -> None:
-        torch.manual_seed(seed)
-        self.model = torch.nn.Linear(600, 500)
-        self.model.bias.requires_grad_(not is_frozen)
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.number = raycheck.PerRank({"fresh": rank})
-        self.place = raycheck.Group(id=group, uri=uri, rank=rank, world_size=world_size, coordinator=coordinator)
-        self.state = {"model": self.model, "optimizer": self.optimizer, "number": self.number, **(more or {})}
-        self.ckpt = raycheck.Checkpointer(
-            self.state, raycheck.SaveSettings(every_steps=2, **settings), group=self.place
-        )
-
-    def restore(self, **options):
-        return self.ckpt.restore(**options)
-
-    def make_another(self) -> None:
-        raycheck.Checkpointer(self.state, group=self.place)
-
-    def get(self, name: str):
-        return {"number": self.number.value, "moments": len(self.optimizer.state)}[name]
-
-    def set_number(self, value: int) -> None:
-        self.number.value = {"kept": value}
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            train_once(self.model, self.optimizer)
-            self.ckpt.end_step({"loss": float("nan"), "step": 1})
-
-    def train_and_save(self, steps: int) -> None:
-        self.train(steps)
-        self.ckpt.save()
-
-    def train_on(self, steps: int) -> tuple[int, int]:
-        """Train on a stream of batches inside a dict. Returns its position, and that of the progress."""
-        data = raycheck.Batches(range(40), global_batch=4, rank=0, world_size=1)
-        state = {"model": self.model, "data": {"train": data}}
-        self.ckpt.close()
-        with raycheck.Checkpointer(state, group=dataclasses.replace(self.place, id=uuid4().hex)) as ckpt:
-            at = ckpt.restore()
-            for _, _ in zip(range(steps), data.loader(at.epoch), strict=False):
-                ckpt.end_step()
-            return data.state_dict()["consumed"], ckpt._counter.progress.samples
-
-    def wait(self) -> None:
-        self.ckpt._live()._queue.wait()
-
-    def doubt(self) -> None:
-        """Forget that the ranks have agreed, on this rank alone."""
-        queue = self.ckpt._live()._queue
-        queue.wait()
-        queue._has_agreed = False
-
-    def weights(self):
-        return self.model.weight.detach()
-
-    def restore_and_watch(self, every_s: float) -> None:
-        raycheck.train.worker.heartbeat.WATCH_S = every_s
-        self.ckpt.restore()
-
-    def step_until_told(self) -> int:
-        """End a step once the thread has found out; returns the number of that step."""
-        deadline = time.monotonic() + 90.0
-        while time.monotonic() < deadline and self.ckpt._watch.over is None:
-            time.sleep(0.05)
-        with pytest.raises(raycheck.SupersededError):
-            self.ckpt.end_step()
-        return self.ckpt._counter.step
-
-    def close(self) -> list[str]:
-        """Returns raycheck's threads that are left a moment later."""
-        self.ckpt.close()
-        deadline = time.monotonic() + 60.0
-        while (left := [one.name for one in threading.enumerate() if one.name.startswith("raycheck")]) and (
-            time.monotonic() < deadline
-        ):
-            time.sleep(0.05)
-        return left
+def train_and_close(holder: Holder, steps: int) -> None:
+    holder.train(steps)
+    holder.close()
 
 
+@pytest.fixture
+def wired(wire: FaultProxy) -> str:
+    """The root of a run that does not exist yet, behind the proxy."""
+    return join_uri(wire.uri, uuid4().hex)
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
 def test_a_group_of_plain_actors_saves_and_another_world_size_restores(cluster: None, s3: str) -> None:
+    actors = reused(Holder)
+
+    def group(name: str, world_size: int) -> list[raycheck.Group]:
+        return [
+            raycheck.Group(id=name, uri=uri, rank=rank, world_size=world_size, coordinator=coordinator)
+            for rank in range(world_size)
+        ]
+
     with fault_proxy(s3) as proxy:
         uri = join_uri(proxy.uri, uuid4().hex)
         coordinator = raycheck.start_coordinator(uri, owner="me")
-        pair = [Holder.remote(rank, 2, "pair", uri, coordinator) for rank in range(2)]
+        pair = [actors.remote(place) for place in group("pair", 2)]
         ray.get([holder.restore.remote() for holder in pair])
         ray.get([pair[rank].set_number.remote(10 + rank) for rank in range(2)])
         ray.get([holder.train.remote(3) for holder in pair])
         ray.get([holder.close.remote() for holder in pair])
 
-        three = [Holder.remote(rank, 3, "three", uri, coordinator, seed=rank) for rank in range(3)]
+        three = [actors.remote(place, seed=place.rank) for place in group("three", 3)]
         before = len(proxy.heads)
         at = ray.get([holder.restore.remote() for holder in three])
         read = [urlsplit(head.target).path.rpartition("/")[2] for head in proxy.heads[before:] if head.method == "GET"]
@@ -151,177 +83,169 @@ def test_a_group_of_plain_actors_saves_and_another_world_size_restores(cluster: 
     assert (read.count("index"), read.count("manifest.json")) == (1, 1), "the coordinator reads them for all ranks"
 
 
-def test_a_replaced_group_is_told_that_its_attempt_is_over(cluster: None, s3: str) -> None:
-    uri = join_uri(s3, uuid4().hex)
-    coordinator = raycheck.start_coordinator(uri, owner="me")
-    old = Holder.remote(0, 1, "old", uri, coordinator)
-    ray.get(old.restore.remote())
-    new = Holder.remote(0, 1, "new", uri, coordinator)
-    ray.get(new.restore.remote())
+def test_a_replaced_group_is_told_that_its_attempt_is_over(uri: str) -> None:
+    places = group_of(uri)
+    old = Holder(places[0])
+    old.restore()
+    (place,) = again(places)
+    claim_run(place)
 
     with pytest.raises(raycheck.SupersededError):
-        ray.get([old.train.remote(2), old.close.remote()])
-    assert ray.get([new.train.remote(2), new.close.remote()])[1] == [], "its threads have ended"
+        train_and_close(old, 2)
+    new = Holder(place)
+    new.restore()
+    train_and_close(new, 2)
+    assert new.threads_left() == [], "its threads have ended"
 
     body = assert_invariants(open_store(uri))
     assert [entry.key for entry in body.live] == ["step-000000002-a2-s1"]
 
 
-@pytest.mark.slow
-def test_a_replaced_group_is_told_so_between_its_saves_too(cluster: None, s3: str) -> None:
-    uri = join_uri(s3, uuid4().hex)
-    coordinator = raycheck.start_coordinator(uri, owner="me")
-    old = Holder.remote(0, 1, "old", uri, coordinator)
-    ray.get(old.restore_and_watch.remote(0.2))
-    ray.get(Holder.remote(0, 1, "new", uri, coordinator).restore.remote())
+def test_a_replaced_group_is_told_so_between_its_saves_too(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "WATCH_S", 0.2)
+    places = group_of(uri)
+    old = Holder(places[0])
+    old.restore()
+    (place,) = again(places)
+    claim_run(place)
+    assert old.wait_until_over() == 0
 
-    assert ray.get(old.step_until_told.remote()) == 1, "the second step would have saved"
+    with pytest.raises(raycheck.SupersededError):
+        old.ckpt.end_step()
+    assert old.ckpt._counter.step == 1, "the second step would have saved"
 
 
-@pytest.mark.slow
-def test_steps_before_restore_are_refused(cluster: None, s3: str) -> None:
-    uri = join_uri(s3, uuid4().hex)
-    holder = Holder.remote(0, 1, "group", uri, raycheck.start_coordinator(uri, owner="me"))
+def test_steps_before_restore_are_refused(uri: str) -> None:
+    holder = alone_at(uri)
 
     with pytest.raises(raycheck.ConfigError, match="restore"):
-        ray.get(holder.train.remote(1))
+        holder.train(1)
 
     assert_invariants(open_store(uri))
 
 
-@pytest.mark.slow
-def test_a_rank_that_saves_alone_fails_that_save_and_mixes_nothing(cluster: None, s3: str) -> None:
-    uri = join_uri(s3, uuid4().hex)
-    coordinator = raycheck.start_coordinator(uri, owner="me")
-    pair = [Holder.remote(rank, 2, "pair", uri, coordinator) for rank in range(2)]
-    ray.get([holder.restore.remote() for holder in pair])
+def test_a_rank_that_saves_alone_fails_that_save_and_mixes_nothing(uri: str) -> None:
+    pair = pair_at(uri)
 
     # The first save is of step 1 on rank 0 and of step 2 on rank 1; the second is of step 2 on both.
-    ray.get([pair[0].train_and_save.remote(1), pair[1].train.remote(2)])
-    ray.get([pair[0].train.remote(1), pair[1].close.remote()])
-    ray.get(pair[0].close.remote())
+    together(lambda: pair[0].train_and_save(1), lambda: pair[1].train(2))
+    together(lambda: pair[0].train(1), pair[1].close)
+    pair[0].close()
 
     assert [entry.key for entry in assert_invariants(open_store(uri)).live] == ["step-000000002-a1-s2"]
 
 
-def test_replicas_that_differ_are_refused_by_name_before_anything_is_committed(cluster: None, s3: str) -> None:
-    uri = join_uri(s3, uuid4().hex)
-    coordinator = raycheck.start_coordinator(uri, owner="me")
-    pair = [Holder.remote(rank, 2, "pair", uri, coordinator, seed=rank) for rank in range(2)]
-    ray.get([holder.restore.remote() for holder in pair])
+def together(*calls) -> None:
+    for call in [InThread(call) for call in calls]:
+        call.join()
 
-    for training in [holder.train.remote(2) for holder in pair]:
+
+def test_replicas_that_differ_are_refused_by_name_before_anything_is_committed(uri: str) -> None:
+    pair = [Holder(place, seed=place.rank) for place in group_of(uri, world_size=2)]
+    on_all(pair, "restore")
+
+    for training in start_on_all(pair, "train", 2):
         with pytest.raises(raycheck.ConfigError, match=r"tensor model\.(weight|bias) is not the same on ranks 0 and 1"):
-            ray.get(training)
+            training.join()
 
     assert assert_invariants(open_store(uri)).live == ()
 
 
-@pytest.mark.slow
-def test_a_partial_restore_is_done_once_and_a_restart_goes_on_from_where_training_was(cluster: None, s3: str) -> None:
-    uri = join_uri(s3, uuid4().hex)
-    weights_only = {"only": ["model"]}
-
-    def start(group: str):
-        return Holder.remote(0, 1, group, uri, raycheck.start_coordinator(uri, owner=group), seed=1)
+def test_a_partial_restore_is_done_once_and_a_restart_goes_on_from_where_training_was(uri: str) -> None:
+    def start(owner: str) -> Holder:
+        return Holder(group_of(uri, owner=owner)[0], seed=1)
 
     first = start("pretrained")
-    ray.get([first.restore.remote(), first.train.remote(6), first.close.remote()])
+    first.restore()
+    train_and_close(first, 6)
     second = start("tuned")
-    at = ray.get(second.restore.remote(**weights_only))
-    moments = ray.get(second.get.remote("moments"))
-    ray.get([second.train.remote(4), second.close.remote()])
+    at = second.restore(only=["model"])
+    moments = second.get("moments")
+    train_and_close(second, 4)
     between = start("whole")
-    ray.get([between.restore.remote(), between.train.remote(0), between.close.remote()])
+    between.restore()
+    train_and_close(between, 0)
     third = start("resubmitted")
-    again = ray.get(third.restore.remote(**weights_only))
+    again = third.restore(only=["model"])
 
     assert (at.step, at.checkpoint, moments) == (0, "step-000000006-a1-s3", 0)
     assert at.report.restored == ("model",)
     assert set(at.report.skipped) == {"optimizer", "number", "progress", "rng"}
     assert (again.step, again.checkpoint) == (4, "step-000000004-a2-s2")
     assert again.report.skipped == ()
-    assert ray.get(third.get.remote("moments")) == 2
+    assert third.get("moments") == 2
     assert_invariants(open_store(uri))
 
 
-@pytest.mark.slow
-def test_two_open_checkpointers_of_a_run_in_one_process_are_refused(cluster: None, s3: str) -> None:
-    uri = join_uri(s3, uuid4().hex)
-    holder = Holder.remote(0, 1, "group", uri, raycheck.start_coordinator(uri, owner="me"))
+def test_two_open_checkpointers_of_a_run_in_one_process_are_refused(uri: str) -> None:
+    holder = alone_at(uri)
 
     with pytest.raises(raycheck.ConfigError, match="open Checkpointer of this run"):
-        ray.get(holder.make_another.remote())
-    ray.get([holder.restore.remote(), holder.train.remote(2), holder.close.remote(), holder.make_another.remote()])
+        holder.make_another()
+    holder.restore()
+    holder.train(2)
+    holder.close()
+    holder.make_another()
 
     assert len(assert_invariants(open_store(uri)).live) == 1
 
 
-@pytest.mark.slow
-def test_a_rank_that_sees_another_place_than_the_driver_is_told_so(cluster: None) -> None:
-    uri = f"memory://{uuid4().hex}"  # of each process its own, as a folder on each node would be
-    holder = Holder.remote(0, 1, "group", uri, raycheck.start_coordinator(uri, owner="me"))
+def test_a_rank_that_sees_another_place_than_the_driver_is_told_so() -> None:
+    """As with a folder that each node has for itself."""
+    (place,) = group_of(f"memory://{uuid4().hex}")
+    holder = Holder(replace(place, uri=f"memory://{uuid4().hex}"))
 
     with pytest.raises(raycheck.ConfigError, match=r"node .*: memory://\w+ is another place than the driver's"):
-        ray.get(holder.restore.remote())
+        holder.restore()
 
 
-def test_a_node_without_permission_is_told_before_the_run_is_claimed(cluster: None, s3: str) -> None:
-    with fault_proxy(s3) as proxy:
-        uri = join_uri(proxy.uri, uuid4().hex)
-        holder = Holder.remote(0, 1, "group", uri, raycheck.start_coordinator(uri, owner="me"))
-        proxy.rule("deny", "PUT", "probes/", times=2)
+def test_a_node_without_permission_is_told_before_the_run_is_claimed(wire: FaultProxy, wired: str, s3: str) -> None:
+    holder = alone_at(wired)
+    wire.rule("deny", "PUT", "probes/", times=2)
 
-        with pytest.raises(raycheck.ConfigError, match=r"node .*: put: .*s3:PutObject"):
-            ray.get(holder.restore.remote())
+    with pytest.raises(raycheck.ConfigError, match=r"node .*: put: .*s3:PutObject"):
+        holder.restore()
 
-    assert_invariants(open_store(uri.replace(str(proxy.port), s3.partition("127.0.0.1:")[2].partition("&")[0])))
+    assert_invariants(open_store(join_uri(s3, urlsplit(wired).path.strip("/"))))
 
 
-@pytest.mark.slow
-def test_a_save_that_falls_due_during_another_one_is_left_out_on_request(cluster: None, s3: str) -> None:
-    with fault_proxy(s3) as proxy:
-        uri = join_uri(proxy.uri, uuid4().hex)
-        coordinator = raycheck.start_coordinator(uri, owner="me")
-        holder = Holder.remote(0, 1, "group", uri, coordinator, when_busy="skip")
-        ray.get(holder.restore.remote())
-        rule = proxy.rule("hold", "PUT", "distcp")
+def test_a_save_that_falls_due_during_another_one_is_left_out_on_request(wire: FaultProxy, wired: str) -> None:
+    holder = alone_at(wired, when_busy="skip")
+    holder.restore()
+    rule = wire.rule("hold", "PUT", "distcp")
 
-        ray.get(holder.train.remote(2))
-        rule.wait()
-        ray.get(holder.train.remote(3))
-        rule.release()
-        ray.get(holder.close.remote())
+    holder.train(2)
+    rule.wait()
+    holder.train(3)
+    rule.release()
+    holder.close()
 
-        body = assert_invariants(open_store(uri))
+    body = assert_invariants(open_store(wired))
     assert [entry.step for entry in body.live] == [2, 5], "step 4 fell due while step 2 was held up"
 
 
 @pytest.mark.slow
-def test_with_two_buffers_a_save_is_staged_while_the_one_before_is_uploaded(cluster: None, s3: str) -> None:
-    with fault_proxy(s3) as proxy:
-        uri = join_uri(proxy.uri, uuid4().hex)
-        coordinator = raycheck.start_coordinator(uri, owner="me")
-        pair = [Holder.remote(rank, 2, "pair", uri, coordinator, buffers=2) for rank in range(2)]
-        ray.get([holder.restore.remote() for holder in pair])
-        ray.get([holder.train.remote(2) for holder in pair])
-        ray.get([holder.wait.remote() for holder in pair])  # the ranks agreed before it: the next one waits for it
-        rule = proxy.rule("hold", "PUT", "distcp")
+def test_with_two_buffers_a_save_is_staged_while_the_one_before_is_uploaded(wire: FaultProxy, wired: str) -> None:
+    pair = pair_at(wired, buffers=2)
+    on_all(pair, "train", 2)
+    on_all(pair, "wait")  # the ranks agreed before it: the next one waits for it
+    rule = wire.rule("hold", "PUT", "distcp")
 
-        ray.get([holder.train.remote(5) for holder in pair])  # steps 4 and 6 are staged, while 4 is held up
-        rule.wait()
-        then = ray.get(pair[0].weights.remote())
-        late = [holder.train.remote(1) for holder in pair]  # step 8 finds no buffer
-        done, _ = ray.wait(late, num_returns=2, timeout=5.0)
-        rule.release()
-        ray.get(late)
-        ray.get([holder.close.remote() for holder in pair])
+    on_all(pair, "train", 5)  # steps 4 and 6 are staged, while 4 is held up
+    rule.wait()
+    then = pair[0].weights()
+    late = start_on_all(pair, "train", 1)  # step 8 finds no buffer
+    are_done = [training.ends_within(2.5) for training in late]
+    rule.release()
+    for training in late:
+        training.join()
+    on_all(pair, "close")
 
-        body = assert_invariants(open_store(uri))
-        model = torch.nn.Linear(600, 500)
-        raycheck.open_run(uri).restore(6, into={"model": model})
+    body = assert_invariants(open_store(wired))
+    model = torch.nn.Linear(600, 500)
+    raycheck.open_run(wired).restore(6, into={"model": model})
     assert [entry.step for entry in body.live] == [2, 4, 6, 8]
-    assert not done, "there was no buffer left to stage step 8 in"
+    assert are_done == [False, False], "there was no buffer left to stage step 8 in"
     torch.manual_seed(0)
     expected = torch.nn.Linear(600, 500)
     optimizer = torch.optim.AdamW(expected.parameters())
@@ -332,112 +256,95 @@ def test_with_two_buffers_a_save_is_staged_while_the_one_before_is_uploaded(clus
 
 
 @pytest.mark.slow
-def test_what_is_frozen_is_not_staged_again_while_its_upload_hangs(cluster: None, s3: str) -> None:
-    with fault_proxy(s3) as proxy:
-        uri = join_uri(proxy.uri, uuid4().hex)
-        coordinator = raycheck.start_coordinator(uri, owner="me")
-        settings = {"buffers": 2, "save_timeout_s": 4.0}
-        holder = Holder.remote(0, 1, "group", uri, coordinator, is_frozen=True, **settings)
-        ray.get(holder.restore.remote())
-        rule = proxy.rule("hold", "PUT", "model.frozen/__0_0.distcp")
+def test_what_is_frozen_is_not_staged_again_while_its_upload_hangs(wire: FaultProxy, wired: str) -> None:
+    holder = alone_at(wired, is_frozen=True, buffers=2, save_timeout_s=4.0)
+    holder.restore()
+    rule = wire.rule("hold", "PUT", "model.frozen/__0_0.distcp")
 
-        ray.get(holder.train.remote(2))
-        rule.wait()
-        ray.get(holder.train.remote(2))  # waits for the save of step 2, which is broken off at its deadline
-        rule.release()
-        ray.get(holder.train.remote(2))
-        ray.get(holder.close.remote())
+    holder.train(2)
+    rule.wait()
+    holder.train(2)  # waits for the save of step 2, which is broken off at its deadline
+    rule.release()
+    holder.train(2)
+    holder.close()
 
-        store = open_store(uri)
-        body = assert_invariants(store)
-        findings = [finding for item in raycheck.open_run(uri).checkpoints for finding in item.verify()]
+    body = assert_invariants(open_store(wired))
+    findings = [finding for item in raycheck.open_run(wired).checkpoints for finding in item.verify()]
     assert [entry.step for entry in body.live] == [4, 6]
     assert [finding.problem for finding in findings if finding.problem] == []
 
 
-@pytest.mark.slow
-def test_ranks_that_lost_their_agreement_fail_one_save_and_agree_again(cluster: None, s3: str) -> None:
-    uri = join_uri(s3, uuid4().hex)
-    coordinator = raycheck.start_coordinator(uri, owner="me")
-    pair = [Holder.remote(rank, 2, "pair", uri, coordinator) for rank in range(2)]
-    ray.get([holder.restore.remote() for holder in pair])
-    ray.get([holder.train.remote(2) for holder in pair])
+def test_ranks_that_lost_their_agreement_fail_one_save_and_agree_again(uri: str) -> None:
+    pair = pair_at(uri)
+    on_all(pair, "train", 2)
 
-    ray.get(pair[1].doubt.remote())  # as after a coordinator that died between telling one rank and the other
-    ray.get([holder.train.remote(4) for holder in pair])
-    ray.get([holder.close.remote() for holder in pair])
+    pair[1].doubt()  # as after a coordinator that died between telling one rank and the other
+    on_all(pair, "train", 4)
+    on_all(pair, "close")
 
     body = assert_invariants(open_store(uri))
     assert [entry.step for entry in body.live] == [2, 6]
 
 
-@pytest.mark.slow
-def test_a_selection_of_what_is_nowhere_is_refused_also_in_a_fresh_run(cluster: None, s3: str) -> None:
-    uri = join_uri(s3, uuid4().hex)
-    holder = Holder.remote(0, 1, "group", uri, raycheck.start_coordinator(uri, owner="me"))
+def test_a_selection_of_what_is_nowhere_is_refused_also_in_a_fresh_run(uri: str) -> None:
+    holder = alone_at(uri)
 
     with pytest.raises(raycheck.ConfigError, match="there is no 'modle'"):
-        ray.get(holder.restore.remote(only=["modle"]))
+        holder.restore(only=["modle"])
 
     assert assert_invariants(open_store(uri)).live == ()
 
 
-@pytest.mark.slow
-def test_a_stream_of_batches_inside_a_dict_is_counted(cluster: None, s3: str) -> None:
-    uri = join_uri(s3, uuid4().hex)
-    holder = Holder.remote(0, 1, "group", uri, raycheck.start_coordinator(uri, owner="me"))
+def test_a_stream_of_batches_inside_a_dict_is_counted(uri: str) -> None:
+    holder = alone_at(uri)
 
-    assert ray.get(holder.train_on.remote(3)) == (12, 12)
-    assert ray.get(holder.train_on.remote(2)) == (20, 20)
+    assert holder.train_on(3) == (12, 12)
+    assert holder.train_on(2) == (20, 20)
 
     assert_invariants(open_store(uri))
 
 
-def test_save_saves_at_step_0_and_after_a_restore_that_differs_but_not_what_is_saved_already(
-    cluster: None, s3: str
-) -> None:
-    uri = join_uri(s3, uuid4().hex)
-    coordinator = raycheck.start_coordinator(uri, owner="me")
+def test_save_saves_at_step_0_and_after_a_restore_that_differs_but_not_what_is_saved_already(uri: str) -> None:
+    places = group_of(uri)
 
-    def begin(group: str, **options):
+    def begin(**options: object) -> tuple[Holder, RestoreResult]:
         more = {"added": {"x": 1}} if options else None
-        holder = Holder.remote(0, 1, group, uri, coordinator, more=more, rolling_every_steps=1)
-        return holder, ray.get(holder.restore.remote(**options))
+        holder = Holder(again(places)[0], more=more, rolling_every_steps=1)
+        return holder, holder.restore(**options)
 
-    def save_and_close(holder) -> list[str]:
-        ray.get(holder.train_and_save.remote(0))
-        ray.get(holder.close.remote())
+    def save_and_close(holder: Holder) -> list[str]:
+        holder.train_and_save(0)
+        holder.close()
         return [entry.key for entry in assert_invariants(open_store(uri)).live]
 
-    fresh, _ = begin("fresh")
+    fresh, _ = begin()
     assert save_and_close(fresh) == ["step-000000000-a1-s1"]
 
-    whole, at = begin("whole")
+    whole, at = begin()
     assert at.checkpoint == "step-000000000-a1-s1"
     assert save_and_close(whole) == ["step-000000000-a1-s1"], "it is what was restored"
 
-    added, at = begin("added", strict=False)
+    added, at = begin(strict=False)
     assert at.report.missing == ("added",)
     assert save_and_close(added)[-1] == "step-000000000-a3-s1"
 
-    again, at = begin("again", only=["model"])
+    once_more, at = begin(only=["model"])
     assert at.report.skipped
-    assert save_and_close(again)[-1] == "step-000000000-a4-s1"
+    assert save_and_close(once_more)[-1] == "step-000000000-a4-s1"
 
 
-def test_save_keeps_what_was_restored_from_a_rolling_checkpoint(cluster: None, s3: str) -> None:
-    uri = join_uri(s3, uuid4().hex)
-    coordinator = raycheck.start_coordinator(uri, owner="me")
-    first = Holder.remote(0, 1, "first", uri, coordinator, rolling_every_steps=1)
-    ray.get(first.restore.remote())
-    ray.get(first.train.remote(1))
-    ray.get(first.wait.remote())
-    ray.kill(first.actor)
+def test_save_keeps_what_was_restored_from_a_rolling_checkpoint(uri: str) -> None:
+    places = group_of(uri)
+    first = Holder(places[0], rolling_every_steps=1)
+    first.restore()
+    first.train(1)
+    first.wait()
+    first.fail()
 
-    second = Holder.remote(0, 1, "second", uri, coordinator)
-    at = ray.get(second.restore.remote())
-    ray.get(second.train_and_save.remote(0))
-    ray.get(second.wait.remote())
+    second = Holder(again(places)[0])
+    at = second.restore()
+    second.train_and_save(0)
+    second.wait()
 
     live = {entry.key: entry.rolling for entry in assert_invariants(open_store(uri)).live}
     assert live[at.checkpoint]

@@ -18,7 +18,7 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, SaveFailedError
 from tests.support.background_call import InThread
 from tests.support.command_line import raycheck as command
-from tests.support.coordinator_in_thread import InProcess, group_of
+from tests.support.coordinator_in_thread import InProcess, again, group_of
 
 Steps = Callable[[raycheck.Checkpointer, int], object]
 
@@ -38,12 +38,6 @@ def train(groups: list[InProcess], *, until: int, before: Steps = lambda *_: Non
 
     for thread in [InThread(lambda group=group: rank(group)) for group in groups]:
         thread.join()
-
-
-def again(groups: list[InProcess]) -> list[InProcess]:
-    """Returns the places of the next group of the same driver."""
-    name = uuid4().hex
-    return [replace(group, id=name) for group in groups]
 
 
 def fill(store: Store) -> None:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -21,7 +20,7 @@ from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import StoreError
 from tests.support.background_call import InThread
-from tests.support.coordinator_in_thread import InProcess, group_of
+from tests.support.coordinator_in_thread import InProcess, again, group_of
 
 BASE = "model.frozen"
 Steps = Callable[[raycheck.Checkpointer, int], object]
@@ -59,13 +58,6 @@ def train(groups: list[InProcess], *, until: int, before: Steps = lambda *_: Non
     places = [(group, Adapted(seed=0)) for group in groups]
     for thread in [InThread(lambda at=at: rank(*at)) for at in places]:
         thread.join()
-
-
-def again(groups: list[InProcess]) -> list[InProcess]:
-    """Returns the places of the next group of the same driver."""
-    return [replace(group, id=(id_ := uuid4().hex)) for group in groups[:1]] + [
-        replace(group, id=id_) for group in groups[1:]
-    ]
 
 
 def base_objects(store: Store, entry: Entry) -> list[str]:
