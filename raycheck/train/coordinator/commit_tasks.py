@@ -8,7 +8,6 @@ itself where there is no Ray.
 
 import asyncio
 import logging
-import pickle
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,6 +22,7 @@ from raycheck.bucket.store import Store
 from raycheck.settings import HFExport
 from raycheck.train.coordinator.export_task import ExportTask, Note, WriteFiles
 from raycheck.train.log import event, logger
+from raycheck.train.ray_api.calls import results, unpickled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,12 +48,10 @@ class TaskRun:
         """Run the task in this process. write: writes the large files of an export. Returns what the log should say."""
         if isinstance(self.task, HFExport):
             return self.export.run(write)
-        function = pickle.loads(self.task)  # noqa: S301  it comes from the training itself
+        function = unpickled(self.task)
         if not hasattr(function, "remote"):
             function(self.uri, self.entry.key)
         else:
-            from raycheck.train.ray_api.calls import results
-
             results([function.remote(self.uri, self.entry.key)])
         return [Note(text=f"{self.name} of {self.entry.key} is done")]
 

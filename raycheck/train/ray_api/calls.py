@@ -1,5 +1,6 @@
 """Calls Ray's actors and tasks, with raycheck's errors as they were raised; and names the node of this process."""
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,8 +22,13 @@ def in_actor() -> bool:
 
 
 def pickled(function: Callable[..., Any]) -> bytes:
-    """Return a function as bytes that `pickle.loads` takes in another process, also one of a script or a lambda."""
+    """Return a function, also one of a script or a lambda, as bytes for `unpickled` in another process."""
     return bytes(ray.cloudpickle.dumps(function))  # type: ignore[no-untyped-call]
+
+
+def unpickled(function: bytes) -> Callable[..., Any]:
+    """Return a function that a process of the same training has pickled. Never give it bytes from a bucket."""
+    return pickle.loads(function)  # type: ignore[no-any-return]  # noqa: S301  a rank has sent it
 
 
 def run_in(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
