@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from raycheck.bucket.protocol.delete import DeletedRun
     from raycheck.bucket.protocol.fork import Forked
     from raycheck.catalog.archive.pack import pack
+    from raycheck.catalog.archive.tar import TarStream
     from raycheck.catalog.archive.unpack import unpack
     from raycheck.catalog.copy import CopiedRun, copy_run
     from raycheck.catalog.deletes import delete_checkpoint, delete_run
@@ -63,6 +64,7 @@ _HOMES = {
     "raycheck.catalog.policy": ("prune_runs",),
     "raycheck.catalog.listing": ("RunSummary", "list_runs"),
     "raycheck.catalog.archive.pack": ("pack",),
+    "raycheck.catalog.archive.tar": ("TarStream",),
     "raycheck.catalog.archive.unpack": ("unpack",),
     "raycheck.catalog.download": ("download",),
     "raycheck.catalog.copy": ("CopiedRun", "copy_run"),
@@ -136,6 +138,7 @@ __all__ = [
     "StorageSettings",
     "StoreError",
     "SupersededError",
+    "TarStream",
     "copy_run",
     "delete_checkpoint",
     "delete_run",

@@ -24,6 +24,7 @@ from raycheck import (
 from raycheck.tinker.checkpoint_paths import CheckpointPath, below, folder_of, is_borrowed, path_of, run_in_folder
 from raycheck.tinker.wire.fields import RefusedRequestError
 
+CHUNK_BYTES = 4 * 1024 * 1024
 MAX_NOTES = 4096
 PUBLIC = "public"
 """The score that is 1 for a published checkpoint. Scores lie in `latest`, where every commit keeps them."""
@@ -74,9 +75,11 @@ class AdapterFiles:
     place: str
     sizes: Mapping[str, int]
 
-    def read(self, name: str, start: int, stop: int) -> bytes:
-        """Returns bytes start..stop of a file. Raises NotFoundError, and StoreError."""
-        return bytes(self.run.store.get_range(f"{self.place}/{name}", start, stop))
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """Yield the bytes of a file. Raises NotFoundError, and StoreError."""
+        size = self.sizes[name]
+        for start in range(0, size, CHUNK_BYTES):
+            yield bytes(self.run.store.get_range(f"{self.place}/{name}", start, min(start + CHUNK_BYTES, size)))
 
     def signed_address(self, name: str, valid_s: int) -> str:
         """Returns an address of a file in the bucket itself. Raises ConfigError where the store signs none."""

@@ -23,8 +23,8 @@ from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.catalog.archive import files, layout
-from raycheck.catalog.archive.files import Place, compressed, decompressed, opened
-from raycheck.catalog.archive.layout import BLOCK, END, Headers, Member, header, padding
+from raycheck.catalog.archive.files import ArchiveStream, Place, compressed, decompressed, opened
+from raycheck.catalog.archive.tar import BLOCK, END, TarReader
 from raycheck.catalog.archive.unpack import unpack_into
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError
 from tests.catalog.conftest import Sample, a_model, make_sample
@@ -92,15 +92,30 @@ def test_tarfile_finds_every_object_of_the_checkpoint_with_its_bytes(sample: Sam
 @pytest.mark.parametrize("size", [0, 1, 512, (8 << 30) - 1, 8 << 30, 1 << 50])
 @pytest.mark.parametrize("name", ["train/__0_0.distcp", f"{'c' * 100}/__12345_0.distcp"])
 def test_tarfile_reads_the_header_of_any_size_and_name_and_so_do_we(size: int, name: str) -> None:
-    data = header("step-000000009-a1-s2", name, size, at=1_700_000_000)
+    whole = raycheck.TarStream(sizes={f"step-000000009-a1-s2/{name}": size}, modified_at=1_700_000_000)
+    header, *padding, end = map(bytes, whole.chunks([[]]))
 
-    with tarfile.open(fileobj=io.BytesIO(data + END), mode="r:") as archive:
+    with tarfile.open(fileobj=io.BytesIO(header + end), mode="r:") as archive:
         info = archive.next()
-    stream = io.BytesIO(data)
-    Headers(stream.read, what="it").expect("step-000000009-a1-s2", Member(name=name, size_bytes=size, crc32=0))
+    stream = ArchiveStream(iter([header]), what="it")
+    found = TarReader(stream).next_file("it")
 
     assert (info.name, info.size, info.mtime) == (f"step-000000009-a1-s2/{name}", size, 1_700_000_000)
-    assert stream.read() == b""
+    assert found == (f"step-000000009-a1-s2/{name}", size)
+    assert not stream.some()
+    assert whole.size_bytes == len(header) + size + sum(map(len, padding)) + len(end)
+    assert (size + sum(map(len, padding))) % BLOCK == 0
+
+
+def test_gnu_tar_reads_a_stream_of_any_files_whose_length_was_known(tmp_path: Path) -> None:
+    files = {"empty": b"", "a" * 120: b"x" * 513, "\u00fc/two": b"y" * 1024}
+    whole = raycheck.TarStream(sizes={name: len(data) for name, data in files.items()})
+
+    data = b"".join(whole.chunks([item[:100], item[100:]] for item in files.values()))
+
+    assert len(data) == whole.size_bytes
+    subprocess.run(["tar", "-xf", "-"], cwd=tmp_path, input=data, check=True, timeout=60)
+    assert {str(at.relative_to(tmp_path)): at.read_bytes() for at in tmp_path.rglob("*") if at.is_file()} == files
 
 
 def test_an_archive_that_gnu_tar_has_packed_again_is_accepted(sample: Sample, tmp_path: Path) -> None:
@@ -411,11 +426,11 @@ def test_the_record_has_the_layout_that_is_documented(sample: Sample) -> None:
     assert data[:100].rstrip(b"\0") == b"step-000000009-a1-s2/raycheck-archive.json"
     assert (record.uri, record.checkpoint) == (sample.uri, "step-000000009-a1-s2")
     assert record.run_id == read_latest(sample.store).run_id
-    at = BLOCK + size + len(padding(size))
+    at = BLOCK + size + -size % BLOCK
     for member in record.members:
         body = data[at + BLOCK : at + BLOCK + member.size_bytes]
         assert crc32(body) == member.crc32
-        at += BLOCK + member.size_bytes + len(padding(member.size_bytes))
+        at += BLOCK + member.size_bytes + -member.size_bytes % BLOCK
     assert data[at:] == END
 
 

@@ -13,7 +13,8 @@ from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.manifest import Blob, Manifest, load_manifest
 from raycheck.bucket.store import open_store
-from raycheck.catalog.archive.layout import BLOCK, END, MAX_RECORD, ArchiveRecord, Member, load_record
+from raycheck.catalog.archive.layout import MAX_RECORD, ArchiveRecord, Member, load_record
+from raycheck.catalog.archive.tar import BLOCK, END
 from raycheck.errors import CorruptError
 from tests.catalog.conftest import Sample
 

@@ -24,7 +24,7 @@ _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 MAX_STEP = 10**9 - 1
 """The largest step of nine digits, to which names are padded."""
-MANIFEST = "manifest.json"
+MANIFEST, INDEX = "manifest.json", "index"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -115,7 +115,7 @@ def manifest_key(name: str) -> str:
 
 
 def index_key(name: str) -> str:
-    return checkpoint_prefix(name) + "index"
+    return checkpoint_prefix(name) + INDEX
 
 
 def origin_key(name: str) -> str:

@@ -13,21 +13,19 @@ from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.manifest import Blob, Manifest, load_manifest
+from raycheck.bucket.format.object_keys import MANIFEST
 from raycheck.bucket.reading import Checkpoint, missing_error
 from raycheck.bucket.store.interface import Buffer
 from raycheck.catalog.archive.files import Place, check_free, compressed, write_file
 from raycheck.catalog.archive.layout import (
-    END,
-    MANIFEST,
     MAX_RECORD,
     RECORD,
     Archived,
     ArchiveRecord,
     archived,
-    header,
     members_of,
-    padding,
 )
+from raycheck.catalog.archive.tar import TarStream
 from raycheck.catalog.read_ahead import Spans, checked, read_ahead
 from raycheck.catalog.stored_objects import StoredObject, checkpoint_at, stored_objects
 from raycheck.errors import ConfigError, NotFoundError
@@ -63,6 +61,7 @@ def pack(
     if place is not None:
         check_free(place)
     packing = _Packing.of(run, checkpoint_at(run, step))
+    size_bytes = packing.tar.size_bytes
 
     def write() -> None:
         told = 0
@@ -71,13 +70,13 @@ def pack(
             nonlocal told
             for chunk in chunks:
                 told += len(chunk)
-                progress(told, packing.size_bytes)
+                progress(told, size_bytes)
                 yield chunk
 
-        chunks = counted(packing.chunks())
+        chunks = counted(packing.tar.chunks(packing.contents()))
         chunks = compressed(chunks) if zstd else chunks
         if place is not None:
-            write_file(place, chunks, None if zstd else packing.size_bytes)
+            write_file(place, chunks, None if zstd else size_bytes)
         elif not isinstance(file, str):
             for chunk in chunks:
                 file.write(chunk)
@@ -126,26 +125,23 @@ class _Packing:
         return _Packing(checkpoint=checkpoint, manifest=manifest, record=record, texts=texts, objects=objects)
 
     @property
-    def size_bytes(self) -> int:
-        sizes = [len(self.texts[RECORD]), *(member.size_bytes for member in self.record.members)]
-        names = [RECORD, *(member.name for member in self.record.members)]
-        heads = sum(len(self._header(name, size)) for name, size in zip(names, sizes, strict=True))
-        return heads + sum(size + len(padding(size)) for size in sizes) + len(END)
+    def tar(self) -> TarStream:
+        sizes = {RECORD: len(self.texts[RECORD])} | {item.name: item.size_bytes for item in self.record.members}
+        return TarStream(
+            sizes={f"{self.record.checkpoint}/{name}": size for name, size in sizes.items()},
+            modified_at=int(self.checkpoint.entry.committed_at),
+        )
 
-    def chunks(self) -> Iterator[Buffer]:
-        """Yield the archive's bytes. Raises CorruptError, before the end, when any of them is not what was saved."""
-        for name, text in self.texts.items():
-            yield self._header(name, len(text)) + text + padding(len(text))
+    def contents(self) -> Iterator[Iterable[Buffer]]:
+        """Yield each member's bytes. Raises CorruptError, before the end, when any of them is not what was saved."""
+        yield from ([text] for text in self.texts.values())
         spans = [Spans(item.store, item.key, 0, item.size_bytes) for item in self.objects]
         with closing(read_ahead(span for own in spans for span in own)) as ahead:
-            for item, member, own in zip(self.objects, self.record.members[1:], spans, strict=True):
-                yield self._header(member.name, member.size_bytes)
-                try:
-                    yield from checked((next(ahead) for _ in own), item.crc32, what=str(item))
-                except NotFoundError:
-                    raise missing_error(self.checkpoint.store, self.checkpoint.entry.key, item.key) from None
-                yield padding(item.size_bytes)
-        yield END
+            for item, own in zip(self.objects, spans, strict=True):
+                yield self._object(item, (next(ahead) for _ in own))
 
-    def _header(self, name: str, size: int) -> bytes:
-        return header(self.record.checkpoint, name, size, at=int(self.checkpoint.entry.committed_at))
+    def _object(self, item: StoredObject, chunks: Iterator[Buffer]) -> Iterator[Buffer]:
+        try:
+            yield from checked(chunks, item.crc32, what=str(item))
+        except NotFoundError:
+            raise missing_error(self.checkpoint.store, self.checkpoint.entry.key, item.key) from None

@@ -15,7 +15,7 @@ from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.index_codec import load_index
 from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
 from raycheck.bucket.format.manifest import Blob, Manifest, load_manifest
-from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.format.object_keys import INDEX, MANIFEST, CheckpointName
 from raycheck.bucket.protocol.commit import write_manifest
 from raycheck.bucket.protocol.new_run import (
     Origin,
@@ -30,20 +30,16 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer
 from raycheck.catalog.archive.files import ArchiveStream, Place, opened
 from raycheck.catalog.archive.layout import (
-    BLOCK,
-    END,
-    INDEX,
-    MANIFEST,
-    MAX_PADDING,
+    MAX_RECORD,
+    RECORD,
     Archived,
     ArchiveRecord,
-    Headers,
     Member,
     archived,
     load_record,
     members_of,
-    padding,
 )
+from raycheck.catalog.archive.tar import BLOCK, END, TarReader
 from raycheck.catalog.read_ahead import checked, put_stream
 from raycheck.errors import ConfigError, CorruptError
 from raycheck.show_progress import ShowProgress, show_nothing
@@ -126,16 +122,14 @@ class _Unpacking:
     def __init__(self, stream: ArchiveStream, progress: ShowProgress) -> None:
         self._stream = stream
         self._progress = progress
-        self._headers = Headers(stream.read, what=stream.what)
+        self._tar = TarReader(stream)
         self._folder = ""
         self._taken = 0
 
     def run(self, target: _Target | None) -> tuple[Archived, Manifest]:
         """Write the checkpoint's objects to `target`, if there is one. Returns its manifest in the new run."""
         what = self._stream.what
-        self._folder, size = self._headers.first()
-        record = load_record(self._stream.read(size), what=f"{what}: the record")
-        self._check_zeros(len(padding(size)))
+        record = load_record(b"".join(self._tar.content(self._first())), what=f"{what}: the record")
         manifest = self._manifest(record)
         self._check_size(record)
         name = (
@@ -152,8 +146,19 @@ class _Unpacking:
                 put_stream(target.store, key, chunks, member.size_bytes)
             else:
                 deque(chunks, maxlen=0)  # reads them all
-        self._check_end()
+        self._tar.check_end()
         return archived(manifest, record), new
+
+    def _first(self) -> int:
+        """Begin to read the record, which says in which folder all members are. Return its size in bytes."""
+        found, size = self._tar.next_file(RECORD)
+        self._folder, _, name = found.partition("/")
+        if name != RECORD or CheckpointName.parse(self._folder) is None or not 0 < size <= MAX_RECORD:
+            raise CorruptError(
+                f"{self._stream.what} is no archive of raycheck: it begins with {found[:120]!r} of {size} bytes, not "
+                f"with {RECORD} in a folder that is named as a checkpoint"
+            )
+        return size
 
     def _parsed(self, chunks: Iterator[Buffer]) -> Iterator[Buffer]:
         """Yield the index, when it is one."""
@@ -189,24 +194,15 @@ class _Unpacking:
 
         total: the bytes of all members, when progress is to be told.
         """
-        self._headers.expect(self._folder, member)
+        name, size = self._tar.next_file(member.name)
+        if (name, size) != (f"{self._folder}/{member.name}", member.size_bytes):
+            raise CorruptError(
+                f"{self._stream.what}: {name[:120]!r} of {size} bytes stands where {member.name} of "
+                f"{member.size_bytes} bytes must be"
+            )
         what = f"{self._stream.what}: {member.name}"
-        for chunk in checked(self._stream.take(member.size_bytes), member.crc32, what=what):
+        for chunk in checked(self._tar.content(size), member.crc32, what=what):
             self._taken += len(chunk)
             if total is not None:
                 self._progress(self._taken, total)
             yield chunk
-        self._check_zeros(len(padding(member.size_bytes)))
-
-    def _check_zeros(self, count: int) -> None:
-        if any(self._stream.read(count)):
-            raise CorruptError(f"{self._stream.what}: there are bytes between its members")
-
-    def _check_end(self) -> None:
-        """Raise CorruptError when the archive goes on, or has no end mark."""
-        self._check_zeros(len(END))
-        count = 0
-        for piece in self._stream.all():
-            count += len(piece)
-            if count > MAX_PADDING or any(piece):
-                raise CorruptError(f"{self._stream.what}: there are bytes after the end of the archive")

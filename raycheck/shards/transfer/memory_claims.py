@@ -6,6 +6,10 @@ more, until the system kills one of them. So what is claimed and not touched yet
 user in the container. A claim is a lock on a range of an empty file: the kernel gives it up when its process ends,
 however that ends, and forks do not inherit it. Without such locks (on other systems than Linux) each process sees its
 own claims alone.
+
+A share of what is left for each rank of the node would not do. Ranks need unequal amounts, and those that come later
+would get a share of what the first ones left. Other runs, and the actor that holds memory checkpoints, are none of
+these ranks.
 """
 
 import errno

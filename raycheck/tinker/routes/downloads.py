@@ -8,15 +8,15 @@ With `direct_downloads` a file's address is signed by the bucket's credentials, 
 import asyncio
 import hmac
 import secrets
-import tarfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from urllib.parse import quote
 
 from aiohttp import web
 
+from raycheck import TarStream
 from raycheck.tinker.access import DOWNLOADS
 from raycheck.tinker.checkpoint_paths import CheckpointPath
 from raycheck.tinker.checkpoint_store import AdapterFiles, CheckpointStore
@@ -24,7 +24,6 @@ from raycheck.tinker.routes.requests import SERVICE
 from raycheck.tinker.wire.fields import RefusedRequestError
 
 VALID_S = 3600
-CHUNK_BYTES = 4 * 1024 * 1024
 ARCHIVE = "archive.tar"
 SECRET = web.AppKey("secret", bytes)
 
@@ -83,42 +82,31 @@ async def _download(request: web.Request) -> web.StreamResponse:
         raise RefusedRequestError("this address was not signed by this server, or is over: ask for a new one", 403)
     files = await asyncio.to_thread(_adapter, request.app[SERVICE].checkpoints, path)
     if found["file"] == ARCHIVE:
-        return await _stream(request, files, files.sizes, as_tar=True, called=f"{path.run}_{path.name}.tar")
+        tar = TarStream(sizes=files.sizes)
+        chunks = tar.chunks(files.chunks(name) for name in files.sizes)
+        return await _stream(request, chunks, tar.size_bytes, "application/x-tar", called=f"{path.run}_{path.name}.tar")
     if found["file"] not in files.sizes:
         raise RefusedRequestError(f"{path.text} has no file {found['file'][:100]!r}", 404)
-    one = {found["file"]: files.sizes[found["file"]]}
-    return await _stream(request, files, one, as_tar=False, called=found["file"])
+    chunks, size = files.chunks(found["file"]), files.sizes[found["file"]]
+    return await _stream(request, chunks, size, "application/octet-stream", called=found["file"])
 
 
 async def _stream(
-    request: web.Request, files: AdapterFiles, sizes: Mapping[str, int], *, as_tar: bool, called: str
+    request: web.Request,
+    chunks: Iterator[bytes | bytearray | memoryview],
+    size_bytes: int,
+    content_type: str,
+    *,
+    called: str,
 ) -> web.StreamResponse:
-    total = sum(_in_tar(size) for size in sizes.values()) + 2 * tarfile.BLOCKSIZE if as_tar else sum(sizes.values())
-    headers = {"Content-Disposition": f'attachment; filename="{called}"', "Content-Length": str(total)}
+    headers = {"Content-Disposition": f'attachment; filename="{called}"', "Content-Length": str(size_bytes)}
     answer = web.StreamResponse(headers=headers)
-    answer.content_type = "application/x-tar" if as_tar else "application/octet-stream"
+    answer.content_type = content_type
     await answer.prepare(request)
-    for name, size in sizes.items():
-        if as_tar:
-            await answer.write(_header(name, size))
-        for start in range(0, size, CHUNK_BYTES):
-            await answer.write(await asyncio.to_thread(files.read, name, start, min(start + CHUNK_BYTES, size)))
-        if as_tar:
-            await answer.write(bytes(-size % tarfile.BLOCKSIZE))
-    if as_tar:
-        await answer.write(bytes(2 * tarfile.BLOCKSIZE))
+    while (chunk := await asyncio.to_thread(lambda: next(chunks, None))) is not None:
+        await answer.write(chunk)
     await answer.write_eof()
     return answer
-
-
-def _header(name: str, size: int) -> bytes:
-    member = tarfile.TarInfo(name)
-    member.size, member.mode = size, 0o644
-    return member.tobuf(tarfile.GNU_FORMAT)  # ustar ends at 8 GiB a file
-
-
-def _in_tar(size: int) -> int:
-    return tarfile.BLOCKSIZE + size + -size % tarfile.BLOCKSIZE
 
 
 def _adapter(store: CheckpointStore, path: CheckpointPath) -> AdapterFiles:

@@ -76,6 +76,17 @@ def test_what_other_processes_have_claimed_is_left_to_them() -> None:
         assert abs(claimed_bytes() - 3 * GIB) < SLACK
 
 
+def test_unequal_ranks_and_other_runs_of_a_node_all_get_what_fits_and_no_more() -> None:
+    """A share of what is left, by the ranks of a run on the node, would do neither: it refuses the large rank its six
+    tenths, and gives half of the node to a rank of the other run."""
+    tenth = (available_bytes() or 0) // 10
+    with claimant(6 * tenth), claimant(tenth), claimant(tenth):  # two ranks of a run, and one of another
+        assert abs(claimed_bytes() - 8 * tenth) < SLACK
+        with pytest.raises(ConfigError, match="bytes of host memory"):
+            MemoryClaim(5 * tenth)
+        MemoryClaim(tenth).end()
+
+
 def test_a_process_that_dies_has_claimed_nothing() -> None:
     with claimant(4 * GIB) as process:
         process.send_signal(signal.SIGKILL)
