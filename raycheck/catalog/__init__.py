@@ -14,5 +14,4 @@
 - copy.py copies a run, or one checkpoint into a new run, to another place: `raycheck cp`.
 - follow.py keeps a copy of a run up to date while it is trained.
 - copier.py makes a mirror show what its source has; both of the above use it.
-- object_copy.py moves the bytes of a checkpoint, several objects at a time, verified on both sides.
 """

@@ -17,18 +17,18 @@ from raycheck.bucket.document_reading import read_document
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.protocol.mirror import check_forward, check_mirror, look_at_mirror, open_mirror, original, show
-from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, prune
-from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.reading import Checkpoint
-from raycheck.bucket.store import Store
-from raycheck.bucket.store.address import bare_uri, overlap, shown_uri
-from raycheck.catalog.object_copy import (
+from raycheck.bucket.protocol.object_copy import (
     LOOK_EVERY_S,
     CopiedCheckpoint,
     DroppedError,
     ObjectCopier,
     check_own_directories,
 )
+from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, prune
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.reading import Checkpoint
+from raycheck.bucket.store import Store
+from raycheck.bucket.store.address import bare_uri, overlap, shown_uri
 from raycheck.errors import ConfigError, ConflictError, CorruptError, DamagedError, NotFoundError
 from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 

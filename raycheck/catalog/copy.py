@@ -23,12 +23,12 @@ from raycheck.bucket.protocol.new_run import (
     look_at_place,
     reserve_name,
 )
+from raycheck.bucket.protocol.object_copy import DroppedError, Job, ObjectCopier
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import bare_uri
 from raycheck.catalog.copier import MirrorCopier, check_places, check_source
-from raycheck.catalog.object_copy import DroppedError, Job, ObjectCopier
 from raycheck.errors import ConfigError, DamagedError, NotFoundError
 from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings

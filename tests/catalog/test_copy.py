@@ -19,6 +19,7 @@ from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.commit import write_manifest
+from raycheck.bucket.protocol.object_copy import StoppedError
 from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.prune_and_sweep import prune, sweep
 from raycheck.bucket.protocol.rewind import rewind
@@ -28,7 +29,6 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri, parse_uri
 from raycheck.bucket.store.part_sizes import MIN_PART_BYTES, PART_SIZES, PartSizes
 from raycheck.catalog.copy import plan_copy
-from raycheck.catalog.object_copy import StoppedError
 from raycheck.demo.server import s3_server
 from raycheck.settings import Retention
 from tests.support.copied_part_proofs import prover
@@ -415,7 +415,7 @@ def test_between_two_buckets_that_are_reached_in_one_way_the_store_copies_if_it_
 def test_within_one_bucket_the_store_copies_and_is_believed_only_with_proof(
     s3: str, wire: FaultProxy, monkeypatch: pytest.MonkeyPatch, proof: str
 ) -> None:
-    monkeypatch.setattr("raycheck.catalog.object_copy.MAX_COPIED_BYTES", MIN_PART_BYTES)
+    monkeypatch.setattr("raycheck.bucket.protocol.object_copy.MAX_COPIED_BYTES", MIN_PART_BYTES)
     monkeypatch.setitem(PART_SIZES, "s3", PartSizes(part_bytes=MIN_PART_BYTES))
     one, other = uuid4().hex, uuid4().hex
     large(open_store(join_uri(s3, one)), [12 * MIB, 100])

@@ -88,7 +88,7 @@ def test_what_several_checkpoints_have_in_common_is_copied_once() -> None:
 def test_all_objects_that_are_copied_at_a_time_share_one_bound_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     store, target = source(), Watched()
     largest = max(item.size_bytes for item in store.list_objects(""))
-    monkeypatch.setattr("raycheck.catalog.object_copy.ROOM_BYTES", 2 * largest)
+    monkeypatch.setattr("raycheck.bucket.protocol.object_copy.ROOM_BYTES", 2 * largest)
 
     MirrorCopier(store, target, stop=Event()).run()
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.enumeration
 
 @pytest.fixture(autouse=True)
 def in_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("raycheck.catalog.object_copy.AT_ONCE", 1)
+    monkeypatch.setattr("raycheck.bucket.protocol.object_copy.AT_ONCE", 1)
     monkeypatch.setattr("raycheck.catalog.copier.CHECKPOINTS_AT_ONCE", 1)
     with simulated():
         yield

@@ -13,11 +13,11 @@ import pytest
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.protocol.fork import fork
+from raycheck.bucket.protocol.object_copy import StoppedError
 from raycheck.bucket.protocol.prune_and_sweep import prune
 from raycheck.bucket.reading import Checkpoint, list_directories, read_latest
 from raycheck.catalog.copier import MirrorCopier
 from raycheck.catalog.follow import Follower
-from raycheck.catalog.object_copy import StoppedError
 from raycheck.errors import NotFoundError, RaycheckError
 from tests.catalog.test_copy_crashes import faults, in_order
 from tests.support.crash_enumeration import restore

@@ -21,7 +21,7 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.manifest import Blob, Component, Manifest, RankRecord
-from raycheck.bucket.protocol.write_once import copy_object
+from raycheck.bucket.protocol.object_copy import Job, copy_objects
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, SaveFailedError
@@ -185,12 +185,14 @@ def _component(store: Store, reports: Sequence[Report], name: str, metadata: Blo
     there = replace(here, checkpoint=min(places))
     if len(places) == 1 and there != here and _is_in_head(store, there, plans):
         return there
+    jobs = []
     for rank, (report, shard) in held.items():
         if name in report.kept and report.is_in_memory:
             raise SaveFailedError(f"{checkpoint}: {name} is not what the bucket's newest checkpoint has")
         if name in report.kept:
-            source, target = (object_keys.shard_key(at, name, rank) for at in (report.kept[name], checkpoint))
-            copy_object(store, source, shard, store, target)
+            key, new_key = (object_keys.shard_key(at, name, rank) for at in (report.kept[name], checkpoint))
+            jobs.append(Job(key=key, new_key=new_key, record=shard))
+    copy_objects(store, store, min(places), jobs)
     return here
 
 

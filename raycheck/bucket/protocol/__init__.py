@@ -4,7 +4,8 @@
 - preflight.py: the proof on a scratch object that the store honours conditional writes, step 6.
 - claim.py: a group becomes the live attempt and fences the older ones, steps 8 to 12 and 28.
 - resume.py: what `resume` asks for, and the checkpoint that a new owner's first attempt restores, step 9.
-- write_once.py: objects that never change: put-if-absent, and copies verified on the way, step 16.
+- write_once.py: small objects that never change, by put-if-absent, step 16.
+- object_copy.py: copies of objects, verified on both sides, several at a time, steps 16, 30 and 38.
 - referred_objects.py: whether what a commit refers to is still there, step 16.
 - commit.py: THE commit point, step 17; the manifest before it, step 16; the end of the run, step 33.
 - retention.py: which checkpoints stay, a pure decision, step 19.

@@ -24,8 +24,8 @@ from raycheck.bucket.protocol.new_run import (
     look_at_place,
     reserve_name,
 )
+from raycheck.bucket.protocol.object_copy import Job, copy_objects
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.protocol.write_once import copy_object
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.address import bare_uri
@@ -124,14 +124,13 @@ def _wanted(source: Store, body: Latest, key: str | None) -> Entry:
 
 
 def _copy(checkpoint: Checkpoint, old: Manifest, target: Store, manifest: Manifest, borrowed: Mapping[str, str]) -> int:
-    """Copy what is not borrowed into the new run. Returns how many bytes that are."""
-    copied_bytes = 0
-    stays = {object_keys.checkpoint_prefix(directory) for directory in borrowed.values()}
-    for (old_key, record), (new_key, _) in zip(old.objects(), manifest.objects(), strict=True):
-        if not new_key.startswith(tuple(stays)):
-            copy_object(checkpoint.store, old_key, record, target, new_key)
-            copied_bytes += record.size_bytes
-    return copied_bytes
+    """Copy what is not borrowed into the new run. Return how many bytes that are."""
+    stays = tuple(object_keys.checkpoint_prefix(directory) for directory in borrowed.values())
+    pairs = zip(old.objects(), manifest.objects(), strict=True)
+    jobs = [Job(key=key, new_key=new_key, record=record) for (key, record), (new_key, _) in pairs]
+    jobs = [job for job in jobs if not job.new_key.startswith(stays)]
+    copy_objects(checkpoint.store, target, old.key, jobs)
+    return sum(job.record.size_bytes for job in jobs)
 
 
 def origin_of(store: Store, body: Latest) -> str | None:

@@ -1,12 +1,10 @@
-"""Writes objects that never change (I2): small ones by put-if-absent, shards by a copy that is verified on the way."""
+"""Writes small objects that never change (I2), by put-if-absent."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 
-from raycheck.bucket.document_reading import again_if_corrupt
-from raycheck.bucket.format.checksum import READS, crc32
-from raycheck.bucket.format.manifest import Blob, ShardRecord
+from raycheck.bucket.format.checksum import READS
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import MAX_CONDITIONAL_BYTES
 from raycheck.bucket.store.jitter import CHANCE
@@ -61,28 +59,3 @@ def _holds(store: Store, key: str, data: bytes) -> bool:
             if store.get(key, len(data)).data == data:
                 return True
     return False
-
-
-def copy_object(source: Store, key: str, record: Blob | ShardRecord, target: Store, new_key: str) -> None:
-    """Copy one object from checkpoint to checkpoint, in one bucket or across two, and verify it on the way.
-
-    record: its size and checksum. Raises CorruptError when the bytes differ from the record twice in a row,
-    NotFoundError when the object is missing.
-    """
-    again_if_corrupt(lambda: _copy(source, key, record, target, new_key))
-
-
-def _copy(source: Store, key: str, record: Blob | ShardRecord, target: Store, new_key: str) -> None:
-    size, step = record.size_bytes, target.part_bytes(record.size_bytes)
-    seen = 0
-
-    def parts() -> Iterator[memoryview]:
-        nonlocal seen
-        for start in range(0, size, step):
-            data = source.get_range(key, start, min(start + step, size))
-            seen = crc32(data, seen)
-            yield memoryview(data)
-
-    target.put_parts(new_key, parts(), size)
-    if seen != record.crc32:
-        raise CorruptError(f"{source}: {key} has checksum {seen:08x}, its manifest says {record.crc32:08x}")

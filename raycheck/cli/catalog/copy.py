@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
+from raycheck.bucket.protocol.object_copy import StoppedError
 from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog.copy import CopiedRun, copy_run, plan_copy
 from raycheck.catalog.follow import FollowNews, follow_run
-from raycheck.catalog.object_copy import StoppedError
 from raycheck.cli.closed_pipe import continue_without_reader
 from raycheck.cli.options import Json, Text, Uri, out, print_json, settings_of
 from raycheck.cli.progress_bar import ProgressBar, progress_bar

@@ -27,11 +27,11 @@ from raycheck.bucket.format.manifest import load_manifest
 from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
 from raycheck.bucket.protocol import pin_and_evict
 from raycheck.bucket.protocol.fork import fork
+from raycheck.bucket.protocol.object_copy import Job, copy_objects
 from raycheck.bucket.protocol.prune_and_sweep import plan_sweep, prune, sweep
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.protocol.write_once import copy_object
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Got, Listed, Store, open_store, retry
 from raycheck.bucket.store.address import join_uri
@@ -258,7 +258,7 @@ def test_a_fork_and_a_copy_read_again_what_was_changed_on_its_way(store: Store) 
     assert_invariants(target)
     key, record = next(iter(saved.objects()))
     with pytest.raises(CorruptError, match="checksum"):
-        copy_object(Flips(store, times=99), key, record, target, "copy")
+        copy_objects(Flips(store, times=99), target, saved.key, [Job(key=key, new_key="copy", record=record)])
 
 
 def test_a_repair_rebuilds_the_same_from_changed_answers(store: Store) -> None:

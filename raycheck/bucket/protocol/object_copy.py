@@ -89,6 +89,18 @@ class CopiedCheckpoint:
     is_new: bool
 
 
+def copy_objects(source: Store, target: Store, name: str, jobs: list[Job]) -> None:
+    """Copy objects of checkpoint `name` whose new keys are free, several at a time.
+
+    Raises DamagedError, which names the object, when its bytes differ from its record twice in a row or it is gone;
+    NotFoundError when the source has dropped the checkpoint.
+    """
+    try:
+        ObjectCopier(source, target, stop=Event()).copy_objects(name, jobs, {})
+    except DroppedError:
+        raise NotFoundError(f"{source}: checkpoint {name} was dropped while it was copied") from None
+
+
 class ObjectCopier:
     """Copies objects between two stores, and counts. Several threads may use it.
 
@@ -145,13 +157,15 @@ class ObjectCopier:
         object there may be another source's. Then it is read. gives_up: ends it with StoppedError when it is set.
         Returns whether any object had to be copied.
         """
-        pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="raycheck-copy")
         fails = Event()
         ends = (self._stop, fails) if gives_up is None else (self._stop, fails, gives_up)
 
         def is_over() -> bool:
             return any(event.is_set() for event in ends)
 
+        if len(jobs) < 2:
+            return any(self._copy(name, job, there.get(job.new_key), trusts, is_over) for job in jobs)
+        pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="raycheck-copy")
         try:
             return any(
                 _finished([pool.submit(self._copy, name, job, there.get(job.new_key), trusts, is_over) for job in jobs])
@@ -165,6 +179,8 @@ class ObjectCopier:
     def is_right(self, key: str, record: Blob | ShardRecord) -> bool:
         """Read an object of the target. Return whether it has the size and checksum of `record`."""
         try:
+            if all(self.target.head(key) != record.size_bytes for _ in range(READS)):
+                return False
             return any(self._crc_of(key, record) == record.crc32 for _ in range(READS))
         except (NotFoundError, CorruptError):
             return False
@@ -258,8 +274,6 @@ class ObjectCopier:
             return False
 
     def _crc_of(self, key: str, record: Blob | ShardRecord) -> int:
-        if self.target.head(key) != record.size_bytes:
-            return -1
         crc, step = 0, min(16 * 1024 * 1024, max(record.size_bytes, 1))
         for start in range(0, record.size_bytes, step):
             if self._stop.is_set():
