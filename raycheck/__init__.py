@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     __version__: str
-    from raycheck.bucket.protocol.delete import DeletedRun
-    from raycheck.bucket.protocol.fork import Forked
+    from raycheck.bucket.protocol.removal.delete import DeletedRun
+    from raycheck.bucket.protocol.sharing.fork import Forked
     from raycheck.catalog.archive.pack import pack
     from raycheck.catalog.archive.tar import TarStream
     from raycheck.catalog.archive.unpack import unpack
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from raycheck.catalog.importing.import_checkpoint import import_checkpoint
     from raycheck.catalog.listing import RunSummary, list_runs
     from raycheck.catalog.policy import prune_runs
+    from raycheck.data.batches import Batches
+    from raycheck.data.data_stream import DataStream
     from raycheck.errors import (
         ConfigError,
         ConflictError,
@@ -40,24 +42,22 @@ if TYPE_CHECKING:
     from raycheck.frameworks import lightning as lightning  # reached as raycheck.lightning
     from raycheck.frameworks import torchtitan as torchtitan
     from raycheck.frameworks import transformers as transformers  # reached as raycheck.transformers
+    from raycheck.group.group import Group, start_coordinator
+    from raycheck.group.served_group import torchrun_group
+    from raycheck.group.worker.checkpointer import Checkpointer
+    from raycheck.group.worker.periodic import Periodic
+    from raycheck.on_ray.actors.actor_checkpointer import ActorCheckpointer
+    from raycheck.on_ray.actors.actor_state import ActorState
+    from raycheck.on_ray.data.ray_data import RayData
+    from raycheck.on_ray.fit import fit
     from raycheck.run import Run, export_hf, open_checkpoint, open_run
     from raycheck.settings import AfterCommit, SaveSettings
-    from raycheck.shards.entries.per_rank_entries import PerRank, RankZero
+    from raycheck.state.entries.per_rank_entries import PerRank, RankZero
     from raycheck.storage_settings import StorageSettings
-    from raycheck.train.actors.actor_checkpointer import ActorCheckpointer
-    from raycheck.train.actors.actor_state import ActorState
-    from raycheck.train.batches import Batches
-    from raycheck.train.data.data_stream import DataStream
-    from raycheck.train.fit import fit
-    from raycheck.train.group import Group, start_coordinator
-    from raycheck.train.ray_data import RayData
-    from raycheck.train.served_group import torchrun_group
-    from raycheck.train.worker.checkpointer import Checkpointer
-    from raycheck.train.worker.periodic import Periodic
 
 _HOMES = {
-    "raycheck.bucket.protocol.delete": ("DeletedRun",),
-    "raycheck.bucket.protocol.fork": ("Forked",),
+    "raycheck.bucket.protocol.removal.delete": ("DeletedRun",),
+    "raycheck.bucket.protocol.sharing.fork": ("Forked",),
     "raycheck.catalog.deletes": ("delete_checkpoint", "delete_run"),
     "raycheck.catalog.forks": ("fork_run",),
     "raycheck.catalog.importing.import_checkpoint": ("import_checkpoint",),
@@ -85,18 +85,18 @@ _HOMES = {
     ),
     "raycheck.run": ("Run", "export_hf", "open_checkpoint", "open_run"),
     "raycheck.settings": ("AfterCommit", "SaveSettings"),
-    "raycheck.shards.entries.per_rank_entries": ("PerRank", "RankZero"),
+    "raycheck.state.entries.per_rank_entries": ("PerRank", "RankZero"),
     "raycheck.storage_settings": ("StorageSettings",),
-    "raycheck.train.actors.actor_state": ("ActorState",),
-    "raycheck.train.actors.actor_checkpointer": ("ActorCheckpointer",),
-    "raycheck.train.batches": ("Batches",),
-    "raycheck.train.data.data_stream": ("DataStream",),
-    "raycheck.train.ray_data": ("RayData",),
-    "raycheck.train.fit": ("fit",),
-    "raycheck.train.group": ("Group", "start_coordinator"),
-    "raycheck.train.served_group": ("torchrun_group",),
-    "raycheck.train.worker.periodic": ("Periodic",),
-    "raycheck.train.worker.checkpointer": ("Checkpointer",),
+    "raycheck.on_ray.actors.actor_state": ("ActorState",),
+    "raycheck.on_ray.actors.actor_checkpointer": ("ActorCheckpointer",),
+    "raycheck.data.batches": ("Batches",),
+    "raycheck.data.data_stream": ("DataStream",),
+    "raycheck.on_ray.data.ray_data": ("RayData",),
+    "raycheck.on_ray.fit": ("fit",),
+    "raycheck.group.group": ("Group", "start_coordinator"),
+    "raycheck.group.served_group": ("torchrun_group",),
+    "raycheck.group.worker.periodic": ("Periodic",),
+    "raycheck.group.worker.checkpointer": ("Checkpointer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _FRAMEWORKS: dict[str, str] = {

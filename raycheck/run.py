@@ -18,9 +18,9 @@ from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import LATEST_KEY, CheckpointName
 from raycheck.bucket.format.ray_pointer import MAX_BYTES as MAX_POINTER_BYTES
 from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
-from raycheck.bucket.protocol import name_and_score, pin_and_evict
-from raycheck.bucket.protocol.name_and_score import names_in
-from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, Deletion, plan_prune, plan_sweep, prune, sweep
+from raycheck.bucket.protocol.removal import name_and_score, pin_and_evict
+from raycheck.bucket.protocol.removal.name_and_score import names_in
+from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, Deletion, plan_prune, plan_sweep, prune, sweep
 from raycheck.bucket.protocol.rewind import check_rewind, rewind
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest_at
@@ -35,8 +35,8 @@ from raycheck.storage_settings import StorageSettings
 if TYPE_CHECKING:
     import torch
 
-    from raycheck.shards.huggingface.export import Exported
-    from raycheck.train.data.step_samples import StepSamples
+    from raycheck.data.step_samples import StepSamples
+    from raycheck.huggingface.export import Exported
     from raycheck.views.difference import CheckpointDifference
     from raycheck.views.history import RunHistory
     from raycheck.views.kept import KeptCheckpoints
@@ -65,8 +65,8 @@ class CommittedCheckpoint(Checkpoint):
         an entry of `into` differs, and changes nothing then. Raises NotFoundError when retention has dropped the
         checkpoint.
         """
-        from raycheck.shards.state.restore_selection import Selection
-        from raycheck.shards.state.train_state import TrainState
+        from raycheck.state.restore_selection import Selection
+        from raycheck.state.train_state import TrainState
 
         state = TrainState(into, rank=0, world_size=1)
         return state.apply(self, Selection.of(into, skip), strict=strict, cast=cast).manifest.step
@@ -78,9 +78,9 @@ class CommittedCheckpoint(Checkpoint):
         It is known of steps up to this checkpoint's, of a run with raycheck.Batches in its state; this needs torch.
         Raises ConfigError when it is not known, CorruptError for a checkpoint with other values than Batches write.
         """
-        from raycheck.shards.state.preview import saved_values
-        from raycheck.shards.state.restore_matching import corrupt_if_odd
-        from raycheck.train.data.step_samples import positions_in, samples_of
+        from raycheck.data.step_samples import positions_in, samples_of
+        from raycheck.state.preview import saved_values
+        from raycheck.state.restore_matching import corrupt_if_odd
 
         with corrupt_if_odd(self.entry.key):
             values = saved_values(self.read_index(self.read_manifest()))
@@ -453,8 +453,8 @@ def export_hf(
     Returns the files with their sizes in bytes. Raises NotFoundError when there is no such checkpoint, ConfigError,
     before anything was written, for what cannot be done, and CorruptError for bytes that are not those saved.
     """
-    from raycheck.shards.huggingface.export import export_hf as export
-    from raycheck.shards.huggingface.export import write_all
+    from raycheck.huggingface.export import export_hf as export
+    from raycheck.huggingface.export import write_all
 
     if isinstance(source, Checkpoint) and step is not None:
         raise ConfigError(f"export_hf: step={step} chooses among a run's checkpoints; give the run's URI with it")

@@ -24,6 +24,7 @@ from tests.support.forked_ray_workers import forked_workers
 from tests.support.gcs_server import BUCKET, START_TIMEOUT_S, gcs_server
 from tests.support.http_fault_proxy import FaultProxy, fault_proxy
 
+pytest_plugins = ["tests.support.rank_fixtures", "tests.support.ray_fixtures"]
 _STDERR = pytest.StashKey[int]()
 EMULATOR = os.environ.get("RAYCHECK_TEST_GCS", "").rstrip("/")
 GOOGLES = ["gs", "emulator"] if EMULATOR else ["gs"]

@@ -29,7 +29,7 @@ esac
 export OMP_NUM_THREADS=1
 case " $* " in *" --all "*) ;; *) export PYTHONHASHSEED=0 ;; esac # sets have one order; with --all any
 tests() { "$python" -m pytest --durations=25 "$@" || [ $? = 5 ]; }
-training="tests/shards tests/train tests/frameworks tests/tinker"
+training="tests/transfer tests/state tests/huggingface tests/data tests/group tests/on_ray tests/frameworks tests/tinker"
 others() { # every test but those of training
     ignored=
     for folder in $training; do ignored="$ignored --ignore=$folder"; done
@@ -38,9 +38,9 @@ others() { # every test but those of training
 third=
 case " $* " in
 " --quick ")
-    tests --quick tests/shards &
+    tests --quick tests/transfer tests/state &
     beside=$!
-    tests --quick --ignore=tests/shards || status=1
+    tests --quick --ignore=tests/transfer --ignore=tests/state || status=1
     "$python" -m mypy || status=1 ;;
 *" --quick "*)
     tests "$@" &

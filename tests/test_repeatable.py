@@ -19,16 +19,16 @@ UNSEEDED = {
     "golden/test_golden.py": "compares the generator that a restore has put back",
     "support/accelerate_training.py": "draws from the generator that Accelerate's set_seed has seeded",
     "support/torchtitan_on_cpu.py": "its generator has a seed, and only its name is the module's",
-    "train/actors/test_actor_checkpointer.py": "compares the generator that a restore has put back",
+    "on_ray/actors/test_actor_checkpointer.py": "compares the generator that a restore has put back",
     "train/test_batches.py": "compares the generator of all code of a process with itself",
     "train/test_cluster.py": "asks that forks draw different numbers",
     "train/test_data_and_random.py": "compares the generator that a restore has put back",
     "train/test_source_proof.py": "its augmentation is what is tested, and a SystemRandom must be noticed",
     "train/test_streams.py": "gives other samples at each reading, which must be noticed",
-    "shards/entries/test_generators.py": "a SystemRandom, which has no state, must be refused",
-    "shards/state/test_bit_exact.py": "draws from the generators that it has seeded",
-    "shards/state/test_global_random.py": "compares the generator with itself",
-    "shards/state/test_train_state.py": "compares the generator that a restore has put back",
+    "state/entries/test_generators.py": "a SystemRandom, which has no state, must be refused",
+    "state/test_bit_exact.py": "draws from the generators that it has seeded",
+    "state/test_global_random.py": "compares the generator with itself",
+    "state/test_train_state.py": "compares the generator that a restore has put back",
 }
 """Files that draw from a generator without a seed of their own, and why that changes no answer."""
 
@@ -95,15 +95,15 @@ SLEEPS = {
     "elastic/test_memory.py": "kills at a moment drawn by a seed, and gives a notice its time",
     "support/http_fault_proxy.py": "makes the speed of a wire",
     "support/ray_jobs.py": "makes the length of a step",
-    "train/coordinator/test_wait.py": "makes a commit longer than the call that waits for it; any length is right",
-    "train/ray_api/test_tune.py": "makes the length of a step",
+    "group/coordinator/test_wait.py": "makes a commit longer than the call that waits for it; any length is right",
+    "on_ray/api/test_tune.py": "makes the length of a step",
     "train/test_finish.py": "only with --all: a heartbeat is a second old at most",
 }
 """Files with a sleep that is not the pause of a loop which polls for an event, and why no answer depends on its length."""
 CLOCKS = {"time.monotonic", "time.time", "time.perf_counter", "time.process_time", "time.thread_time"}
 MEASURES = {
     "bucket/store/test_clouds.py": "only with --all",
-    "train/coordinator/test_store_outage.py": "only with --all",
+    "group/coordinator/test_store_outage.py": "only with --all",
 }
 """Files with an assertion that the time since a moment is below something, and why no default run depends on it."""
 

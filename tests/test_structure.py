@@ -15,11 +15,15 @@ from raycheck import errors
 PACKAGE = Path(raycheck.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 RINGS = (
-    ("terminal", "errors", "settings", "storage_settings", "show_progress"),
-    ("nodes", "bucket"),
+    ("terminal", "errors", "settings", "storage_settings", "show_progress", "log"),
+    ("bucket",),
     ("views",),
-    ("shards",),
-    ("train",),
+    ("transfer",),
+    ("state",),
+    ("huggingface",),
+    ("data",),
+    ("group",),
+    ("on_ray",),
     ("run",),
     ("catalog",),
     ("frameworks",),
@@ -125,7 +129,7 @@ def test_the_command_line_prints_only_text_that_is_fit_for_a_terminal() -> None:
 
 def test_messages_show_addresses_without_settings() -> None:
     """By `shown_uri`, or by the store itself, whose text it is. A bare `uri` in a text is an address to be used."""
-    addresses = {"bucket/protocol/fork.py", "catalog/archive/unpack.py", "catalog/copy.py", "page/acts.py"}
+    addresses = {"bucket/protocol/sharing/fork.py", "catalog/archive/unpack.py", "catalog/copy.py", "page/acts.py"}
     addresses |= {"frameworks/transformers/trainer_run.py"}
     for path in FILES:
         if str(path.relative_to(PACKAGE)) not in addresses:

@@ -16,7 +16,6 @@ from raycheck.bucket.attempt_records import load_record, load_resume
 from raycheck.bucket.document_reading import read_document
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Entry, Latest
-from raycheck.bucket.protocol.mirror import check_forward, check_mirror, look_at_mirror, open_mirror, original, show
 from raycheck.bucket.protocol.object_copy import (
     LOOK_EVERY_S,
     CopiedCheckpoint,
@@ -24,7 +23,15 @@ from raycheck.bucket.protocol.object_copy import (
     ObjectCopier,
     check_own_directories,
 )
-from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, prune
+from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, prune
+from raycheck.bucket.protocol.sharing.mirror import (
+    check_forward,
+    check_mirror,
+    look_at_mirror,
+    open_mirror,
+    original,
+    show,
+)
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store

@@ -15,7 +15,8 @@ from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.commit import write_manifest
-from raycheck.bucket.protocol.new_run import (
+from raycheck.bucket.protocol.object_copy import DroppedError, Job, ObjectCopier
+from raycheck.bucket.protocol.sharing.new_run import (
     Origin,
     begin_run,
     first_entry,
@@ -23,7 +24,6 @@ from raycheck.bucket.protocol.new_run import (
     look_at_place,
     reserve_name,
 )
-from raycheck.bucket.protocol.object_copy import DroppedError, Job, ObjectCopier
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from raycheck.bucket.format.latest import Entry, Hold
 from raycheck.bucket.format.object_keys import EXPORTS_PREFIX
-from raycheck.bucket.protocol import delete
-from raycheck.bucket.protocol.delete import DeletedRun
-from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, prune
+from raycheck.bucket.protocol.removal import delete
+from raycheck.bucket.protocol.removal.delete import DeletedRun
+from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, prune
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.run_status import read_status
 from raycheck.bucket.store import Store, open_store

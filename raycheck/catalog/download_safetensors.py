@@ -16,9 +16,9 @@ from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.reading import Checkpoint
 from raycheck.catalog.local_files import appear, check_room, file_crc32, opened_partial, write_file
 from raycheck.errors import ConfigError, CorruptError
-from raycheck.shards.huggingface.export import MAX_FILE_BYTES, safetensors_head, split, weight_map
-from raycheck.shards.huggingface.export_contents import SAFETENSORS_DTYPES, json_text
-from raycheck.shards.huggingface.weight_stream import BLOCK_BYTES, Weight, WeightSource
+from raycheck.huggingface.export import MAX_FILE_BYTES, safetensors_head, split, weight_map
+from raycheck.huggingface.export_contents import SAFETENSORS_DTYPES, json_text
+from raycheck.huggingface.weight_stream import BLOCK_BYTES, Weight, WeightSource
 from raycheck.show_progress import ShowProgress
 
 RECORD, VALUES = "raycheck-download.json", "values.json"

@@ -12,7 +12,7 @@ from threading import Event
 
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.protocol.object_copy import StoppedError
-from raycheck.bucket.protocol.prune_and_sweep import GRACE_S
+from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S
 from raycheck.bucket.store import open_store
 from raycheck.catalog.copier import MirrorCopier, SourceBody
 from raycheck.errors import ConfigError, DamagedError, NotFoundError, StoreError

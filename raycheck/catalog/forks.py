@@ -3,7 +3,7 @@
 from uuid import uuid4
 
 from raycheck.bucket.format.latest import Latest
-from raycheck.bucket.protocol.fork import Forked, fork
+from raycheck.bucket.protocol.sharing.fork import Forked, fork
 from raycheck.bucket.store import open_store
 from raycheck.run import Run
 from raycheck.storage_settings import StorageSettings

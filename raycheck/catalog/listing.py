@@ -22,7 +22,7 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import NewerFormatError
 from raycheck.bucket.format.latest import MAX_METRICS_LISTED, Entry, Latest
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.protocol.fork import origin_of
+from raycheck.bucket.protocol.sharing.fork import origin_of
 from raycheck.bucket.reading import get_latest, lost_run_error, peek_latest
 from raycheck.bucket.run_status import State, Status, status_of
 from raycheck.bucket.store import Store, open_store

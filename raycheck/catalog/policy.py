@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 from raycheck.bucket.format.latest import Latest
-from raycheck.bucket.protocol.delete import check_folder, check_users, delete_run
-from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, NO_RULES, plan_prune, prune
+from raycheck.bucket.protocol.removal.delete import check_folder, check_users, delete_run
+from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, NO_RULES, plan_prune, prune
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
 from raycheck.catalog.listing import DEPTH, RunState, RunSummary, find_runs, list_runs

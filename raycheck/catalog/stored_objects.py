@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName, checkpoint_prefix
-from raycheck.bucket.protocol.new_run import first_manifest
+from raycheck.bucket.protocol.sharing.new_run import first_manifest
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError

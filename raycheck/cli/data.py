@@ -31,7 +31,7 @@ def data(uri: Uri, steps: Steps, at: AtStep = None, as_json: Json = False, stora
     They are given by epoch and number in the dataset, in the order of training, over all ranks. The last line is what
     Batches(skip=...) takes to leave them out after a rewind.
     """
-    from raycheck.train.data.step_samples import skip_of
+    from raycheck.data.step_samples import skip_of
 
     first, end = _range(steps)
     checkpoint = open_run(uri, settings_of(storage)).head_or(at)

@@ -9,9 +9,9 @@ from rich.table import Table
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Entry, Latest
-from raycheck.bucket.protocol import exported_directories
-from raycheck.bucket.protocol import prune_and_sweep as deletes
-from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, Deletion
+from raycheck.bucket.protocol.removal import exported_directories
+from raycheck.bucket.protocol.removal import prune_and_sweep as deletes
+from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, Deletion
 from raycheck.bucket.protocol.repair import repair as repair_run
 from raycheck.bucket.protocol.retention import decide_retention
 from raycheck.bucket.protocol.swap import Register

@@ -5,11 +5,11 @@ from typing import Annotated
 import typer
 
 from raycheck.cli.closed_pipe import continue_without_reader
-from raycheck.nodes.cloud_notices import source_of
-from raycheck.nodes.drain import drain_node, wait_for_node
-from raycheck.nodes.metadata_service import ENDPOINT
-from raycheck.nodes.watch import INTERVAL_S, end_on_sigterm, logger, watch
-from raycheck.train.log import show_log
+from raycheck.log import show_log
+from raycheck.on_ray.watch_node.cloud_notices import source_of
+from raycheck.on_ray.watch_node.drain import drain_node, wait_for_node
+from raycheck.on_ray.watch_node.metadata_service import ENDPOINT
+from raycheck.on_ray.watch_node.watch import INTERVAL_S, end_on_sigterm, logger, watch
 
 
 def watch_node(  # noqa: PLR0917  typer makes options of them

@@ -13,7 +13,7 @@ from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.latest import Attempt, Entry, Latest
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.protocol.fork import origin_in, origin_of
+from raycheck.bucket.protocol.sharing.fork import origin_in, origin_of
 from raycheck.bucket.reading import Checkpoint, get_latest
 from raycheck.bucket.run_status import Status, status_of
 from raycheck.bucket.store import Store
@@ -226,5 +226,5 @@ _ENDINGS: tuple[tuple[str, Ending], ...] = (
     ("Ray changed the group from", "resized"),
     ("the same driver restarted its workers", "restarted"),
 )
-"""How the texts of raycheck/train/coordinator/lost_work.py and of a rewind tell an attempt's end; the first that
+"""How the texts of raycheck/group/coordinator/lost_work.py and of a rewind tell an attempt's end; the first that
 applies counts. What is left begins with a rank and its error."""

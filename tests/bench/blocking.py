@@ -10,7 +10,7 @@ from time import perf_counter
 
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
-from raycheck.shards.state.train_state import Progress, TrainState
+from raycheck.state.train_state import Progress, TrainState
 from tests.bench.ceilings import copied_one_by_one
 from tests.bench.goals import Row, worst_row
 from tests.bench.sampling import Measured, Samples, Spread, interleaved

@@ -16,7 +16,7 @@ from torch import nn
 
 from raycheck.bucket.assembly.replica_agreement import agree
 from raycheck.bucket.format.progress import Progress
-from raycheck.shards.state.train_state import TrainState
+from raycheck.state.train_state import TrainState
 from tests.bench.sampling import Measured, Samples, interleaved
 
 LAYERS = 16

@@ -23,8 +23,8 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.format.values import encode
 from raycheck.bucket.protocol.resume import Never
 from raycheck.bucket.store import open_store
-from raycheck.train.coordinator.actor import Coordinator
-from raycheck.train.coordinator.messages import Outcome, Pending
+from raycheck.group.coordinator.actor import Coordinator
+from raycheck.group.coordinator.messages import Outcome, Pending
 
 HEAD, FRAME = 704, 1184
 

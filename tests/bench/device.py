@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from raycheck.shards.state.train_state import Progress, TrainState
+from raycheck.state.train_state import Progress, TrainState
 
 ROUNDS = 5
 

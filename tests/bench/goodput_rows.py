@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raycheck.train.worker.young_daly import daly_interval_s
+from raycheck.group.worker.young_daly import daly_interval_s
 
 Event = dict[str, Any]
 Row = dict[str, float | None]

@@ -19,8 +19,8 @@ from raycheck.bucket.protocol.write_once import put_all_once
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
 from raycheck.settings import Retention
-from raycheck.shards.state.train_state import Progress, TrainState
-from raycheck.shards.transfer.incremental_upload import StagedState
+from raycheck.state.train_state import Progress, TrainState
+from raycheck.transfer.incremental_upload import StagedState
 from tests.bench.sampling import Measured
 from tests.bench.states import State
 from tests.support.save_without_ray import ME, Uploaded, upload

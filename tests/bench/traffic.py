@@ -18,8 +18,8 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store.address import join_uri
-from raycheck.shards.state.train_state import TrainState
-from raycheck.shards.transfer.incremental_upload import frozen_component
+from raycheck.state.train_state import TrainState
+from raycheck.transfer.incremental_upload import frozen_component
 from tests.bench.fresh import processes
 from tests.bench.goals import Row, not_measured
 from tests.bench.ours import Ours

@@ -11,7 +11,7 @@ from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.index_codec import MAGIC
 from raycheck.bucket.format.manifest import Manifest
-from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, prune
+from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, prune
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri

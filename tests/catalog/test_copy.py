@@ -20,8 +20,8 @@ from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.commit import write_manifest
 from raycheck.bucket.protocol.object_copy import StoppedError
-from raycheck.bucket.protocol.pin_and_evict import pin
-from raycheck.bucket.protocol.prune_and_sweep import prune, sweep
+from raycheck.bucket.protocol.removal.pin_and_evict import pin
+from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest

@@ -7,9 +7,9 @@ import pytest
 from raycheck import ConfigError, copy_run, delete_run, fork_run, open_run
 from raycheck.bucket.format.label import Label
 from raycheck.bucket.format.latest import Latest
-from raycheck.bucket.protocol import name_and_score
-from raycheck.bucket.protocol.delete import delete_checkpoint
-from raycheck.bucket.protocol.prune_and_sweep import prune, sweep
+from raycheck.bucket.protocol.removal import name_and_score
+from raycheck.bucket.protocol.removal.delete import delete_checkpoint
+from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store

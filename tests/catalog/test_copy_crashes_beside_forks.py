@@ -12,9 +12,9 @@ from threading import Event
 import pytest
 
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.protocol.fork import fork
 from raycheck.bucket.protocol.object_copy import StoppedError
-from raycheck.bucket.protocol.prune_and_sweep import prune
+from raycheck.bucket.protocol.removal.prune_and_sweep import prune
+from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.reading import Checkpoint, list_directories, read_latest
 from raycheck.catalog.copier import MirrorCopier
 from raycheck.catalog.follow import Follower

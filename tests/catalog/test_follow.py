@@ -12,7 +12,7 @@ import pytest
 from raycheck import ConfigError
 from raycheck.bucket.attempt_records import record_failure
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.protocol.prune_and_sweep import prune
+from raycheck.bucket.protocol.removal.prune_and_sweep import prune
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store

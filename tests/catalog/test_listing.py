@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import raycheck
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Entry
-from raycheck.bucket.protocol.fork import fork
-from raycheck.bucket.protocol.pin_and_evict import evict
+from raycheck.bucket.protocol.removal.pin_and_evict import evict
+from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raycheck.bucket.store import open_store
-from raycheck.train.batches import Batches
+from raycheck.data.batches import Batches
 from tests.support.command_line import raycheck
 from tests.support.save_without_ray import Own, save_state
 

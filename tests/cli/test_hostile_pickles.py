@@ -20,12 +20,12 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.manifest import Blob
-from raycheck.bucket.protocol.fork import fork
 from raycheck.bucket.protocol.repair import repair
+from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store, open_store
 from raycheck.cli import app
-from raycheck.shards.state.train_state import TrainState
+from raycheck.state.train_state import TrainState
 from tests.support import hf_models
 from tests.support.sample_checkpoints import latest_tree, put_latest_tree
 from tests.support.save_without_ray import save_state

@@ -19,8 +19,8 @@ from raycheck.bucket.protocol.damage import go_back
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
 from raycheck.cli.options import Text
+from raycheck.log import logger
 from raycheck.terminal import printable, printable_lines
-from raycheck.train.log import logger
 from tests.support.sample_checkpoints import Driver, latest_tree, put_latest_tree
 
 HOSTILE = {

@@ -24,7 +24,7 @@ from pyarrow.fs import GcsFileSystem
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.protocol.preflight import probe, probe_node
-from raycheck.bucket.protocol.prune_and_sweep import prune, sweep
+from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
 from raycheck.bucket.store import open_store
 from tests.bucket.protocol.test_iam_policy import leave_holds, reads, sweeps
 from tests.support.cluster_files import CLUSTER

@@ -18,9 +18,9 @@ from uuid import uuid4
 import pytest
 
 from raycheck.bucket.store.address import join_uri
+from raycheck.on_ray.reports.ray_metrics import COUNTERS, GAUGES
 from raycheck.page.pages import PageScope
 from raycheck.page.server import make_app
-from raycheck.train.coordinator.ray_metrics import COUNTERS, GAUGES
 from tests.support.http_fault_proxy import fault_proxy
 from tests.support.interrupted_run import RUN
 

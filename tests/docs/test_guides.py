@@ -22,10 +22,10 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.store import open_store
 from raycheck.cli import app
 from raycheck.errors import RaycheckError
+from raycheck.group.worker.group_restore import RestoreResult
 from raycheck.settings import HFExport
-from raycheck.shards.state.preview import Preview
-from raycheck.shards.state.restore_result import RestoreReport
-from raycheck.train.worker.group_restore import RestoreResult
+from raycheck.state.preview import Preview
+from raycheck.state.restore_result import RestoreReport
 from tests.cli.test_hints import CALLS
 from tests.support import hf_models
 from tests.support.coordinator_in_thread import group_of

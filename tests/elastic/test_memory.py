@@ -80,7 +80,7 @@ def damage(pid: int) -> None:
             memory.write(flipped)
 
 
-# By default train/worker/test_memory_checkpoints.py kills a worker, and has one actor copy to another.
+# By default group/worker/test_memory_checkpoints.py kills a worker, and has one actor copy to another.
 @pytest.mark.slow
 def test_a_node_that_is_gone_is_restored_from_its_neighbours_memory_on_fewer_ranks(
     nodes: Arena, drive: Drive, row: Row

@@ -1,13 +1,10 @@
-"""Fixtures of the adapters' tests: two real ranks for those without Ray, and the Ray that tests/train has too."""
+"""Starts two real ranks for the adapters' tests without Ray."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.gloo_ranks import Ranks
-from tests.train.conftest import cluster
-
-__all__ = ["cluster", "pair"]
 
 
 @pytest.fixture(scope="package")

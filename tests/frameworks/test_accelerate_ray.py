@@ -14,11 +14,10 @@ import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from tests.examples import accelerate_bert_with_raycheck as example
+from tests.on_ray.test_examples import train_workers
 from tests.support.background_call import InThread
 from tests.support.http_fault_proxy import fault_proxy
 from tests.support.invariants import assert_invariants
-from tests.train.conftest import cluster as cluster  # noqa: PLC0414  the fixture
-from tests.train.test_examples import train_workers
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray and Accelerate warn
 

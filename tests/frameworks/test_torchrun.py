@@ -13,7 +13,7 @@ import pytest
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.errors import NotFoundError
-from raycheck.train import served_group
+from raycheck.group import served_group
 from tests.support.documents import PACKAGE, blocks
 from tests.support.invariants import assert_invariants
 

@@ -12,8 +12,8 @@ import raycheck
 from raycheck.bucket.protocol.resume import AUTO
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError, RaycheckError, StoreError
-from raycheck.train.coordinator.messages import RankFailure
-from raycheck.train.served_group import Served, ServedGroup, serve
+from raycheck.group.coordinator.messages import RankFailure
+from raycheck.group.served_group import Served, ServedGroup, serve
 from tests.support import hf_models
 from tests.support.gloo_ranks import Ranks
 from tests.support.invariants import assert_invariants

@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import raycheck
 from raycheck.errors import NotFoundError
 from tests.examples import hf_trainer_with_raycheck, trl_sft_with_raycheck
+from tests.on_ray.test_examples import train_workers
 from tests.support.background_call import InThread
 from tests.support.invariants import assert_invariants
-from tests.train.test_examples import train_workers
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from raycheck.bucket.protocol import commit as protocol
-from raycheck.bucket.protocol import pin_and_evict
+from raycheck.bucket.protocol.removal import pin_and_evict
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
 from tests.golden import state

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from raycheck.bucket.store import open_store
 from raycheck.run import open_run
-from raycheck.shards.entries.per_rank_entries import PerRank
-from raycheck.shards.state.train_state import Progress
+from raycheck.state.entries.per_rank_entries import PerRank
+from raycheck.state.train_state import Progress
 from tests.support.fsdp_training import Tensors
 from tests.support.gloo_ranks import mesh_of
 from tests.support.parallel_shapes import Tied, settled

@@ -15,8 +15,8 @@ import raycheck
 from raycheck.bucket.format.document import FORMAT_VERSION
 from raycheck.bucket.format.object_keys import component_prefix
 from raycheck.bucket.reading import Checkpoint
-from raycheck.shards.state.train_state import TrainState
-from raycheck.shards.transfer.local_box import TRAIN
+from raycheck.state.train_state import TrainState
+from raycheck.transfer.stage.local_box import TRAIN
 from tests.golden import state as golden
 from tests.support import fsdp_training
 from tests.support.invariants import assert_invariants

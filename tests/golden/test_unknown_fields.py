@@ -14,7 +14,7 @@ import raycheck
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.index_codec import MAGIC
-from raycheck.bucket.protocol import pin_and_evict
+from raycheck.bucket.protocol.removal import pin_and_evict
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import Store, open_store
 from raycheck.settings import Retention

@@ -21,12 +21,12 @@ from raycheck.bucket.format.object_keys import shard_key
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import SaveFailedError
-from raycheck.shards.state.random_state import apply_rng, rng_values
-from raycheck.shards.state.train_state import TrainState
-from raycheck.shards.transfer.incremental_upload import StagedState
-from raycheck.shards.transfer.local_box import box_of
-from raycheck.shards.transfer.stager import Stager
-from raycheck.shards.transfer.tensor_digest import digests
+from raycheck.state.random_state import apply_rng, rng_values
+from raycheck.state.train_state import TrainState
+from raycheck.transfer.incremental_upload import StagedState
+from raycheck.transfer.stage.local_box import box_of
+from raycheck.transfer.stage.stager import Stager
+from raycheck.transfer.tensor_digest import digests
 from tests.support.background_call import InThread
 from tests.support.save_without_ray import claimed, committed, restore_state, save_state, upload
 

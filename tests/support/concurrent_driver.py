@@ -21,7 +21,7 @@ from raycheck.bucket.attempt_records import record_end
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Entry, load_latest
 from raycheck.bucket.protocol.preflight import probe
-from raycheck.bucket.protocol.prune_and_sweep import prune
+from raycheck.bucket.protocol.removal.prune_and_sweep import prune
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Got, Store, open_store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Written

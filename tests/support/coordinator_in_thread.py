@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import raycheck
 from raycheck.bucket.reading import Checkpoint
-from raycheck.train.coordinator.actor import Coordinator
+from raycheck.group.coordinator.actor import Coordinator
 
 
 class CoordinatorThread:

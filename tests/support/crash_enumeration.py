@@ -19,7 +19,7 @@ from raycheck.bucket.format.latest import Attempt, Entry
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.preflight import probe
-from raycheck.bucket.protocol.prune_and_sweep import prune, sweep
+from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
 from raycheck.bucket.reading import Checkpoint
 from raycheck.errors import FencedError
 from tests.support.fault_injection import Call, Mode, Wire, World

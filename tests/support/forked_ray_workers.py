@@ -43,7 +43,7 @@ MODULES = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "raycheck.bucket.protocol.claim",
-    "raycheck.shards.entries.make_entries",
+    "raycheck.state.entries.make_entries",
 )
 """What workers import, but Ray: its library reads the environment of the process that loads it."""
 PR_SET_PDEATHSIG = 1

@@ -13,7 +13,7 @@ from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import open_store
-from raycheck.shards.state.train_state import TrainState
+from raycheck.state.train_state import TrainState
 from tests.support.gloo_ranks import mesh_of
 from tests.support.save_without_ray import Uploaded, upload
 

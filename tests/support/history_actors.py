@@ -85,7 +85,7 @@ class Process:
 
 
 class Coordinator(Process):
-    """Acts as one start of a driver's actor: it remembers and does what train/coordinator/ does, without waiting."""
+    """Acts as one start of a driver's actor: it remembers and does what group/coordinator/ does, without waiting."""
 
     def __init__(self, driver: "Driver", number: int) -> None:
         super().__init__(f"{driver.owner}-c{number}")

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from raycheck.bucket.format.label import Label
 from raycheck.bucket.format.latest import load_latest
 from raycheck.bucket.format.object_keys import LATEST_KEY, CheckpointName
-from raycheck.bucket.protocol import name_and_score
-from raycheck.bucket.protocol.pin_and_evict import pin
-from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, NO_RULES, plan_prune, plan_sweep, prune, sweep
+from raycheck.bucket.protocol.removal import name_and_score
+from raycheck.bucket.protocol.removal.pin_and_evict import pin
+from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, NO_RULES, plan_prune, plan_sweep, prune, sweep
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.errors import ConfigError, ConflictError, NotFoundError

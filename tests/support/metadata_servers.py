@@ -1,4 +1,4 @@
-"""Serves metadata on 127.0.0.1 as the clouds document it; raycheck/nodes/cloud_notices.py names the pages."""
+"""Serves metadata on 127.0.0.1 as the clouds document it; raycheck/on_ray/watch_node/cloud_notices.py names the pages."""
 
 import json
 import threading

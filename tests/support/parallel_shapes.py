@@ -19,7 +19,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import open_store
 from raycheck.errors import StateMismatchError
-from raycheck.shards.state.train_state import TrainState
+from raycheck.state.train_state import TrainState
 from tests.support.fsdp_training import Tensors
 from tests.support.save_without_ray import Uploaded, upload
 

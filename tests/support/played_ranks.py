@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
-from raycheck.shards.state.restore_result import Restored
-from raycheck.shards.state.train_state import TrainState
+from raycheck.state.restore_result import Restored
+from raycheck.state.train_state import TrainState
 from tests.support.save_without_ray import save
 
 Tensors = Mapping[str, torch.Tensor]

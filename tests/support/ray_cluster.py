@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 from raycheck.bucket.store.address import join_uri
-from raycheck.train.batches import Batches
+from raycheck.data.batches import Batches
 from tests.support.numbered_samples_job import BATCH, SAMPLES, SEED, Numbered
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import open_store
 from raycheck.errors import RaycheckError
-from raycheck.shards.state.restore_selection import Selection
-from raycheck.shards.state.train_state import Progress, TrainState
+from raycheck.state.restore_selection import Selection
+from raycheck.state.train_state import Progress, TrainState
 
 Loaded = tuple[dict[str, torch.Tensor], int]
 """Every tensor of model and optimizer, and the bytes that this rank fetched."""

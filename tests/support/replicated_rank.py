@@ -9,7 +9,7 @@ from uuid import uuid4
 import torch
 
 import raycheck
-from raycheck.train.worker.group_restore import RestoreResult
+from raycheck.group.worker.group_restore import RestoreResult
 
 OF_COORDINATORS = {"raycheck-records", "raycheck-export"}
 """The threads of a coordinator, which may be in the rank's process. They live as long as it does."""

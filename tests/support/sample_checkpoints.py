@@ -20,7 +20,7 @@ from raycheck.bucket.format.manifest import Blob, Component, Manifest, RankRecor
 from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit
 from raycheck.bucket.protocol.claim import Identity
-from raycheck.bucket.protocol.exported_directories import ExportRecord
+from raycheck.bucket.protocol.removal.exported_directories import ExportRecord
 from raycheck.bucket.protocol.resume import parse_resume
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import put_once

@@ -3,7 +3,7 @@
 from functools import cache
 
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.protocol.pin_and_evict import pin
+from raycheck.bucket.protocol.removal.pin_and_evict import pin
 from raycheck.bucket.store.interface import Upload
 from tests.support.fault_injection import Wire, World
 from tests.support.invariants import assert_write

@@ -20,9 +20,9 @@ from raycheck.bucket.protocol.write_once import put_all_once
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
 from raycheck.settings import Retention
-from raycheck.shards.state.train_state import TrainState
-from raycheck.shards.transfer.incremental_upload import StagedState
-from raycheck.shards.transfer.staged_shard import Staged
+from raycheck.state.train_state import TrainState
+from raycheck.transfer.incremental_upload import StagedState
+from raycheck.transfer.stage.staged_shard import Staged
 from tests.support.invariants import assert_invariants
 
 ME = Identity(owner="driver", coordinator="coordinator")

@@ -14,7 +14,8 @@ from uuid import UUID
 
 import pytest
 
-from raycheck.bucket.protocol import preflight, prune_and_sweep, repair, rewind, swap
+from raycheck.bucket.protocol import preflight, repair, rewind, swap
+from raycheck.bucket.protocol.removal import prune_and_sweep
 from raycheck.bucket.store import retry
 from raycheck.errors import RaycheckError
 from tests.support.fault_injection import Call, Crashed, Mode, Wire, World

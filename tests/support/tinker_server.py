@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from raycheck.group.worker import singleton
 from raycheck.http_server import HttpLimits
 from raycheck.tinker.checkpoint_store import CheckpointStore
 from raycheck.tinker.engine.actor import EngineGoneError, EngineRefusalError, answer_of, value_of
@@ -26,7 +27,6 @@ from raycheck.tinker.engine.tenants import Tenants
 from raycheck.tinker.journal import Journal
 from raycheck.tinker.server import LIMITS, serve
 from raycheck.tinker.service import ServerSettings, Service
-from raycheck.train.worker import singleton
 from tests.support.coordinator_in_thread import group_of
 
 START_S = 60.0

@@ -18,9 +18,7 @@ from tests.support.ports import free_ports
 from tests.support.tinker_client import TIMEOUT_S, batch, new_model, train
 from tests.support.tinker_server import tinker_server, wait_until
 from tests.tinker.conftest import KEY
-from tests.train.conftest import cluster
 
-__all__ = ["cluster"]
 pytestmark = pytest.mark.ray
 COMMAND_S = 120.0
 

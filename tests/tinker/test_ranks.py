@@ -14,9 +14,7 @@ from raycheck.tinker.engine.actor import RayEngine
 from tests.support.tinker_client import TIMEOUT_S, datum, new_model, train
 from tests.support.tinker_server import RunningServer, tinker_server
 from tests.tinker.test_sampling import sampled
-from tests.train.conftest import cluster
 
-__all__ = ["cluster"]
 pytestmark = pytest.mark.ray
 
 

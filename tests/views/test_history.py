@@ -9,7 +9,7 @@ from raycheck.bucket.attempt_records import ResumeRecord, record_end, record_res
 from raycheck.bucket.format.latest import Attempt
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.errors import DeniedError
-from raycheck.train.coordinator.lost_work import LostWork
+from raycheck.group.coordinator.lost_work import LostWork
 from raycheck.views.attempts import AttemptHistory
 from raycheck.views.history import read_history
 from tests.support.many_runs import a_run

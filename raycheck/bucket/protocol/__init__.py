@@ -9,18 +9,10 @@
 - referred_objects.py: whether what a commit refers to is still there, step 16.
 - commit.py: THE commit point, step 17; the manifest before it, step 16; the end of the run, step 33.
 - retention.py: which checkpoints stay, a pure decision, step 19.
-- pin_and_evict.py: pin, unpin, evict and forget, steps 19, 21 and 29.
-- name_and_score.py: names of single checkpoints, and scores that come later, steps 17 and 29.
-- prune_and_sweep.py: the only deletes of checkpoints, steps 19 to 23.
+- removal/: what leaves a run, by its own rules or by hand, and its deletion, steps 19 to 23, 29, 34 and 37.
 - damage.py: going back from a damaged checkpoint, step 26.
-- new_run.py: a new run from a checkpoint of elsewhere, step 30.
-- fork.py, rewind.py, repair.py: a new run from another's head, step 30; going back by hand, step 31; rebuilding a lost
-  `latest`, step 32.
-- holds.py: what one run uses of another in its bucket, step 30.
-- base_run.py: what a run that is trained uses of its base, step 39.
-- delete.py: the delete of a checkpoint or run by hand, step 37.
-- mirror.py: `latest` of a copy that follows a run in another place, step 38.
-- exported_directories.py: which exported directories are the run's own, and their deletion, step 34.
+- rewind.py, repair.py: going back by hand, step 31; rebuilding a lost `latest`, step 32.
+- sharing/: forks, borrowed directories, bases and mirrors, steps 30, 38 and 39.
 
-Other modules take steps 7, 13 to 15 and 18 (train/coordinator/), 16 (assembly/), 24, 25 and 27 (reading.py, train/).
+Other modules take steps 7, 13 to 15 and 18 (group/coordinator/), 16 (assembly/), 24, 25 and 27 (reading.py, group/).
 """

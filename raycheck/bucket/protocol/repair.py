@@ -28,8 +28,8 @@ from raycheck.bucket.format.latest import (
 from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
 from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.protocol.holds import borrow_again, recorded_holds
 from raycheck.bucket.protocol.rewind import attempt_by_hand
+from raycheck.bucket.protocol.sharing.holds import borrow_again, recorded_holds
 from raycheck.bucket.reading import Checkpoint, list_directories
 from raycheck.bucket.store import Got, Store
 from raycheck.errors import ConfigError, CorruptError, NotFoundError

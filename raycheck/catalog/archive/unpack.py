@@ -17,7 +17,7 @@ from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
 from raycheck.bucket.format.manifest import Blob, Manifest, load_manifest
 from raycheck.bucket.format.object_keys import INDEX, MANIFEST, CheckpointName
 from raycheck.bucket.protocol.commit import write_manifest
-from raycheck.bucket.protocol.new_run import (
+from raycheck.bucket.protocol.sharing.new_run import (
     Origin,
     begin_run,
     first_entry,

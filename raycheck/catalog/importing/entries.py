@@ -15,13 +15,13 @@ import torch
 from raycheck.catalog.importing.optimizer_forms import NamedOptimizer, has_names, is_optimizer, named_optimizer
 from raycheck.catalog.importing.state_in_source import SourceState
 from raycheck.errors import ConfigError
-from raycheck.shards.entries.hf_assets import FACTS, FilesEntry, assets_of
-from raycheck.shards.entries.module.module_entry import ModuleEntry
-from raycheck.shards.entries.module.parameter_names import NamedParameters, ParameterNames
-from raycheck.shards.entries.object_entry import ObjectEntry
-from raycheck.shards.entries.optimizer.optimizer_entry import OptimizerEntry
-from raycheck.shards.entries.plain_value_entry import HeldValue, PlainValueEntry
-from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES, GatheredEntry, StateEntry
+from raycheck.state.entries.hf_assets import FACTS, FilesEntry, assets_of
+from raycheck.state.entries.module.module_entry import ModuleEntry
+from raycheck.state.entries.module.parameter_names import NamedParameters, ParameterNames
+from raycheck.state.entries.object_entry import ObjectEntry
+from raycheck.state.entries.optimizer.optimizer_entry import OptimizerEntry
+from raycheck.state.entries.plain_value_entry import HeldValue, PlainValueEntry
+from raycheck.state.entries.state_entry import ASSETS, OWN_ENTRIES, GatheredEntry, StateEntry
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -14,7 +14,7 @@ from raycheck.catalog.importing.source_tensors import SourceTensors
 from raycheck.catalog.importing.state_in_source import ReadSettings, SourceState, count_in
 from raycheck.catalog.importing.torch_file import read_torch_file
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
-from raycheck.shards.entries.hf_assets import CONFIG, GENERATION_CONFIG, is_safe_file_name
+from raycheck.state.entries.hf_assets import CONFIG, GENERATION_CONFIG, is_safe_file_name
 
 MAX_TEXT_BYTES = 16 * 1024 * 1024
 MAX_FILE_BYTES = 256 * 1024 * 1024

@@ -7,7 +7,7 @@ from uuid import uuid4
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import MAX_STEP
 from raycheck.bucket.format.progress import Progress
-from raycheck.bucket.protocol.new_run import Origin, look_at_place, reserve_name
+from raycheck.bucket.protocol.sharing.new_run import Origin, look_at_place, reserve_name
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import open_store

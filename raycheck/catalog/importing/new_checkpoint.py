@@ -18,7 +18,7 @@ from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.format.progress import Progress
-from raycheck.bucket.protocol.new_run import begin_run, first_entry
+from raycheck.bucket.protocol.sharing.new_run import begin_run, first_entry
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import put_all_once
 from raycheck.bucket.reading import Checkpoint
@@ -26,11 +26,11 @@ from raycheck.catalog.importing.entries import ImportedState
 from raycheck.catalog.importing.source_tensors import Box, SourceTensor, SourceTensors
 from raycheck.catalog.importing.torch_file import source_tensor
 from raycheck.errors import CorruptError, SaveFailedError
-from raycheck.shards.entries.state_entry import ASSETS, Leaves
-from raycheck.shards.transfer.incremental_upload import StagedState, frozen_component
-from raycheck.shards.transfer.local_box import TRAIN, LocalBox
-from raycheck.shards.transfer.stager import Stager
 from raycheck.show_progress import ShowProgress
+from raycheck.state.entries.state_entry import ASSETS, Leaves
+from raycheck.transfer.incremental_upload import StagedState, frozen_component
+from raycheck.transfer.stage.local_box import TRAIN, LocalBox
+from raycheck.transfer.stage.stager import Stager
 
 SHARD_BYTES = 1 << 30
 """The size of a shard, and so about half of the memory that an import needs. A box of DCP is never cut."""

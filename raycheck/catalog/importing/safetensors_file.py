@@ -10,7 +10,7 @@ import torch
 from raycheck.catalog.importing.source_files import BLOCK_BYTES, SourceFiles
 from raycheck.catalog.importing.source_tensors import Box, SourceTensor, check_shape
 from raycheck.errors import ConfigError, CorruptError
-from raycheck.shards.huggingface.export_contents import SAFETENSORS_DTYPES
+from raycheck.huggingface.export_contents import SAFETENSORS_DTYPES
 
 MAX_HEADER_BYTES = 100_000_000
 """The library's own limit."""

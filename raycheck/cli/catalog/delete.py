@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from raycheck.bucket.protocol.prune_and_sweep import GRACE_S
+from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S
 from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog import deletes
 from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from raycheck.bucket.protocol.new_run import look_at_place
+from raycheck.bucket.protocol.sharing.new_run import look_at_place
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import shown_uri

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from raycheck.bucket.protocol.prune_and_sweep import GRACE_S
+from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S
 from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog import policy as policies
 from raycheck.catalog.listing import DEPTH

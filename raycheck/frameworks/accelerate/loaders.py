@@ -11,9 +11,9 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.data_loader import skip_first_batches
 
+from raycheck.data.data_stream import DataStream
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.frameworks.accelerate.order import FetchRandom, LoaderOrder
-from raycheck.train.data.data_stream import DataStream
 
 CURE = (
     "Take the batches from raycheck.Batches(dataset, global_batch=..., seed=...) instead, do not prepare its loader, "

@@ -5,8 +5,8 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from raycheck.data.data_stream import DataStream
 from raycheck.errors import ConfigError
-from raycheck.train.data.data_stream import DataStream
 
 REFUSED = {
     DistributedType.DEEPSPEED: "DeepSpeed keeps optimizer state of its own that raycheck does not know; use FSDP2, "

@@ -20,11 +20,11 @@ from raycheck.frameworks.lightning.refusals import check_data, check_optimizers,
 from raycheck.frameworks.lightning.strategies import is_fsdp2
 from raycheck.frameworks.lightning.training_data import ConvertedSource, LoaderConversion
 from raycheck.frameworks.shaped_module import ShapedModule
+from raycheck.group.group import Group
+from raycheck.group.worker.checkpointer import Checkpointer
 from raycheck.run import open_run
 from raycheck.settings import SaveSettings
-from raycheck.shards.entries.per_rank_entries import PerRank
-from raycheck.train.group import Group
-from raycheck.train.worker.checkpointer import Checkpointer
+from raycheck.state.entries.per_rank_entries import PerRank
 
 logger = logging.getLogger("raycheck")
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
+from raycheck.data.batches import Batches
 from raycheck.errors import ConfigError
 from raycheck.frameworks.lightning.packages import named, package_of
-from raycheck.train.batches import Batches
 
 logger = logging.getLogger("raycheck")
 

@@ -20,10 +20,10 @@ from raycheck.frameworks.torchtitan.first_weights import load_first_weights
 from raycheck.frameworks.torchtitan.parts import Counters, is_trainer, whole
 from raycheck.frameworks.torchtitan.position import ENTRY, LoaderPosition, Steps
 from raycheck.frameworks.torchtitan.resplit import Resplit
+from raycheck.group.served_group import torchrun_group
+from raycheck.group.worker.checkpointer import Checkpointer
 from raycheck.settings import SaveSettings
-from raycheck.shards.entries.per_rank_entries import PerRank
-from raycheck.train.served_group import torchrun_group
-from raycheck.train.worker.checkpointer import Checkpointer
+from raycheck.state.entries.per_rank_entries import PerRank
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """An environment variable that torchrun sets, and Ray Train does not."""

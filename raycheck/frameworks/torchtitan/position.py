@@ -9,9 +9,9 @@ from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from raycheck.data.data_stream import DataStream
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.frameworks.torchtitan.resplit import Resplit
-from raycheck.train.data.data_stream import DataStream
 
 ENTRY = "dataloader"
 CURE = (

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from raycheck.frameworks.versions import require
+from raycheck.group.group import Group
 from raycheck.settings import SaveSettings
-from raycheck.train.group import Group
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -30,14 +30,14 @@ from raycheck.frameworks.transformers.training_data import (
     plain_layout,
     training_data,
 )
+from raycheck.group.group import Group
+from raycheck.group.worker.checkpointer import Checkpointer
 from raycheck.run import open_run
 from raycheck.settings import SaveSettings
-from raycheck.shards.entries.per_rank_entries import PerRank, RankZero
-from raycheck.train.group import Group
-from raycheck.train.worker.checkpointer import Checkpointer
+from raycheck.state.entries.per_rank_entries import PerRank, RankZero
 
 if TYPE_CHECKING:
-    from raycheck.train.batches import Batches
+    from raycheck.data.batches import Batches
 
 logger = logging.getLogger("raycheck")
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from raycheck.data.batches import Batches
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.frameworks.transformers.refusals import refuse_dataset
-from raycheck.train.batches import Batches
 
 MICRO_BATCH = "per_device_train_batch_size"
 

@@ -25,12 +25,12 @@ from raycheck.bucket.format.document import FORMAT_VERSION, Document, dump
 from raycheck.bucket.format.latest import load_latest
 from raycheck.bucket.format.manifest import load_manifest
 from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
-from raycheck.bucket.protocol import pin_and_evict
-from raycheck.bucket.protocol.fork import fork
 from raycheck.bucket.protocol.object_copy import Job, copy_objects
-from raycheck.bucket.protocol.prune_and_sweep import plan_sweep, prune, sweep
+from raycheck.bucket.protocol.removal import pin_and_evict
+from raycheck.bucket.protocol.removal.prune_and_sweep import plan_sweep, prune, sweep
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.rewind import rewind
+from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Got, Listed, Store, open_store, retry

@@ -19,9 +19,9 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import FORMAT_VERSION, dump
 from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, Latest
 from raycheck.bucket.protocol import commit, write_once
-from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.preflight import probe
-from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, prune
+from raycheck.bucket.protocol.removal.pin_and_evict import pin
+from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, prune
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import put_all_once, put_once
 from raycheck.bucket.store import Got, Store, open_store

@@ -12,13 +12,13 @@ import pytest
 
 from raycheck.bucket.format.label import Label
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.protocol import name_and_score
 from raycheck.bucket.protocol.damage import go_back
-from raycheck.bucket.protocol.fork import fork
-from raycheck.bucket.protocol.pin_and_evict import pin
-from raycheck.bucket.protocol.prune_and_sweep import prune, sweep
+from raycheck.bucket.protocol.removal import name_and_score
+from raycheck.bucket.protocol.removal.pin_and_evict import pin
+from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.rewind import rewind
+from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import open_store

@@ -6,10 +6,10 @@ import pytest
 
 import raycheck
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.protocol.delete import delete_checkpoint, delete_run, mark_lost
-from raycheck.bucket.protocol.fork import fork
-from raycheck.bucket.protocol.pin_and_evict import pin
-from raycheck.bucket.protocol.prune_and_sweep import prune
+from raycheck.bucket.protocol.removal.delete import delete_checkpoint, delete_run, mark_lost
+from raycheck.bucket.protocol.removal.pin_and_evict import pin
+from raycheck.bucket.protocol.removal.prune_and_sweep import prune
+from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store, open_store

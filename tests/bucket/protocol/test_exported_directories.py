@@ -9,7 +9,7 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import NewerFormatError, dump
 from raycheck.bucket.format.label import Label
 from raycheck.bucket.format.object_keys import EXPORT_ENDS, EXPORT_RECORD, EXPORTS_PREFIX, export_key, exports_prefix
-from raycheck.bucket.protocol.exported_directories import (
+from raycheck.bucket.protocol.removal.exported_directories import (
     ExportRecord,
     check_not_being_pruned,
     decide_exports,
@@ -17,8 +17,8 @@ from raycheck.bucket.protocol.exported_directories import (
     load_export_record,
     prune_exports,
 )
-from raycheck.bucket.protocol.name_and_score import name, unname
-from raycheck.bucket.protocol.pin_and_evict import pin
+from raycheck.bucket.protocol.removal.name_and_score import name, unname
+from raycheck.bucket.protocol.removal.pin_and_evict import pin
 from raycheck.bucket.store import Got, Store, open_store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Written
 from raycheck.errors import ConfigError, CorruptError, StoreError

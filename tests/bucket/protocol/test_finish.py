@@ -8,7 +8,7 @@ from raycheck.bucket.attempt_records import AttemptRecord, read_record, record_e
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.latest import load_latest
 from raycheck.bucket.protocol.damage import go_back
-from raycheck.bucket.protocol.pin_and_evict import pin
+from raycheck.bucket.protocol.removal.pin_and_evict import pin
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register

@@ -9,8 +9,8 @@ import torch
 import raycheck
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.protocol.claim import Identity, claim
-from raycheck.bucket.protocol.fork import fork
 from raycheck.bucket.protocol.resume import AUTO
+from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store, open_store

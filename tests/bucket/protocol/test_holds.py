@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.protocol.base_run import reserve
-from raycheck.bucket.protocol.fork import fork
-from raycheck.bucket.protocol.holds import HOLD_GRACE_S, borrow, drop_orphans
-from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, plan_sweep, prune, sweep
+from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, plan_sweep, prune, sweep
 from raycheck.bucket.protocol.repair import repair
+from raycheck.bucket.protocol.sharing.base_run import reserve
+from raycheck.bucket.protocol.sharing.fork import fork
+from raycheck.bucket.protocol.sharing.holds import HOLD_GRACE_S, borrow, drop_orphans
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, list_directories, read_latest
 from raycheck.bucket.store import Got

@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.protocol.fork import fork
 from raycheck.bucket.protocol.preflight import probe, probe_node
-from raycheck.bucket.protocol.prune_and_sweep import prune, sweep
+from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
 from raycheck.bucket.protocol.rewind import rewind
+from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri

@@ -6,11 +6,11 @@ import pytest
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.label import MAX_NOTE_BYTES, RESERVED, Label, label_of
-from raycheck.bucket.protocol import name_and_score
-from raycheck.bucket.protocol.fork import fork
-from raycheck.bucket.protocol.name_and_score import name, rename, score, unname
-from raycheck.bucket.protocol.pin_and_evict import evict
+from raycheck.bucket.protocol.removal import name_and_score
+from raycheck.bucket.protocol.removal.name_and_score import name, rename, score, unname
+from raycheck.bucket.protocol.removal.pin_and_evict import evict
 from raycheck.bucket.protocol.repair import repair
+from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri

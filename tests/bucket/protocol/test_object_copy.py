@@ -7,8 +7,8 @@ from uuid import uuid4
 import pytest
 
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.protocol.fork import fork
 from raycheck.bucket.protocol.object_copy import AT_ONCE
+from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.store import open_store
 from raycheck.errors import DamagedError, StoreError
 from tests.support.invariants import assert_invariants

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from raycheck.bucket.protocol.pin_and_evict import pin
-from raycheck.bucket.protocol.prune_and_sweep import prune, sweep
+from raycheck.bucket.protocol.removal.pin_and_evict import pin
+from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest

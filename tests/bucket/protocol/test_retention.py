@@ -20,8 +20,8 @@ from raycheck.bucket.format.latest import (
     shrink_metrics,
 )
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.protocol.pin_and_evict import evict, pin
-from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, MAX_EVICTED, plan_prune, plan_sweep, prune, sweep
+from raycheck.bucket.protocol.removal.pin_and_evict import evict, pin
+from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, MAX_EVICTED, plan_prune, plan_sweep, prune, sweep
 from raycheck.bucket.protocol.retention import decide_retention, dropped_keys
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import Got, Store, Upload, open_store

@@ -9,8 +9,8 @@ from raycheck.bucket.attempt_records import record_end
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import FORMAT_VERSION
 from raycheck.bucket.format.latest import dump_latest
-from raycheck.bucket.protocol.pin_and_evict import pin
-from raycheck.bucket.protocol.prune_and_sweep import prune
+from raycheck.bucket.protocol.removal.pin_and_evict import pin
+from raycheck.bucket.protocol.removal.prune_and_sweep import prune
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.retention import dropped_keys
 from raycheck.bucket.protocol.rewind import rewind

@@ -13,7 +13,7 @@ import pytest
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.latest import COMMIT_BYTES, MAX_ATTEMPTS_LISTED, Evicted, Latest
-from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, MAX_EVICTED
+from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, MAX_EVICTED
 from raycheck.bucket.store import Got, Store, open_store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
 from raycheck.errors import ConfigError, SaveFailedError

@@ -16,7 +16,7 @@ from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.manifest import load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName, manifest_key
 from raycheck.bucket.protocol.preflight import probe, probe_node
-from raycheck.bucket.protocol.prune_and_sweep import prune
+from raycheck.bucket.protocol.removal.prune_and_sweep import prune
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri

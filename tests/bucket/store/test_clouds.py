@@ -16,7 +16,7 @@ import pytest
 from azure.core.exceptions import HttpResponseError
 
 from raycheck.bucket.protocol.preflight import probe_node
-from raycheck.bucket.protocol.prune_and_sweep import prune
+from raycheck.bucket.protocol.removal.prune_and_sweep import prune
 from raycheck.bucket.store import Store, open_store, retry
 from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.gcs.store import GsStore

@@ -54,9 +54,9 @@ def test_no_module_of_a_stores_clients_draws_from_the_global_generator(kind: str
 def test_raycheck_uses_generators_of_its_own():
     """`random.Random` is fine; where the module itself is used, it is to seed a loader's worker or to save its state."""
     allowed = {
-        "shards/state/random_state.py": {"getstate", "setstate", "seed"},
-        "shards/entries/random_generators.py": {"_inst"},  # to leave the global one alone
-        "train/data/sample_seeding.py": {"seed"},
+        "state/random_state.py": {"getstate", "setstate", "seed"},
+        "state/entries/random_generators.py": {"_inst"},  # to leave the global one alone
+        "data/sample_seeding.py": {"seed"},
         "frameworks/accelerate/order.py": {"getstate", "setstate"},  # leaves the script's draws as they were
     }
     root = Path(raycheck.__file__).parent

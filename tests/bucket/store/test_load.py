@@ -11,7 +11,7 @@ import pytest
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.latest import MAX_BYTES
-from raycheck.bucket.protocol.prune_and_sweep import GRACE_S
+from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri

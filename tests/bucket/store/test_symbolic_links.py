@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.protocol.fork import fork
-from raycheck.bucket.protocol.prune_and_sweep import plan_sweep, prune, sweep
+from raycheck.bucket.protocol.removal.prune_and_sweep import plan_sweep, prune, sweep
 from raycheck.bucket.protocol.repair import repair
+from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, ConflictError, CorruptError
 from tests.support.invariants import assert_invariants

@@ -1,0 +1,251 @@
+"""Deletes checkpoints: the only module that removes an object of one. Steps 19 to 23.
+
+A delete cannot be fenced, so only what is dead for ever is deleted (I6), and then it does not matter who deletes it,
+how late, or how often. Two kinds of objects are dead for ever. First, an evicted checkpoint, without the directories
+that a live entry holds: a commit may refer only to what an entry of the body it replaces holds, so what nobody holds is
+never held again. Second, what an attempt lower than that of `latest` wrote and `latest` does not name: an older attempt
+cannot commit (I4).
+
+Nothing outside `checkpoints/` is ever touched, and nothing whose name is not exactly a checkpoint's.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+from raycheck.bucket.document_reading import again_if_corrupt
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.latest import Latest
+from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.protocol.removal.pin_and_evict import evict, forget
+from raycheck.bucket.protocol.retention import decide_retention
+from raycheck.bucket.protocol.sharing.holds import drop_orphans, settle
+from raycheck.bucket.protocol.swap import Register, lost_error
+from raycheck.bucket.reading import list_directories, read_latest
+from raycheck.bucket.store import Store
+from raycheck.bucket.store.interface import Upload
+from raycheck.errors import CorruptError, StoreError
+from raycheck.settings import Retention
+from raycheck.show_progress import ProgressTally
+
+GRACE_S = 600.0
+MAX_EVICTED = 200
+AT_ONCE = 8
+NO_RULES = Retention()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deletion:
+    """Describes what a prune or sweep deletes of one checkpoint or upload, and why.
+
+    name: the checkpoint's name, or the upload's key. wait_s: seconds until readers' grace ends, by the bucket's clock.
+    """
+
+    name: str
+    num_objects: int
+    size_bytes: int
+    reason: str
+    wait_s: float = 0.0
+
+
+def prune(
+    register: Register,
+    rules: Retention = NO_RULES,
+    *,
+    grace_s: float = GRACE_S,
+    spare: frozenset[str] = frozenset(),
+    tally: ProgressTally | None = None,
+) -> tuple[str, ...]:
+    """Evict what `rules` do not keep or what has expired, and delete evicted checkpoints. Steps 19 to 21.
+
+    grace_s: seconds that readers have before a delete. spare: checkpoints that the caller is still reading, which stay.
+    tally: counts the objects. Returns the names that are gone. After a crash anywhere the next prune goes on. Raises
+    NotFoundError without a run.
+    """
+    crowded = _crowded(register.read_existing()[0])
+    evict(register, rules)
+    body, got = register.read_existing()
+    held = body.held()
+    gone, failures = [], []
+    for name, wait_s in _waits(body, got.at, grace_s, crowded):
+        if not wait_s and name not in spare:
+            try:
+                _delete_checkpoint(register.store, name, is_held=name in held, tally=tally)
+            except (StoreError, CorruptError) as error:  # one object that cannot be deleted must not keep the others
+                failures.append(error)
+                continue
+            if name not in held:
+                gone.append(name)  # else its objects stay, and it stays in `evicted`, until nobody refers to it
+    if gone:
+        forget(register, frozenset(gone))
+    try:
+        settle(register)
+    except (StoreError, CorruptError) as error:
+        failures.append(error)
+    if failures:
+        raise failures[0]
+    return tuple(gone)
+
+
+def plan_prune(
+    register: Register,
+    rules: Retention = NO_RULES,
+    *,
+    grace_s: float = GRACE_S,
+    tally: ProgressTally | None = None,
+) -> tuple[Deletion, ...]:
+    """List what `prune` would delete now or after the grace. Writes nothing. tally: counts the objects."""
+    body, got = register.read_existing()
+    decisions = decide_retention(body, rules, now=got.at)
+    held = replace(body, live=tuple(item.entry for item in decisions if item.is_kept), head=None).held()
+    due = [(name, "evicted", wait_s) for name, wait_s in _waits(body, got.at, grace_s, _crowded(body))]
+    due += [(item.entry.key, item.reason, grace_s) for item in decisions if not item.is_kept]
+    found = []
+    for name, why, wait_s in due:
+        reason = f"{why}; others refer to its objects" if name in held else why
+        found.append(_deletion(register.store, name, reason, wait_s, held))
+        if tally is not None:
+            tally.add(found[-1].num_objects)
+    return tuple(found)
+
+
+def sweep(store: Store, *, also_whole: bool = False) -> tuple[Deletion, ...]:
+    """Delete what failed saves of earlier attempts left, and abort their uploads. Steps 22 and 23.
+
+    Returns what is gone. After a crash anywhere the next sweep goes on. also_whole: delete directories that have
+    manifest and index, too. They could be restored; if `latest` was put back to an older state unseen, only a person
+    can tell whether they are checkpoints. Raises NotFoundError without a run, CorruptError when `latest` is older than
+    a directory; nothing is deleted then.
+    """
+    drop_orphans(Register(store))
+    swept, uploads = _garbage(store, also_whole=also_whole)
+    for item in swept:
+        _delete_checkpoint(store, item.name, is_held=False)
+    aborted = [_unfinished(store, upload) for upload in uploads]
+    for upload in uploads:
+        store.abort_upload(upload)
+    return (*swept, *aborted)
+
+
+def plan_sweep(store: Store, *, also_whole: bool = False) -> tuple[Deletion, ...]:
+    """List what `sweep` would delete. Writes nothing."""
+    swept, uploads = _garbage(store, also_whole=also_whole)
+    return (*swept, *(_unfinished(store, upload) for upload in uploads))
+
+
+def _crowded(body: Latest) -> set[str]:
+    """Return the evicted checkpoints beyond the newest MAX_EVICTED, which get no grace.
+
+    `latest` has a size bound, and a full one would end the run: that matters more than a reader's grace.
+    """
+    return {item.key for item in body.evicted[:-MAX_EVICTED]}
+
+
+def _waits(body: Latest, now: float, grace_s: float, crowded: set[str]) -> Iterator[tuple[str, float]]:
+    """Yield each evicted checkpoint, and for how many seconds readers still have it."""
+    for item in body.evicted:
+        yield item.key, 0.0 if item.key in crowded else max(0.0, grace_s - (now - item.at))
+
+
+def _garbage(store: Store, *, also_whole: bool) -> tuple[list[Deletion], list[Upload]]:
+    """Find the directories and uploads to sweep.
+
+    `latest` is read after the listing: else a claim in between would look like a lost `latest`. A mirror has none: what
+    it does not list may be on its way there.
+    """
+    uploads = _uploads(store)
+
+    def look() -> tuple[list[CheckpointName], Latest]:
+        names = list_directories(store)
+        body = read_latest(store)
+        if names and not body.has_answered(names[-1]):
+            raise lost_error(store.uri, f"does not know the checkpoint {names[-1]}")
+        return names, body
+
+    names, body = again_if_corrupt(look)
+    if body.is_mirror:
+        return [], []
+    number = body.attempt.number
+    named = body.held() | {item.key for item in body.evicted}
+    found = []
+    for name in names:
+        if name.attempt < number and str(name) not in named:
+            objects = _sizes(store, str(name))
+            is_whole = {object_keys.manifest_key(str(name)), object_keys.index_key(str(name))} <= objects.keys()
+            if also_whole or not is_whole:
+                found.append(
+                    Deletion(
+                        name=str(name),
+                        num_objects=len(objects),
+                        size_bytes=sum(objects.values()),
+                        reason=f"attempt {name.attempt} ended before it was {'listed' if is_whole else 'whole'}",
+                    )
+                )
+    left = [upload for upload in uploads if (of := object_keys.checkpoint_of(upload.key)) and of.attempt < number]
+    return found, left
+
+
+def _uploads(store: Store) -> list[Upload]:
+    """List the unfinished uploads, none without the right to do so: directories can be swept all the same."""
+    try:
+        return list(store.list_uploads(object_keys.CHECKPOINTS_PREFIX))
+    except StoreError as error:
+        if error.is_denied:
+            return []
+        raise
+
+
+def _unfinished(store: Store, upload: Upload) -> Deletion:
+    size_bytes = store.upload_bytes(upload)
+    return Deletion(name=upload.key, num_objects=0, size_bytes=size_bytes, reason="an upload that never ended")
+
+
+def _deletion(store: Store, name: str, reason: str, wait_s: float, held: set[str]) -> Deletion:
+    sizes = _sizes(store, name)
+    if name in held:
+        sizes = {key: size for key, size in sizes.items() if key == object_keys.manifest_key(name)}
+    return Deletion(name=name, num_objects=len(sizes), size_bytes=sum(sizes.values()), reason=reason, wait_s=wait_s)
+
+
+def _sizes(store: Store, name: str) -> dict[str, int]:
+    """Return the size in bytes of each object of a checkpoint, by key.
+
+    Keys outside of it are left out, whatever a listing says: nothing else may be deleted.
+    """
+    prefix = object_keys.checkpoint_prefix(name)
+    return {item.key: item.size_bytes for item in store.list_objects(prefix) if item.key.startswith(prefix)}
+
+
+def _delete_checkpoint(store: Store, name: str, *, is_held: bool, tally: ProgressTally | None = None) -> None:
+    """Delete a checkpoint's objects, the manifest first: from then on no reader takes the rest for a checkpoint."""
+    store.delete(object_keys.manifest_key(name))
+    if tally is not None:
+        tally.add(1)
+    if is_held:
+        return
+    delete_objects(store, list(_sizes(store, name)), tally=tally)
+
+
+def delete_objects(store: Store, keys: Sequence[str], *, tally: ProgressTally | None = None) -> None:
+    """Delete objects, several at a time. tally: counts them. Raises the first error when all have been tried."""
+    if not keys:
+        return
+    failures = []
+    with ThreadPoolExecutor(min(AT_ONCE, len(keys)), thread_name_prefix="raycheck-delete") as pool:
+        for error in pool.map(partial(_delete, store), keys):
+            if error is not None:
+                failures.append(error)
+            elif tally is not None:
+                tally.add(1)
+    if failures:
+        raise failures[0]
+
+
+def _delete(store: Store, key: str) -> StoreError | None:
+    """Delete an object. Returns the store's error, since one that is raised would end the deletes of all others."""
+    try:
+        store.delete(key)
+    except StoreError as error:
+        return error
+    return None

@@ -1,0 +1,161 @@
+"""Begins a run from another run's checkpoint. Step 30.
+
+Within one bucket no byte of a tensor moves: the new run uses the directories of the other one, which holds them for it
+(holds.py). Only manifest and index are written anew. Into another bucket everything is copied.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from raycheck.bucket.document_reading import read_quickly
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.latest import Entry, Latest, Loan
+from raycheck.bucket.format.manifest import Manifest, load_manifest
+from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.protocol.commit import write_manifest
+from raycheck.bucket.protocol.object_copy import Job, copy_objects
+from raycheck.bucket.protocol.sharing.holds import Lenders, borrow, confirm, directory_from
+from raycheck.bucket.protocol.sharing.new_run import (
+    NOTHING_BORROWED,
+    Origin,
+    begin_run,
+    first_entry,
+    first_manifest,
+    look_at_place,
+    reserve_name,
+)
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.reading import Checkpoint, read_latest
+from raycheck.bucket.store import Store
+from raycheck.bucket.store.address import bare_uri
+from raycheck.errors import ConfigError, CorruptError, NotFoundError
+
+MAX_FIRST_MANIFEST = 1024 * 1024
+"""A larger manifest is not read to learn a fork's origin: that is for listings of very many runs."""
+_OWNER = "fork-"  # new_run.py makes it of the verb
+"""What the name of a fork's first owner begins with. Owners never leave `latest`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forked:
+    """Says what a fork came to.
+
+    key: the new run's checkpoint. is_new: False when the run was there before. source: the checkpoint's name in the
+    other run. copied_bytes, borrowed_bytes: how much was copied, and how much stays where it is.
+    """
+
+    key: str
+    is_new: bool
+    source: str = ""
+    copied_bytes: int = 0
+    borrowed_bytes: int = 0
+
+
+def fork(
+    source: Store,
+    target: Store,
+    *,
+    run_id: str,
+    key: str | Callable[[Latest], str] | None = None,
+    copies: bool = False,
+) -> Forked:
+    """Begin a new run at `target` from a checkpoint of the run at `source`.
+
+    Does nothing when that run exists already, so that a script may be submitted twice. run_id: the new run's. key: the
+    checkpoint, or what chooses it by the source's body; None: the head. The source's `latest` is read once. copies:
+    copy all bytes, also within one bucket. Raises NotFoundError when the source has no such checkpoint, CorruptError
+    when its bytes differ from their checksums, and ConfigError when the new run has begun without a checkpoint.
+    """
+    register = Register(target)
+    existing, save = look_at_place(register)
+    if existing is not None and existing.head is None:
+        raise ConfigError(f"{target}: the run has begun already, without a checkpoint. Give it another name")
+    if existing is not None:
+        return Forked(key=str(existing.head), is_new=False)
+    way = None if copies else target.way_to(source)
+    lenders = Lenders(target)
+    body, way = _body_of(source, lenders, way)
+    entry = _wanted(source, body, key(body) if callable(key) else key)
+    checkpoint = Checkpoint(source, entry)
+    old = checkpoint.read_manifest()
+    loans: tuple[Loan, ...] = ()
+    borrowed = NOTHING_BORROWED
+    if way is not None:
+        directories = {component.checkpoint for component in old.components}
+        loans = borrow(target, way, directories, run_id=run_id, lenders=lenders)
+        borrowed = {directory: directory_from(target, way, directory) for directory in directories}
+    origin = Origin(run_id=run_id, uri=bare_uri(source.uri), source_run_id=body.run_id, checkpoint=old.key)
+    name = reserve_name(target, origin, step=entry.step, save=save)
+    manifest = first_manifest(old, name, restored_from=f"{origin.uri} {old.key}", borrowed=borrowed)
+    copied_bytes = _copy(checkpoint, old, target, manifest, borrowed)
+    data = write_manifest(target, manifest)
+    made = begin_run(register, first_entry(manifest, data, of=entry), manifest, run_id=run_id, verb="fork", loans=loans)
+    confirm(target, made, lenders)
+    if made.run_id != run_id:
+        return Forked(key=str(made.head), is_new=False)
+    return Forked(
+        key=manifest.key,
+        is_new=True,
+        source=entry.key,
+        copied_bytes=copied_bytes,
+        borrowed_bytes=manifest.size_bytes - copied_bytes,
+    )
+
+
+def _body_of(source: Store, lenders: Lenders, way: str | None) -> tuple[Latest, str | None]:
+    """Return the source's body, and the way to it; None for the way when nothing is to be borrowed.
+
+    It is read at the end of the way, where its directories will be used; only what cannot be found there is copied.
+    """
+    if way is not None:
+        with suppress(NotFoundError):
+            return lenders.read(way)[1], way
+    return read_latest(source), None
+
+
+def _wanted(source: Store, body: Latest, key: str | None) -> Entry:
+    entry = None if (wanted := key or body.head) is None else body.entry(wanted)
+    if entry is None:
+        raise NotFoundError(f"{source}: the run has no committed checkpoint {key or ''} to begin from")
+    if entry.damaged:
+        raise NotFoundError(f"{source}: checkpoint {entry.key} is damaged ({entry.damaged}); choose another one")
+    return entry
+
+
+def _copy(checkpoint: Checkpoint, old: Manifest, target: Store, manifest: Manifest, borrowed: Mapping[str, str]) -> int:
+    """Copy what is not borrowed into the new run. Return how many bytes that are."""
+    stays = tuple(object_keys.checkpoint_prefix(directory) for directory in borrowed.values())
+    pairs = zip(old.objects(), manifest.objects(), strict=True)
+    jobs = [Job(key=key, new_key=new_key, record=record) for (key, record), (new_key, _) in pairs]
+    jobs = [job for job in jobs if not job.new_key.startswith(stays)]
+    copy_objects(checkpoint.store, target, old.key, jobs)
+    return sum(job.record.size_bytes for job in jobs)
+
+
+def origin_of(store: Store, body: Latest) -> str | None:
+    """Return the URI of the run from which the run in `store` was forked.
+
+    None for a run that was not forked, and for a fork that has dropped the checkpoint with which it began: its manifest
+    alone says it. body: the run's `latest`. The URI is whatever lies in the bucket. Raises StoreError.
+    """
+    if not is_fork(body):
+        return None
+    for entry in body.live:
+        name = CheckpointName.parse(entry.key)
+        if name is not None and name.attempt == 0:
+            with suppress(NotFoundError, CorruptError):
+                key = object_keys.manifest_key(entry.key)
+                return origin_in(body, read_quickly(store, key, load_manifest, max_bytes=MAX_FIRST_MANIFEST))
+            return None
+    return None
+
+
+def origin_in(body: Latest, first: Manifest) -> str | None:
+    """Return what `origin_of` does, from the manifest of the checkpoint with which the run began, without a request."""
+    return (first.restored_from or "").rpartition(" ")[0] or None if is_fork(body) else None
+
+
+def is_fork(body: Latest) -> bool:
+    """Return whether the run was forked from another one."""
+    return bool(body.owners) and body.owners[0].startswith(_OWNER)

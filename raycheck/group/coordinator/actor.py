@@ -1,0 +1,471 @@
+"""The coordinator actor: one per driver and run, it turns the ranks' reports into commits.
+
+It holds no truth. When it dies, Ray starts it again with empty memory; the ranks repeat their calls until they are told
+a decision, and the first call of the live group makes it take the attempt over. This module gathers the ranks' calls in
+its event loop and waits; protocol_calls.py talks to the bucket, in threads.
+"""
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+from uuid import uuid4
+
+from raycheck.bucket.assembly.plan_cache import PlanCache
+from raycheck.bucket.assembly.replica_agreement import Agreement, Holdings, agree
+from raycheck.bucket.assembly.save_report import SAVE_ALIKE, Report
+from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.protocol.claim import Identity
+from raycheck.bucket.protocol.resume import AUTO, Resume
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.store import Store, open_store
+from raycheck.data.proof_agreement import SourceProof, agreed_data
+from raycheck.errors import ConfigError, DamagedError, RaycheckError, SaveFailedError, SupersededError
+from raycheck.group.coordinator.background_deletes import BackgroundDeletes
+from raycheck.group.coordinator.base_calls import BaseCalls
+from raycheck.group.coordinator.commit_tasks import CommitTasks, TaskRun
+from raycheck.group.coordinator.messages import (
+    Arrival,
+    BaseAnswer,
+    BaseMatch,
+    BaseWish,
+    Claim,
+    HeartbeatMessage,
+    NodeCheck,
+    Outcome,
+    Pending,
+    PlanWanted,
+    RankFailure,
+    RankProof,
+    RankRestore,
+    RestoreDecision,
+)
+from raycheck.group.coordinator.protocol_calls import ProtocolCalls
+from raycheck.group.coordinator.rendezvous import Kind, Rendezvous, RendezvousTable
+from raycheck.group.coordinator.requested_saves import RequestedSaves
+from raycheck.group.coordinator.run_log import RunLog
+from raycheck.log import event, logger, show_log
+from raycheck.on_ray.api.calls import in_actor
+from raycheck.on_ray.nodes.memory_checkpoints import MemoryCheckpoints
+from raycheck.on_ray.nodes.node_agents import NodeAgents
+from raycheck.on_ray.ray_tasks import run_in_ray
+from raycheck.settings import HFExport
+
+WAIT_S = 10.0
+"""How long a rank's call waits for the decision before it is answered with `Pending` and repeated."""
+LAST_COMMITS_S = 30.0
+"""How long a claim waits for commits of the attempt before it."""
+LAST_UPLOADS_S = 120.0
+"""How long a claim waits for a save that all ranks of the attempt before it have staged, and their nodes upload."""
+STARTED_AGAIN = "the coordinator was started again while the ranks asked for the base"
+NOT_COMPARED = "this rank saved before the replicas were compared; they will be compared before the next save"
+
+
+class Coordinator:
+    """Answers the calls of one driver's worker groups, its controller and its script. Every call may be repeated."""
+
+    def __init__(self, uri: str, owner: str, resume: Resume = AUTO) -> None:
+        """owner: the id of the driver in `latest`. resume: only the driver's first claim obeys it."""
+        show_log()
+        self._store: Store = open_store(uri)
+        register = Register(self._store)
+        self._lock = asyncio.Lock()
+        self._claims: dict[str, Claim] = {}
+        self._checked_nodes: set[str] = set()
+        self._adopted: dict[str, int] = {}  # each group that was taken over -> its last save committed before
+        self._table = RendezvousTable()
+        self._requested = RequestedSaves()
+        # Asks for the save that cures a lost object. It is held here, since asyncio does not hold it.
+        self._next_save: asyncio.Task[bool] | None = None
+        self._run_log = RunLog(self._store)
+        self._plans = PlanCache()
+        self._tasks = CommitTasks(self._store, uri, run_in_ray if in_actor() else TaskRun.run)
+        self._deletes = BackgroundDeletes(register, self._tasks)
+        self._protocol = ProtocolCalls(
+            register,
+            Identity(owner=owner, coordinator=uuid4().hex[:16]),
+            resume=resume,
+            plans=self._plans,
+            tasks=self._tasks,
+            deletes=self._deletes,
+            run_log=self._run_log,
+        )
+        self._base = BaseCalls(register, self._protocol.me, self._table)
+        self._node_agents = NodeAgents()
+        self._memory = MemoryCheckpoints(self._store, self._node_agents, self._run_log)
+        self._last_uploads: dict[str, asyncio.Task[None]] = {}  # the wait for them, by the group that claims
+
+    # --- calls of a worker group's ranks ---
+
+    async def node_check(self, node: str) -> NodeCheck:
+        """Returns when a rank on `node` has to check what that node may do in the bucket."""
+        if node in self._checked_nodes:
+            return "done"
+        return "beside the claim" if self._claims else "before the claim"
+
+    async def node_checked(self, node: str) -> None:
+        """Takes that `node` may do all that a run needs, and sees what this actor writes."""
+        self._checked_nodes.add(node)
+
+    async def claim(self, group: str, world_size: int, rank: int | None = None) -> Claim | Pending:
+        """Makes `group` the live attempt. All its ranks may call; they get one answer.
+
+        rank: who calls. A driver's first claim may fence another driver, so it waits until all ranks have come, those
+        that check their node first among them. `Pending` says that some have not. None: claim without the others.
+        """
+        self._table.raise_if_failed(group)
+        if rank is not None and not (self._claims or self._adopted):
+            rendezvous: Rendezvous[None, None]
+            rendezvous = self._table.meet(group, "claim", world_size=world_size, awaited="claimed")
+            rendezvous.arrive(rank, None)
+            if rendezvous.is_open and rendezvous.is_complete:
+                rendezvous.decide(lambda _: None)
+            if isinstance(pending := await rendezvous.answer(WAIT_S), Pending) and not self._claims:
+                return pending
+        if group not in self._claims:
+            await self._finish_uploads(group)
+        async with self._lock:
+            if group not in self._claims:
+                await self._finish_commits()
+                claim = await asyncio.to_thread(self._protocol.claim, group, world_size)
+                claim = replace(claim, memory=await self._memory.claimed(claim.attempt, claim.restore))
+                if claim.entry is None:
+                    claim = replace(
+                        claim, resume=self._run_log.resumed(None, [], memory_problem=self._memory.take_problem())
+                    )
+                self._claims = {group: claim}
+                self._table.claimed(group)
+                self._deletes.claimed()
+            return self._claims[group]
+
+    async def rank_failed(self, failure: RankFailure) -> None:
+        """Takes that a rank has failed, and tells its error to all ranks that wait for it, now or later."""
+        self._table.rank_failed(failure)
+
+    async def restored(self, rank_restore: RankRestore, patience_s: float = WAIT_S) -> RestoreDecision | Pending:
+        """Takes how a rank's restore, or its peek, ended, and waits a while for the decision on all ranks."""
+        await self._adopt(rank_restore.group)
+        if rank_restore.group in self._adopted:  # a restarted coordinator no longer knows which ranks have a decision
+            raise SupersededError("the coordinator was started again while the ranks restored; start the workers again")
+        claim, group, key = self._claims[rank_restore.group], rank_restore.group, rank_restore.key
+        kind: Kind = "peek" if rank_restore.is_peek else "restore"
+        if not self._table.find(group, kind, key) and claim.entry and claim.entry.key != key:
+            return RestoreDecision(kind="again", claim=claim, message="found damaged before")
+        awaited = "peeked at it" if rank_restore.is_peek else "restored it"
+        rendezvous = self._table.meet(group, kind, key, world_size=rank_restore.world_size, awaited=awaited)
+        self._judge(rank_restore, rendezvous)
+        self._refuse_mixed(group)
+        return await rendezvous.answer(min(WAIT_S, patience_s))
+
+    async def compare_data(self, mine: RankProof, patience_s: float = WAIT_S) -> list[SourceProof | None] | Pending:
+        """Takes what a rank knows of its data source, and waits a while for what holds for all ranks.
+
+        All ranks get one answer, in a list, or one ConfigError that names the ranks whose data differ.
+        """
+        await self._adopt(mine.group)
+        if mine.group in self._adopted:  # ranks that had an answer will not ask again
+            if mine.stream is None:
+                return [None]
+            raise SupersededError("the coordinator was started again while the ranks compared their data; start again")
+        rendezvous: Rendezvous[RankProof, list[SourceProof | None]]
+        awaited = "read their samples"
+        rendezvous = self._table.meet(mine.group, "data", world_size=mine.world_size, awaited=awaited)
+        if rendezvous.is_open:
+            rendezvous.arrive(mine.rank, mine)
+            if rendezvous.is_complete:
+                rendezvous.decide(lambda ranks: [agreed_data([(rank.stream, rank.proof) for rank in ranks])])
+        self._refuse_mixed(mine.group)
+        return await rendezvous.answer(min(WAIT_S, patience_s))
+
+    async def offer_base(self, wish: BaseWish, patience_s: float = WAIT_S) -> BaseAnswer | Pending:
+        """Takes what a rank wants of the base run, and waits a while for what that offers to all ranks."""
+        await self._adopt(wish.group)
+        if wish.group in self._adopted:  # ranks that had an answer will not ask again
+            return BaseAnswer(problem=STARTED_AGAIN)
+        return await self._base.offer(wish, min(WAIT_S, patience_s))
+
+    async def match_base(self, match: BaseMatch, patience_s: float = WAIT_S) -> BaseAnswer | Pending:
+        """Takes what a rank's comparison with the base came to, and waits a while for what the run refers to."""
+        await self._adopt(match.group)
+        if match.group in self._adopted:
+            return BaseAnswer(problem=STARTED_AGAIN)
+        return await self._base.match(match, min(WAIT_S, patience_s))
+
+    async def agree(self, report: Report, holdings: Holdings, patience_s: float = WAIT_S) -> Agreement | Pending:
+        """Takes the checksums of a rank's replicas, and waits a while for the agreement before the save of `report`.
+
+        All ranks get one agreement, or one ConfigError that names the replicas that differ.
+        """
+        await self._adopt(report.group)
+        rendezvous = self._agreement_of(report)
+        # If there is a report, its rank got its agreement from an earlier start of this actor.
+        if self._table.find(report.group, "save", report.save):
+            rendezvous.fail(_save_failed(report, NOT_COMPARED))
+        if rendezvous.is_open:
+            self._compare(report, holdings, rendezvous)
+        return await rendezvous.answer(min(WAIT_S, patience_s))
+
+    async def report(self, report: Report, patience_s: float = WAIT_S) -> Outcome | PlanWanted | Pending:
+        """Takes a rank's report of its upload, and waits a while for the outcome of the save."""
+        await self._adopt(report.group)
+        if report.is_in_memory:
+            if report.failure:
+                self._agreement_of(report).fail(_save_failed(report, report.failure))
+            if report.section is not None and not self._memory.plans.remember(report.section):
+                return PlanWanted()
+            return await self._memory.report(report, min(WAIT_S, patience_s))
+        if report.save <= self._adopted.get(report.group, 0):
+            return await asyncio.to_thread(self._protocol.past_outcome, report)
+        if report.section is not None and not self._plans.remember(report.section):
+            return PlanWanted()
+        if (claim := self._claims.get(report.group)) and claim.documents:
+            # The restore is long over: a rank that still asks reads the documents itself.
+            self._claims[report.group] = replace(claim, documents=[])
+        if report.failure:
+            self._agreement_of(report).fail(_save_failed(report, report.failure))
+        elif agreement := self._table.find(report.group, "agreement", report.save):
+            agreement.fail(_save_failed(report, NOT_COMPARED))
+        rendezvous: Rendezvous[Report, Outcome]
+        size = report.world_size
+        rendezvous = self._table.meet(report.group, "save", report.save, world_size=size, awaited="reported")
+        rendezvous.arrive(report.rank, report)
+        if rendezvous.is_open and (report.failure or rendezvous.is_complete):
+            rendezvous.decide_later(self._conclude(dict(rendezvous.arrivals)))
+        outcome = await rendezvous.answer(min(WAIT_S, patience_s))
+        if rendezvous.is_decided:
+            self._node_agents.ended((report.group, report.save))
+            self._table.forget_saves_before(report.group, report.save - 2)
+        if isinstance(outcome, Outcome) and outcome.kind == "committed":
+            # Not the sum: an upload in slices is part of the time for which training is blocked.
+            self._requested.committed(report.progress.step, save_s=max(report.blocked_s, report.upload_s))
+        return outcome
+
+    async def check_room(self, report: Report, is_first: bool) -> None:
+        """Raises ConfigError when `latest` has no room for the save of this report. Asked before an upload.
+
+        is_first: asked before the first save of the attempt.
+        """
+        await self._adopt(report.group)
+        await asyncio.to_thread(self._protocol.check_room, report, is_first=is_first)
+
+    async def node_agent(self, kind: type, node: str) -> Any:
+        """Returns the actor, of this class, that uploads for the ranks on `node`; None where there is no Ray."""
+        return self._node_agents.of(node, kind)
+
+    async def handed_over(self, report: Report) -> None:
+        """Takes that the actor of its node has a rank's staged save, and goes on with it though the rank dies."""
+        self._node_agents.handed_over(report)
+
+    async def no_memory(self, why: str) -> None:
+        """Record why a rank cannot make memory checkpoints any more in this attempt."""
+        self._memory.note_problem(why)
+
+    async def after_commit(self, key: str, progress: Progress, tasks: Mapping[str, HFExport | bytes]) -> int:
+        """Begin these tasks on a committed checkpoint, except for those that were begun on it before."""
+        await asyncio.to_thread(self._tasks.start, key, progress, tasks)
+        return 0
+
+    async def wait_for_tasks(self, names: Collection[str], but: str = "") -> int:
+        """Wait a while for these tasks, except on checkpoint `but`. Returns how many are left."""
+        return await self._tasks.wait(names, WAIT_S, but)
+
+    async def finish(self, group: str, rank: int, world_size: int, patience_s: float = WAIT_S) -> Pending | None:
+        """Takes that a rank has come to the end of training, with all that it had to save committed.
+
+        Rank 0 waits a while until all ranks have and `latest` says so (step 33). The others are answered at once.
+        """
+        await self._adopt(group)
+        rendezvous: Rendezvous[None, None]
+        rendezvous = self._table.meet(group, "end", world_size=world_size, awaited="come to the end of training")
+        rendezvous.arrive(rank, None)
+        if rendezvous.is_open and rendezvous.is_complete:
+            rendezvous.decide_later(asyncio.to_thread(self._protocol.finish, group))
+        return None if rank else await rendezvous.answer(min(WAIT_S, patience_s))
+
+    async def heartbeat(self, group: str, message: HeartbeatMessage) -> bool:
+        """Takes how far rank 0 is. Returns whether it should save soon, since somebody has asked for a save."""
+        self._run_log.heartbeat(group, message)
+        return self._requested.note_step(message.step, begun=message.begun, step_s=message.step_s)
+
+    async def check_live(self, group: str) -> None:
+        """Looks at `latest`. Raises FencedError or SupersededError when the group's attempt is over."""
+        await self._adopt(group)
+        await asyncio.to_thread(self._protocol.check_live, group)
+
+    # --- calls of the driver and of Ray Train's controller ---
+
+    async def prepare(self) -> None:
+        """Does what the first claim needs and no worker has to be there for. An error is left to that claim."""
+        with suppress(RaycheckError):
+            await asyncio.to_thread(self._protocol.probe)
+
+    async def save_now(self) -> bool:
+        """Asks the live group for a save, and waits a while. Returns whether it was committed."""
+        return await self._requested.wait()
+
+    async def has_trained(self) -> bool:
+        """Returns whether any group of this driver has completed a step."""
+        return self._run_log.has_trained
+
+    async def group_failed(self, causes: list[str]) -> None:
+        """Takes what Ray Train's controller saw happen to the live group, one line for each cause."""
+        self._run_log.group_failed(causes)
+
+    async def give_up(self, cause: str, is_final: bool) -> None:
+        """Records that the driver gives the run up. is_final: the same script would fail in the same way again."""
+        await asyncio.to_thread(self._protocol.record_failure, cause, is_final=is_final)
+
+    # --- how decisions are made ---
+
+    def _judge(self, rank_restore: RankRestore, rendezvous: Rendezvous[Arrival, RestoreDecision]) -> None:
+        """Decides at the first rank that found damage or failed; without one, when all ranks have arrived."""
+        rendezvous.arrive(rank_restore.rank, rank_restore.arrival)
+        if not rendezvous.is_open:
+            return
+        whose = f"rank {rank_restore.rank}: {'peek at' if rank_restore.is_peek else 'restore of'} {rank_restore.key}: "
+        if rank_restore.failure:
+            if self._is_from_memory(rank_restore):
+                self._memory.forget(f"{whose}{rank_restore.failure}")  # the next attempt does not meet it again
+            rendezvous.fail(type(rank_restore.failure)(f"{whose}{rank_restore.failure}"))
+        elif rank_restore.damage and self._is_from_memory(rank_restore):
+            rendezvous.decide(lambda _: self._go_on_from_the_bucket(rank_restore))
+        elif rank_restore.damage and rank_restore.on_corrupt == "raise":
+            rendezvous.fail(DamagedError(whose + rank_restore.damage))
+        elif rank_restore.damage:
+            rendezvous.decide_later(self._go_back(rank_restore))
+        elif rendezvous.is_complete:
+            rendezvous.decide(lambda arrivals: self._go_on(rank_restore, arrivals))
+
+    async def _go_back(self, rank_restore: RankRestore) -> RestoreDecision:
+        """Step 26: all ranks restore the checkpoint before the damaged one."""
+        problem = f"rank {rank_restore.rank}: {rank_restore.damage}"
+        entry, documents = await asyncio.to_thread(self._protocol.go_back, rank_restore, problem)
+        claim = self._claims[rank_restore.group]
+        refused = (*claim.refused, f"{rank_restore.key} ({problem})")
+        claim = replace(claim, restore=entry, documents=documents, is_finished=False, refused=refused)
+        self._memory.note_head(entry.key, entry.step)
+        self._claims[rank_restore.group] = claim  # a rank that claims only now gets it too
+        return RestoreDecision(kind="again", claim=claim, message=problem)
+
+    def _go_on(self, rank_restore: RankRestore, arrivals: list[Arrival]) -> RestoreDecision:
+        if rank_restore.is_peek:
+            return RestoreDecision(kind="done")
+        claim = self._claims[rank_restore.group]
+        return RestoreDecision(
+            kind="done",
+            resume=self._run_log.resumed(
+                claim.entry,
+                arrivals,
+                is_from_memory=claim.memory is not None,
+                memory_problem=self._memory.take_problem(),
+            ),
+        )
+
+    def _is_from_memory(self, rank_restore: RankRestore) -> bool:
+        memory = self._claims[rank_restore.group].memory
+        return memory is not None and memory.entry.key == rank_restore.key
+
+    def _go_on_from_the_bucket(self, rank_restore: RankRestore) -> RestoreDecision:
+        """Has all ranks restore the bucket's checkpoint, since a rank could not read the memory checkpoint."""
+        problem = f"rank {rank_restore.rank}: {rank_restore.damage}"
+        self._memory.forget(f"{rank_restore.key} cannot be restored from memory: {problem}")
+        claim = self._claims[rank_restore.group] = replace(self._claims[rank_restore.group], memory=None)
+        return RestoreDecision(kind="again", claim=claim, message=problem)
+
+    def _refuse_mixed(self, group: str) -> None:
+        """Fails every rendezvous where some ranks peek and others restore: they would wait for each other."""
+        restores = [*self._table.of_kind("data", group), *self._table.of_kind("restore", group)]
+        restoring = {rank for rendezvous in restores for rank in rendezvous.came}
+        for peek in self._table.of_kind("peek", group):
+            if not peek.is_decided and (ahead := sorted(restoring.difference(peek.came))):
+                error = ConfigError(
+                    f"ranks {peek.came} call peek(), and ranks {ahead} restore(): all ranks must call peek(), or none"
+                )
+                for rendezvous in (peek, *restores):
+                    rendezvous.fail(error)
+
+    def _agreement_of(self, report: Report) -> Rendezvous[tuple[Report, Holdings], Agreement]:
+        return self._table.meet(
+            report.group,
+            "agreement",
+            -report.progress.step if report.is_in_memory else report.save,
+            world_size=report.world_size,
+            awaited="brought their replicas' checksums",
+        )
+
+    def _compare(
+        self, report: Report, holdings: Holdings, rendezvous: Rendezvous[tuple[Report, Holdings], Agreement]
+    ) -> None:
+        """Decides who writes each replica, when all ranks are there. Fails when they save different steps."""
+        for first, _ in rendezvous.arrivals.values():
+            if first.checkpoint != report.checkpoint:
+                text = f"this rank saves {report.checkpoint} while another one saves {first.checkpoint}: {SAVE_ALIKE}"
+                rendezvous.fail(_save_failed(report, text))
+                return
+        rendezvous.arrive(report.rank, (report, holdings))
+        if rendezvous.is_complete:
+            rendezvous.decide(lambda arrivals: agree([held for _, held in arrivals]))
+
+    async def _conclude(self, reports: dict[int, Report]) -> Outcome:
+        outcome = await asyncio.to_thread(self._protocol.conclude, reports)
+        self._deletes.start()
+        if outcome.is_cured_by_next:
+            self._next_save = asyncio.create_task(self._requested.wait())
+        if outcome.kind == "committed":
+            self._memory.committed(outcome.key, next(iter(reports.values())).progress.step)
+            self._memory.plans.components = self._plans.components
+        return outcome
+
+    async def _adopt(self, group: str) -> None:
+        """Step 12: takes the attempt over at the first call of a group that this start of the actor does not know."""
+        async with self._lock:
+            if group not in self._claims and group not in self._adopted:
+                self._adopted[group] = await asyncio.to_thread(self._protocol.take_over, group)
+                if head := await asyncio.to_thread(self._protocol.head):
+                    self._memory.note_head(head.key, head.step)
+
+    async def _finish_uploads(self, group: str) -> None:
+        """Step 7: before the claim of a new group, waits once for all of its ranks until the nodes have uploaded."""
+        if group not in self._last_uploads:
+            self._last_uploads = {group: asyncio.create_task(self._wait_for_uploads())}
+        await asyncio.shield(self._last_uploads[group])
+
+    async def _wait_for_uploads(self) -> None:
+        """Waits a while for the saves that all ranks of the live group had staged and their nodes upload."""
+        deadline = time.monotonic() + LAST_UPLOADS_S
+        is_said = False
+        while time.monotonic() < deadline:
+            saves = [found for group in self._claims or self._adopted for found in self._staged_on_all_ranks(group)]
+            answers = await asyncio.gather(*(self._node_agents.ask_whether_saving(found) for found in saves))
+            if not any(answers):  # one that nobody goes on with says nothing of a later one
+                return
+            if not is_said:
+                step = saves[answers.index(True)][0].progress.step
+                text = "waiting for a save that all ranks of the attempt before had staged"
+                logger.info(event(text, step=step, run=self._store.uri))
+                is_said = True
+            await asyncio.sleep(0.1)
+
+    def _staged_on_all_ranks(self, group: str) -> list[list[Report]]:
+        """Returns what has been handed over, but not reported yet, of each undecided save that is whole so."""
+        found = []
+        for save, handed in sorted(self._node_agents.undecided(group).items()):
+            rendezvous = self._table.find(group, "save", save)
+            if rendezvous is not None and not rendezvous.is_open:
+                continue  # a rank has failed, or all have reported
+            came = rendezvous.came if rendezvous is not None else []
+            missing = [report for rank, report in handed.items() if rank not in came]
+            if missing and len({*handed, *came}) == missing[0].world_size:
+                found.append(missing)
+        return found
+
+    async def _finish_commits(self) -> None:
+        """Step 7: before a new claim, waits a while until the saves that all ranks have reported are committed."""
+        running = [save.answer(LAST_COMMITS_S) for save in self._table.of_kind("save") if save.is_deciding]
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+def _save_failed(report: Report, why: str) -> SaveFailedError:
+    return SaveFailedError(f"rank {report.rank}: {why}")

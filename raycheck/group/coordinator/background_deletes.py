@@ -1,0 +1,56 @@
+"""Deletes what retention dropped and what torn saves left: in the background, and one pass at a time."""
+
+import asyncio
+import time
+
+from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, MAX_EVICTED, prune, sweep
+from raycheck.bucket.protocol.swap import Register
+from raycheck.errors import RaycheckError
+from raycheck.group.coordinator.commit_tasks import CommitTasks
+from raycheck.log import event, logger
+
+
+class BackgroundDeletes:
+    """Runs steps 20 to 23 for a coordinator. What cannot be deleted now is tried again later; nothing waits for it."""
+
+    def __init__(self, register: Register, tasks: CommitTasks) -> None:
+        """tasks: what they still read is not deleted."""
+        self._register = register
+        self._tasks = tasks
+        self._next_at = float("-inf")
+        self._commits = 0
+        self._must_sweep = False
+        self._task: asyncio.Task[None] | None = None
+
+    def claimed(self) -> None:
+        """Starts a pass with a sweep, since the attempt before may have left torn saves. Call it in the event loop."""
+        self._must_sweep = True
+        self.start()
+
+    def committed(self) -> None:
+        """Counts a commit: after MAX_EVICTED of them, `start` does not wait for the next turn."""
+        self._commits += 1
+
+    def start(self) -> None:
+        """Starts a pass if one is due and none is running, and returns at once. Call it in the event loop."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(asyncio.to_thread(self._delete))
+
+    def _delete(self) -> None:
+        if time.monotonic() < self._next_at and self._commits < MAX_EVICTED and not self._must_sweep:
+            return
+        self._commits = 0
+        self._next_at = time.monotonic() + GRACE_S / 4
+        store = self._register.store
+        try:
+            prune(self._register, spare=self._tasks.keys)
+        except RaycheckError as error:
+            logger.warning(event(f"dropped checkpoints could not be deleted yet: {error}", run=store.uri))
+        if not self._must_sweep:
+            return
+        self._must_sweep = False
+        try:
+            for item in sweep(store):
+                logger.info(event(f"deleted {item.name} ({item.reason})", run=store.uri))
+        except RaycheckError as error:
+            logger.warning(event(f"what torn saves left could not be deleted: {error}", run=store.uri))

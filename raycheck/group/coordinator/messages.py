@@ -1,0 +1,261 @@
+"""Defines the messages between the ranks and the coordinator: plain, frozen values that Ray pickles.
+
+A rank sends a `Report`, its holdings, a `RankRestore` or a `HeartbeatMessage`. It gets what all ranks get (an
+`Outcome`, an agreement, a `RestoreDecision`), or `Pending`, upon which it asks again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from raycheck.bucket.attempt_records import ResumeRecord
+from raycheck.bucket.format.latest import Entry
+from raycheck.bucket.format.manifest import Component
+from raycheck.bucket.protocol.sharing.base_run import BaseOffer, Wanted
+from raycheck.data.proof_agreement import SourceProof
+from raycheck.errors import RaycheckError
+from raycheck.transfer.stage.shared_memory import MemoryPlace
+
+OnCorrupt = Literal["previous", "raise"]
+NodeCheck = Literal["before the claim", "beside the claim", "done"]
+"""Says when the first rank of a node checks what it may do in the bucket. This rank does so before it asks for a
+driver's first claim, which may fence another driver; the other ranks wait for it. Later claims fence nobody."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pending:
+    """Says that nothing is decided yet, so that the rank asks again. message: which ranks are missing."""
+
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldShard:
+    """Describes a shard that a node's actor holds whole. place: where other processes of its node find it; None when
+    they have to ask the actor for its bytes."""
+
+    size_bytes: int
+    place: MemoryPlace | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """Says who holds a shard: a node, the handle of its actor, and where processes of that node find it."""
+
+    node: str
+    actor: Any
+    place: MemoryPlace | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryOffer:
+    """Describes a memory checkpoint that a new group can restore, which is newer than what the bucket has.
+
+    entry: as if it were in `latest`. documents: as in Claim. holders: who holds each of its shards, by key.
+    """
+
+    entry: Entry
+    documents: list[Any]
+    holders: Mapping[str, Sequence[Holder]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """Answers a claim: names the attempt and the one checkpoint that all its ranks restore.
+
+    attempt: its number. restore: the checkpoint; None to start fresh. documents: a list with Ray's reference to the
+    checkpoint's documents; empty when each rank has to read them from the bucket. claims: when the run's listed
+    attempts began, in unix seconds by the store's clock; this attempt's comes last. resume: what the end of the attempt
+    before cost, where nothing is restored; a restore gets it in its RestoreDecision. is_finished: the run had come to
+    its end with that checkpoint. refused: newer checkpoints that a rank of this attempt has found damaged, each with
+    the proof. memory: the memory checkpoint that is restored in place of `restore`; None for none. is_crowded: `latest`
+    is so full that each save has to ask for room before it uploads anything.
+    """
+
+    attempt: int
+    restore: Entry | None
+    documents: list[Any]
+    claims: tuple[float, ...]
+    resume: ResumeRecord | None = None
+    is_finished: bool = False
+    refused: tuple[str, ...] = ()
+    memory: MemoryOffer | None = None
+    is_crowded: bool = False
+
+    @property
+    def entry(self) -> Entry | None:
+        """Returns the checkpoint that all ranks restore, wherever it lies; None to start fresh."""
+        return self.memory.entry if self.memory is not None else self.restore
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Tells all ranks how a save ended.
+
+    key: the checkpoint's name. message: why the save failed. agree_anew: the ranks have to compare their replicas
+    before the next save, since more than one of them wrote the same box. places: for each component of a committed
+    checkpoint, the checkpoint whose directory holds it; empty when the coordinator does not know. unnamed: why a
+    committed checkpoint has not got the name that its save asked for; "" when it has, or asked for none.
+    forgets_references: the save failed since it referred to components that not all ranks refer to, or that are no
+    longer held or there; the next save uploads them. is_cured_by_next: an object to which it referred is gone.
+    Until the next save has uploaded it again, perhaps no checkpoint can be restored. is_crowded: see Claim.
+    """
+
+    kind: Literal["committed", "superseded", "failed"]
+    key: str
+    message: str = ""
+    agree_anew: bool = False
+    places: Mapping[str, str] = field(default_factory=dict)
+    unnamed: str = ""
+    forgets_references: bool = False
+    is_cured_by_next: bool = False
+    is_crowded: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanWanted:
+    """Asks a rank to repeat its report with the plan, since this coordinator does not know the plan by its hash."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """Says which position a rank's restore has reached, and what the restore cost.
+
+    trained_s: seconds of training in the restored state, as in the manifest. seconds: from the claim until the restore
+    was done. what: the rank's restore report in words.
+    """
+
+    step: int = 0
+    trained_s: float = 0.0
+    seconds: float = 0.0
+    bytes_fetched: int = 0
+    what: str = "nothing was restored"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRestore:
+    """Tells the coordinator how one rank's restore of checkpoint `key`, or its peek at it, ended.
+
+    damage: the proof that the checkpoint is damaged. failure: any other error. A rank with neither has succeeded, and
+    its `arrival` counts.
+    """
+
+    group: str
+    rank: int
+    world_size: int
+    key: str
+    damage: str = ""
+    failure: RaycheckError | None = None
+    arrival: Arrival = Arrival()
+    on_corrupt: OnCorrupt = "previous"
+    is_peek: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankProof:
+    """What one rank has found out about its data source.
+
+    stream: the name of the state's entry that is the stream of data; None when the state has none. proof: None when the
+    rank proves nothing.
+    """
+
+    group: str
+    rank: int
+    world_size: int
+    stream: str | None
+    proof: SourceProof | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestoreDecision:
+    """Tells all ranks whether their restore, or their peek, is over.
+
+    "done": all have succeeded; `resume` says what the end of the attempt before cost. "again": restore the checkpoint
+    of `claim` instead; `message` says why.
+    """
+
+    kind: Literal["done", "again"]
+    claim: Claim | None = None
+    resume: ResumeRecord | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFailure:
+    """Tells the coordinator that a rank has failed and will ask for nothing more.
+
+    error: of any other class than raycheck's, it is a StoreError that names the class. saves: how many saves the rank
+    had begun; they may still end well.
+    """
+
+    group: str
+    rank: int
+    error: RaycheckError
+    saves: int = 0
+
+    @property
+    def told(self) -> RaycheckError:
+        """Returns the error that the other ranks are told: it names the rank."""
+        name, text = f"rank {self.rank}: ", str(self.error)
+        return type(self.error)(text if text.startswith(name) else name + text)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseWish:
+    """Asks, for one rank, what the run at `uri` has of the frozen components that its group is about to save.
+
+    replicas: the names of the tensors that this rank has whole, as others may have them.
+    """
+
+    group: str
+    rank: int
+    world_size: int
+    uri: str
+    wanted: Wanted
+    replicas: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseMatch:
+    """Says what one rank has found when it compared its tensors with those that were offered.
+
+    problems: for each component that differs, or could not be read, why.
+    """
+
+    group: str
+    rank: int
+    world_size: int
+    offer: BaseOffer
+    problems: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseAnswer:
+    """Tells all ranks what the base offers, or after the comparison, which components of it the run refers to.
+
+    offer: None for nothing. replicas: the tensors that all ranks have whole, so that one of them compares each.
+    components: the records of those that are referred to. problem: why others are not.
+    """
+
+    offer: BaseOffer | None = None
+    replicas: frozenset[str] = frozenset()
+    components: tuple[Component, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeartbeatMessage:
+    """Tells the coordinator about once a second how far rank 0 is.
+
+    step: completed steps. trained_s: seconds of training that these steps took, without those that were lost. step_s:
+    seconds of the last step. began_at: when the run began, in unix seconds by the store's clock. begun: the step of the
+    newest save that rank 0 has begun; -1 for none. failed, skipped: how many saves of this attempt were.
+    """
+
+    step: int
+    trained_s: float
+    step_s: float = 0.0
+    began_at: float
+    begun: int = -1
+    failed: int = 0
+    skipped: int = 0

@@ -1,0 +1,299 @@
+"""Makes the coordinator's calls of the bucket protocol: all that it reads from and writes to the bucket.
+
+Each call blocks, so the coordinator makes it in a thread. What may become of `latest` is decided in bucket/protocol;
+this module reads what a call needs besides, and tells the run log, the tasks that follow a commit and the deletes what
+came of it.
+"""
+
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+import ray
+
+from raycheck.bucket.assembly.assemble import Assembled, assemble
+from raycheck.bucket.assembly.plan_cache import PlanCache
+from raycheck.bucket.assembly.save_report import Report
+from raycheck.bucket.format.latest import COMMIT_BYTES, CROWDED_BYTES, Entry
+from raycheck.bucket.protocol import claim as claims
+from raycheck.bucket.protocol import commit as protocol
+from raycheck.bucket.protocol.claim import Identity
+from raycheck.bucket.protocol.damage import go_back
+from raycheck.bucket.protocol.preflight import probe
+from raycheck.bucket.protocol.referred_objects import ReferenceLostError, ReferredObjects
+from raycheck.bucket.protocol.resume import Resume
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.protocol.write_once import put_all_once
+from raycheck.bucket.reading import Checkpoint
+from raycheck.bucket.store.retry import retry
+from raycheck.errors import CorruptError, FencedError, RaycheckError, SaveFailedError, StoreError, SupersededError
+from raycheck.group.coordinator.background_deletes import BackgroundDeletes
+from raycheck.group.coordinator.commit_tasks import CommitTasks
+from raycheck.group.coordinator.messages import Claim, Outcome, RankRestore
+from raycheck.group.coordinator.run_log import RunLog
+from raycheck.log import event, logger
+
+PROBE_ATTEMPTS = 3
+
+
+class ProtocolCalls:
+    """Makes the bucket protocol's calls in the name of one start of one driver's coordinator."""
+
+    def __init__(
+        self,
+        register: Register,
+        me: Identity,
+        *,
+        resume: Resume,
+        plans: PlanCache,
+        tasks: CommitTasks,
+        deletes: BackgroundDeletes,
+        run_log: RunLog,
+    ) -> None:
+        """resume: only this owner's first claim obeys it."""
+        self._register = register
+        self._store = register.store
+        self.me = me
+        self._resume = resume
+        self._plans = plans
+        self._tasks = tasks
+        self._deletes = deletes
+        self._run_log = run_log
+        self._referred = ReferredObjects(register.store)
+        self._is_probed = False
+        self._said_drift = ""
+        self._probing = threading.Lock()
+
+    def claim(self, group: str, world_size: int) -> Claim:
+        """Steps 8 to 11: makes `group` the live attempt and names the checkpoint that all its ranks restore."""
+        self.probe()
+        documents: dict[str, list[Any]] = {}
+
+        def read_ahead(entry: Entry) -> None:
+            documents[entry.key] = self.documents(entry)
+
+        claimed = claims.claim(
+            self._register,
+            self.me,
+            group=group,
+            world_size=world_size,
+            resume=self._resume,
+            run_id=uuid4().hex,
+            read_ahead=read_ahead,
+        )
+        self._referred.forget()
+        attempt, entry, before = claimed.attempt, claimed.entry, claimed.before
+        past = before[0].attempts if before is not None else ()
+        ended = past[-1] if past and past[-1].number < attempt.number else None
+        had_finished = ended is not None and before is not None and before[0].is_finished
+        self._run_log.claimed(ended, attempt, entry, had_finished=had_finished)
+        if before is not None and len(before[1].data) > COMMIT_BYTES * 9 // 10:
+            logger.warning(event("latest is nearly full: keep fewer checkpoints (raycheck prune)", run=self._store.uri))
+        return Claim(
+            attempt=attempt.number,
+            restore=entry,
+            documents=documents[entry.key] if entry else [],
+            claims=(*(item.claimed_at for item in past if item.number < attempt.number), attempt.claimed_at),
+            is_finished=claimed.body.ends_with(attempt.restore_key),
+            is_crowded=self._is_crowded,
+        )
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Returns whether a commit may find no room in `latest`, so that each save has to ask."""
+        return self._register.size_bytes > CROWDED_BYTES
+
+    def check_room(self, report: Report, *, is_first: bool) -> None:
+        """Step 17, before an upload: raises ConfigError when `latest` has no room for the save of this report.
+
+        is_first: asked before the first save of the attempt. Names that are evicted do not count then: the prune that
+        follows a claim forgets them.
+        """
+        found = self._register.read()
+        if found is not None:
+            body = replace(found[0], evicted=()) if is_first else found[0]
+            protocol.check_room_for_save(body, report.retention, found[1].at, metrics=report.metrics)
+
+    def take_over(self, group: str) -> int:
+        """Step 12: goes on with the attempt of `group`, which an earlier start of this coordinator has claimed.
+
+        Returns the number of the attempt's last save that is committed.
+        """
+        attempt = claims.take_over(self._register, self.me, group=group)
+        found = self._register.read()
+        if found is not None:
+            self._run_log.adopted(attempt, found[0].entry(found[0].head or ""), now=found[1].at)
+        return attempt.last_save
+
+    def head(self) -> Entry | None:
+        """Reads which checkpoint is the newest one; None when there is none."""
+        found = self._register.read()
+        return found[0].entry(found[0].head or "") if found is not None else None
+
+    def conclude(self, reports: dict[int, Report]) -> Outcome:
+        """Steps 15 to 18: makes one save's reports a checkpoint and commits it, if every rank's upload succeeded.
+
+        A save that fails is an outcome. Raises only what ends the attempt or the run.
+        """
+        began = time.monotonic()
+        first = next(iter(reports.values()))
+        name = first.checkpoint
+        failures = [f"rank {rank}: {report.failure}" for rank, report in sorted(reports.items()) if report.failure]
+        if failures:
+            return Outcome(kind="failed", key=name, message="; ".join(failures))
+        try:
+            checkpoint, at = self._write(reports)
+            manifest = checkpoint.manifest
+            entry = protocol.commit(
+                self._register,
+                self.me,
+                manifest,
+                checkpoint.manifest_bytes,
+                reports[0].retention,
+                at=at,
+                may_move_name=first.label.may_move,
+            )
+            if entry is None:
+                return Outcome(kind="superseded", key=name)
+        except (FencedError, SupersededError, CorruptError):
+            raise
+        except Exception as error:  # noqa: BLE001  whatever it was, it is this save that failed, and nothing else (I10)
+            return self._failed(error, reports)
+        self._plans.components = manifest.components
+        if checkpoint.drift and not self._said_drift:
+            self._said_drift = checkpoint.drift
+            text = f"{name} holds one replica of several that have drifted apart: {checkpoint.drift}"
+            logger.warning(event(text, run=self._store.uri))
+        self._deletes.committed()
+        self._run_log.committed(manifest, seconds=time.monotonic() - began)
+        self._tasks.nodes = [reports[rank].node for rank in sorted(reports)]
+        self._tasks.start(name, first.progress, reports[0].tasks)
+        places = {part.name: part.checkpoint for part in manifest.components}
+        unnamed = _why_unnamed(entry, first)
+        if unnamed:
+            logger.error(event(unnamed, step=entry.step, run=self._store.uri))
+        return Outcome(
+            kind="committed",
+            key=name,
+            agree_anew=checkpoint.has_copies,
+            places=places,
+            unnamed=unnamed,
+            is_crowded=self._is_crowded,
+        )
+
+    def _write(self, reports: dict[int, Report]) -> tuple[Assembled, float | None]:
+        """Step 16: writes the documents of a save. Returns them, and the store's time of the last answer."""
+        made = assemble(self._store, [reports[rank] for rank in sorted(reports)], self._plans)
+        if self._is_crowded:  # with a manifest, what a failed commit leaves would never be swept
+            self.check_room(next(iter(reports.values())), is_first=False)
+        at, _ = self._store.both(
+            partial(put_all_once, self._store, made.documents), partial(self._referred.refuse_lost, made.manifest)
+        )
+        return made, at
+
+    def _failed(self, error: Exception, reports: dict[int, Report]) -> Outcome:
+        """Returns what all ranks are told of a save that has failed."""
+        first = next(iter(reports.values()))
+        if is_lost := isinstance(error, ReferenceLostError):
+            logger.error(event(str(error), step=first.progress.step, run=self._store.uri))
+        forgets = isinstance(error, SaveFailedError) and any(report.references for report in reports.values())
+        return Outcome(
+            kind="failed",
+            key=first.checkpoint,
+            message=f"{type(error).__name__}: {error}",
+            forgets_references=forgets or is_lost,
+            is_cured_by_next=is_lost,
+            is_crowded=self._is_crowded,
+        )
+
+    def past_outcome(self, report: Report) -> Outcome:
+        """Step 15 after a take-over: answers for a save of which some ranks heard before the coordinator died.
+
+        These ranks will not report again, so `latest` says whether the save was committed.
+        """
+        found = self._register.read()
+        entry = found[0].entry(report.checkpoint) if found is not None else None
+        is_live = entry is not None
+        if is_live:
+            self._tasks.start(report.checkpoint, report.progress, report.tasks)
+        # Whether two ranks wrote the same box is forgotten. A rank that asks for this outcome has to compare replicas
+        # anew, and the other ranks then hear of that.
+        return Outcome(
+            kind="committed" if is_live else "superseded",
+            key=report.checkpoint,
+            agree_anew=True,
+            unnamed="" if entry is None else _why_unnamed(entry, report),
+        )
+
+    def go_back(self, rank_restore: RankRestore, problem: str) -> tuple[Entry, list[Any]]:
+        """Step 26: marks the checkpoint that a rank found damaged, and makes the one before it the head.
+
+        Returns the new head and Ray's reference to its documents, in a list.
+        """
+        entry = go_back(self._register, self.me, group=rank_restore.group, key=rank_restore.key, problem=problem)
+        logger.error(
+            event(
+                f"{rank_restore.key} is DAMAGED: it is marked so and kept for inspection, and {entry.key} is restored "
+                f"instead. {problem}",
+                run=self._store.uri,
+            )
+        )
+        return entry, self.documents(entry)
+
+    def documents(self, entry: Entry) -> list[Any]:
+        """Reads a checkpoint's documents once for all ranks, into Ray's object store; returns the reference in a list.
+
+        Returns an empty list on an error: then each rank reads them, finds the error, and reports it. So it does in a
+        process that has no Ray.
+        """
+        if not ray.is_initialized():
+            return []
+        try:
+            return [ray.put(Checkpoint(self._store, entry).read_documents())]
+        except (RaycheckError, ray.exceptions.RayError) as error:
+            logger.warning(event(f"each rank reads the index of {entry.key}: {error}", run=self._store.uri))
+            return []
+
+    def check_live(self, group: str) -> None:
+        """Step 28: raises FencedError or SupersededError when `latest` says that the attempt of `group` is over."""
+        found = self._register.read()
+        assert found is not None, "a group has claimed, so this process has seen latest"
+        claims.check_current(self._register, found[0], self.me)
+        if found[0].attempt.group != group:
+            raise SupersededError(f"attempt {found[0].attempt.number} is live now")
+
+    def finish(self, group: str) -> None:
+        """Step 33: writes into `latest` that the run has come to its end."""
+        self._run_log.finished(protocol.finish(self._register, self.me, group=group))
+
+    def record_failure(self, cause: str, *, is_final: bool) -> None:
+        """Writes into the live attempt's record why this driver gives the run up, if the run is still its own."""
+        found = self._register.read()
+        if found is not None and found[0].attempt.owner == self.me.owner and not found[0].is_finished:
+            self._run_log.failed(found[0].attempt, at=found[1].at, cause=cause, is_final=is_final)
+
+    def probe(self) -> None:
+        """Step 6: proves once that the store honours conditions."""
+
+        def prove() -> None:
+            with self._probing:
+                if not self._is_probed:
+                    probe(self._store)
+                    self._is_probed = True
+
+        # One refused request is no reason to use up one of Ray's retries.
+        retry(prove, on=StoreError, pauses_s=[1.0] * (PROBE_ATTEMPTS - 1))
+
+
+def _why_unnamed(entry: Entry, report: Report) -> str:
+    """Says why a committed checkpoint has not got the name that its save asked for; "" when there is nothing to say."""
+    wanted = report.label.name
+    if wanted is None or entry.name == wanted:
+        return ""
+    return (
+        f"{entry.key} is committed WITHOUT the name {wanted}, which a checkpoint of another step has: it is pinned "
+        "instead. Name it by 'raycheck name', or give save(overwrite=True) the next time"
+    )

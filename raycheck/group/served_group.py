@@ -1,0 +1,218 @@
+"""A worker group without Ray: rank 0's process runs the coordinator, and all ranks call it over TCP.
+
+For trainings that torchrun starts. When rank 0 dies, the coordinator dies with it, which loses nothing: it holds no
+truth, and torchrun starts the whole group again. Only who knows the group's secret is answered: a random key, which the
+ranks get from rank 0 by the process group that they have.
+"""
+
+import asyncio
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from multiprocessing.managers import BaseManager
+from typing import Any
+from uuid import uuid4
+
+import torch.distributed as dist
+
+from raycheck.bucket.protocol.resume import Fork, Resume, parse_resume
+from raycheck.errors import ConfigError, RaycheckError, StoreError
+from raycheck.group.coordinator.actor import Coordinator
+from raycheck.group.group import Group, same
+from raycheck.log import event, logger
+
+LAST_WORDS_S = 5.0
+"""How long rank 0's process stays, when that rank fails, until the other ranks have heard of it."""
+OLD_ADDRESSES = (
+    "after a restart by torchrun the ranks may not meet (connectFullMesh ... Connection refused), since its store has "
+    "the addresses of the ranks before: start it by TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone, or "
+    "--rdzv-backend=c10d on several nodes"
+)
+CALLS = 8
+"""How many calls of one rank's may be under way at a time."""
+
+
+def torchrun_group(uri: str, *, resume: str | int = "auto") -> Group:
+    """Returns this rank's place in the group of torch.distributed, for a training that torchrun starts without Ray.
+
+    All ranks call it, after init_process_group; rank 0's process runs the coordinator. uri: the run's root, such as
+    "s3://bucket/runs/my-run". resume: as for `fit`, but no other run's URI. Raises ConfigError for that, and where
+    torch.distributed is not initialized.
+    """
+    if not dist.is_initialized():
+        raise ConfigError(
+            "torchrun_group: torch.distributed is not initialized; call torch.distributed.init_process_group first, "
+            "and start the script by torchrun"
+        )
+    wish = parse_resume(resume)
+    if isinstance(wish, Fork):
+        raise ConfigError(f"torchrun_group(resume={resume!r}): only fit and ActorCheckpointer begin from another run")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if rank == 0 and _meets_by_old_addresses():
+        logger.warning(event(OLD_ADDRESSES, run=uri))
+    broadcast = _broadcast() if world_size > 1 else same
+    id_, served = broadcast((uuid4().hex[:16], serve(uri, wish)) if rank == 0 else None)
+    return ServedGroup(
+        id=id_,
+        uri=uri,
+        rank=rank,
+        world_size=world_size,
+        coordinator=served,
+        broadcast=broadcast,
+        is_first_on_node=int(os.environ.get("LOCAL_RANK", rank)) == 0,
+    )
+
+
+def _meets_by_old_addresses() -> bool:
+    """Returns whether torchrun would start the ranks again with the store that the ranks before have used."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """Says where a coordinator answers, and what it asks of who calls: plain values, to be sent to each rank."""
+
+    address: tuple[str, int]
+    key: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedGroup(Group):
+    """Is one rank's place in a group whose coordinator is served by a process of the training.
+
+    coordinator: a Served.
+    """
+
+    @property
+    def node(self) -> str:
+        return socket.gethostname()
+
+    def fetch(self, references: list[Any]) -> Any:
+        """Returns None: each rank reads a checkpoint's documents itself, since there is no object store."""
+        del references
+
+    def tell(self, method: str, *args: Any) -> Future[Any]:
+        return self._threads.submit(self._call, method, args)
+
+    def answer(self, told: Any) -> Any:
+        return told.result() if told.done() and told.exception() is None else None
+
+    def ask(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
+        """Calls the coordinator. Raises StoreError when rank 0 is gone, or does not answer within timeout_s."""
+        try:
+            return self.tell(method, *args).result(timeout_s)
+        except RaycheckError as error:
+            if self.rank:
+                said = str(error)
+                with suppress(Exception):
+                    self._threads.submit(lambda: self._caller.heard(self.rank, said)).result(LAST_WORDS_S)
+            raise
+        except (OSError, EOFError) as error:
+            why = "that process has ended, and its own output says why"
+            if isinstance(error, TimeoutError):
+                why = f"no answer within {timeout_s:.0f} s"
+            raise StoreError(
+                f"rank {self.rank}: {what}: the coordinator in rank 0's process does not answer: {why}. Start the "
+                "training again"
+            ) from error
+
+    def tell_failure(self, error: Exception, *, saves: int = 0) -> bool:
+        """Tells the other ranks, and on rank 0 waits a while until they have heard: the coordinator ends with it."""
+        is_told = super().tell_failure(error, saves=saves)
+        if is_told and self.rank == 0:
+            with suppress(Exception):
+                self._caller.wait_until_heard(str(error), self.world_size - 1, LAST_WORDS_S)
+        return is_told
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(CALLS, thread_name_prefix="raycheck-calls")
+
+    @cached_property
+    def _caller(self) -> Any:
+        manager: Any = _Client(address=self.coordinator.address, authkey=self.coordinator.key)
+        manager.connect()
+        return manager.caller()
+
+    def _call(self, method: str, args: tuple[Any, ...]) -> Any:
+        return self._caller.call(method, args)
+
+
+def serve(uri: str, resume: Resume) -> Served:
+    """Start a coordinator in threads of this process, which end with it. Returns where the ranks reach it."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="raycheck-coordinator", daemon=True).start()
+    caller = _Caller(Coordinator(uri, uuid4().hex[:16], resume), loop)
+
+    class Serving(BaseManager):
+        """Is a class of its own for each coordinator: what is registered belongs to the class."""
+
+    Serving.register("caller", callable=lambda: caller, exposed=("call", "heard", "wait_until_heard"))
+    key = secrets.token_bytes(32)
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")  # under torchrun: where rank 0 is reached
+    server: Any = Serving(address=(_own(host), 0), authkey=key).get_server()
+    threading.Thread(target=server.serve_forever, name="raycheck-server", daemon=True).start()
+    return Served(address=(host, server.address[1]), key=key)
+
+
+def _own(host: str) -> str:
+    """Returns the address to listen at: that of this host, or all of them where `host` is not this host's own name."""
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return "0.0.0.0"  # noqa: S104  behind a name that only others resolve; the key keeps strangers out
+    return host
+
+
+class _Client(BaseManager):
+    """Calls a coordinator that another process serves."""
+
+
+_Client.register("caller")
+
+
+class _Caller:
+    """Makes the calls of all ranks in the coordinator's event loop."""
+
+    def __init__(self, coordinator: Coordinator, loop: asyncio.AbstractEventLoop) -> None:
+        self._coordinator = coordinator
+        self._loop = loop
+        self._heard: set[tuple[int, str]] = set()
+        self._change = threading.Condition()
+
+    def call(self, method: str, args: tuple[Any, ...]) -> Any:
+        return asyncio.run_coroutine_threadsafe(getattr(self._coordinator, method)(*args), self._loop).result()
+
+    def heard(self, rank: int, said: str) -> None:
+        """Record that a rank was given an error of raycheck's, which said this."""
+        with self._change:
+            self._heard.add((rank, said))
+            self._change.notify_all()
+
+    def wait_until_heard(self, text: str, count: int, timeout_s: float) -> bool:
+        """Wait, for timeout_s seconds at most, until so many ranks were given an error with this text. Returns whether
+        they were."""
+        with self._change:
+            return self._change.wait_for(
+                lambda: len({rank for rank, said in self._heard if text in said}) >= count, timeout_s
+            )
+
+
+def _broadcast() -> Callable[[Any], Any]:
+    """Returns a broadcast from rank 0 over a process group of its own, on the CPU."""
+    group = dist.new_group(backend="gloo")
+
+    def broadcast(value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=group)
+        return box[0]
+
+    return broadcast

@@ -1,0 +1,500 @@
+"""The Checkpointer is what a training loop talks to: it restores, counts steps, saves when due, and waits at the end.
+
+This module is the public surface, and what happens before training: claim, peek and restore. What happens at each step
+is in live_attempt.py, when to save in save_triggers.py, and what a save does in save_queue.py. All ranks decide alike.
+"""
+
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from types import MappingProxyType, TracebackType
+from typing import Self, get_args
+
+from raycheck.bucket.attempt_records import ResumeRecord
+from raycheck.bucket.format.label import NO_LABEL, Label, NoteValue, label_of
+from raycheck.data.loader_checks import check_loaders
+from raycheck.errors import ConfigError
+from raycheck.group.coordinator.messages import Claim, OnCorrupt
+from raycheck.group.group import Group
+from raycheck.group.worker.after_commit import AfterCommitTasks
+from raycheck.group.worker.base_run import refer_to_base
+from raycheck.group.worker.data_proof import prove_together
+from raycheck.group.worker.group_restore import (
+    RestoreResult,
+    apply_random_state,
+    claim_run,
+    peek_together,
+    restore_together,
+)
+from raycheck.group.worker.heartbeat import FencingWatch
+from raycheck.group.worker.live_attempt import LiveAttempt, StartingPoint
+from raycheck.group.worker.periodic import periodics_of, start_alone
+from raycheck.group.worker.restore_notices import (
+    say_what_begins_anew,
+    say_what_changed,
+    warn_of_differences,
+    warn_of_other_position,
+    warn_of_rays_checkpoint,
+)
+from raycheck.group.worker.save_kind import SaveKind, kind_asked_for
+from raycheck.group.worker.save_queue import SaveStatus
+from raycheck.group.worker.save_triggers import SaveTriggers
+from raycheck.group.worker.singleton import register_open
+from raycheck.group.worker.training_progress import ProgressCounter
+from raycheck.log import event, logger, show_log
+from raycheck.on_ray.api.controller_callbacks import is_turned_off
+from raycheck.settings import SaveSettings
+from raycheck.state.entries.make_entries import ChainedState, objects_by_name
+from raycheck.state.preview import Preview
+from raycheck.state.restore_selection import EVERYTHING, Selection
+from raycheck.state.train_state import TrainState
+
+RESTORE_FIRST = "call restore() before the first step: it claims the run, also a fresh one"
+
+
+class Checkpointer:
+    """Saves and restores the state of a training: on all ranks together, straight from and to object storage.
+
+    Use it as a context manager. Every rank makes the same calls in the same order.
+
+    state: maps names to modules, optimizers, schedulers, Batches, RayData, or anything with state_dict and
+    load_state_dict. Give what exists already; `add` takes the rest. raycheck adds the random state and the progress by
+    itself. settings: when and how to save. group: this rank's place in a group outside Ray Train; by default Ray
+    Train's. position: counts the progress where a driver does that and not these calls.
+
+    With SaveSettings(enabled=False), and under fit(enabled=False), it counts steps and does nothing else. Raises
+    ConfigError, naming the entry, for a state that cannot be saved.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, object] | None = None,
+        settings: SaveSettings | None = None,
+        *,
+        group: Group | None = None,
+        position: ProgressCounter | None = None,
+    ) -> None:
+        show_log()
+        self.settings = settings or SaveSettings()
+        self._is_off = not self.settings.enabled or (group is None and is_turned_off())
+        group = self._group = group or (Group.alone() if self._is_off else Group.of_ray_train())
+        self._given = ChainedState()
+        self._state: TrainState | None = None
+        self._counter = position or ProgressCounter(())
+        self._attempt: LiveAttempt | None = None  # from restore() on
+        with self._told_to_others():
+            self._take(state or {})
+        self._watch = FencingWatch(self._group)
+        self._triggers = SaveTriggers(
+            self.settings if self._counter.decides else self.settings.without_triggers, self._group
+        )
+        self._is_restored = False
+        self._claim: Claim | None = None
+        self._preview: Preview | None = None
+        self._furthest = -1  # the last step that earlier attempts are known to have completed
+        if self._is_off:
+            logger.warning(event("raycheck is turned off: nothing is saved, and nothing is restored", rank=group.rank))
+        else:
+            register_open(self, uri=group.uri, rank=group.rank)
+
+    def add(self, name: str, value: object) -> None:
+        """Add an entry to the state, as if it had been given to the constructor. Call it before `restore`.
+
+        Raises ConfigError, naming the entry, for a value that cannot be saved, for a name that the state has already,
+        and after `restore`, which has filled the state.
+        """
+        if self._is_restored:
+            raise ConfigError(f"add({name!r}) comes after restore(), which has filled the state; call it before")
+        with self._told_to_others():
+            if name in self._given:
+                raise ConfigError(f"add({name!r}): the state has an entry of this name already")
+            self._take(MappingProxyType({name: value}))
+
+    def _take(self, more: Mapping[str, object]) -> None:
+        given = ChainedState(*self._given.sources, more)  # bare values are read from the caller's own dict
+        rank, world_size = self._group.rank, self._group.world_size
+        if given and not self._is_off:
+            self._state = TrainState(
+                given,
+                rank=rank,
+                world_size=world_size,
+                buffers=self.settings.buffers,
+                is_shared=self.settings.upload_by == "node",
+                has_memory=self.settings.memory_every_steps is not None,
+            )
+        entries = self._state.objects if self._state else objects_by_name(given)
+        self._counter.watch(entries.values())
+        self._periodics = periodics_of(entries, self._group, is_led=not self._counter.decides)
+        self._given = given
+
+    @property
+    def uri(self) -> str:
+        """Returns the URI of the run that is saved to, as `raycheck.open_run` takes it; "" when turned off."""
+        return self._group.uri
+
+    @property
+    def is_closed(self) -> bool:
+        """Returns whether `close` was called, or the context has been left."""
+        return self._watch.is_ended
+
+    @property
+    def is_off(self) -> bool:
+        """Returns whether raycheck is turned off: by SaveSettings(enabled=False), or by fit(enabled=False)."""
+        return self._is_off
+
+    @property
+    def is_repeating(self) -> bool:
+        """Returns whether a lost attempt had trained the newest step before, as far as this driver knows.
+
+        A logger that is told of the other steps only never goes backwards. The driver knows what rank 0 last told the
+        coordinator, about a second before: after a hard kill the last steps before it may come twice.
+        """
+        return self._counter.step <= self._furthest
+
+    @property
+    def save_status(self) -> SaveStatus:
+        """Describes this rank's saves to a driver that decides when to save."""
+        return self._attempt.save_status if self._attempt is not None else SaveStatus()
+
+    def peek(
+        self, *, only: Iterable[str] | None = None, skip: Iterable[str] = (), on_corrupt: OnCorrupt = "previous"
+    ) -> Preview:
+        """Claim the run for this worker group and return what `restore` will find, before there is anything to fill.
+
+        Every rank calls it, or none. The restore takes the checkpoint that was peeked at. If that proves to be damaged
+        only then, the attempt ends with SupersededError, and the next attempt's peek answers for another checkpoint. A
+        second call returns the first answer. only, skip, on_corrupt: as for `restore`.
+
+        Raises FencedError, DamagedError, CorruptError, and ConfigError after `restore` or for another only or skip than
+        in the first call.
+        """
+        if self._is_restored and self._preview is None:
+            raise ConfigError("peek() comes before restore(), whose result has the step, the epoch and the report")
+        with self._told_to_others():
+            return self._peek(only, skip, on_corrupt=on_corrupt)
+
+    def _peek(self, only: Iterable[str] | None, skip: Iterable[str], *, on_corrupt: OnCorrupt) -> Preview:
+        selection = Selection.of(only, skip)
+        _check_choice(on_corrupt)
+        if self._preview is not None:
+            if selection != self._preview.selection:
+                raise ConfigError("peek() was asked with another only or skip before; ask for the same")
+            return self._preview
+        if self._is_off:
+            self._preview = Preview(attempt=1, selection=selection)
+            return self._preview
+        claim = self._claim_run()
+        if claim.entry is None:
+            self._preview = Preview(attempt=claim.attempt, selection=selection)
+        else:
+            self._claim, self._preview = peek_together(self._group, claim, selection, on_corrupt=on_corrupt)
+        return self._preview
+
+    def restore(
+        self,
+        *,
+        strict: bool = True,
+        only: Iterable[str] | None = None,
+        skip: Iterable[str] = (),
+        on_corrupt: OnCorrupt = "previous",
+        cast: bool = False,
+    ) -> RestoreResult:
+        """Claim the run for this worker group and put the checkpoint that the claim names into the live state.
+
+        Every rank calls it once, at the start, also in a fresh run.
+
+        only, skip: names of entries to take, or to leave as they are. "rng" and "progress" (the step count) are such
+        names, and so is a place inside a module ("model.head"). only=["model"] starts from trained weights at step 0.
+        A selection is applied once: a checkpoint that was saved after it is restored whole by the same call, so that a
+        restart goes on from where training was.
+        strict: whether a tensor or entry that only one side has is refused, or just reported.
+        on_corrupt: what to do about a checkpoint that proves to be damaged. "previous" marks it and keeps it for
+        inspection, and all ranks take the newest good one that training came through before it, never step 0; the
+        report names it under `refused`. "raise" leaves everything as it is.
+        cast: whether to convert floating-point tensors of modules and optimizers that were saved in another
+        floating-point type, as stock DCP does; the report names them under `cast`. By default that is refused.
+
+        Tensors on the meta device get memory on their module's device and remain the same objects.
+
+        Returns a RestoreResult, all zero in a fresh run. Raises FencedError, StateMismatchError (nothing was changed),
+        DamagedError, CorruptError, and ConfigError for a state that could not be saved later.
+        """
+        if self._is_restored:
+            raise ConfigError("restore() was called before; a Checkpointer restores once, at the start")
+        _check_choice(on_corrupt)
+        selection = Selection.of(only, skip)
+        if self._is_off:
+            self._is_restored = True
+            self._counter.start_at(self._counter.progress)
+            start_alone(self._periodics, lambda: self._counter.progress, world_size=self._group.world_size)
+            return RestoreResult(**asdict(self._counter.progress), attempt=1)
+        with self._told_to_others():
+            state, tasks = self._checked_state()
+            stream = next(iter(self._counter.data), None)
+            name = next((name for name, value in state.objects.items() if value is stream is not None), None)
+            proof = None if stream is None else stream.prove()
+            claim = self._claim_run()
+            prove_together(self._group, name, stream, proof)
+            if self._preview is not None:
+                self._preview.check(selection)
+            if claim.entry is None:
+                result = self._start_fresh(state, claim, selection, tasks)
+            else:
+                result = self._fill(state, claim, selection, tasks, strict=strict, on_corrupt=on_corrupt, cast=cast)
+            self._live().save_at_start()
+        return result
+
+    @contextmanager
+    def _told_to_others(self) -> Iterator[None]:
+        """Tell an error of the block to the other ranks, which would else wait for this one."""
+        try:
+            yield
+        except Exception as error:
+            self._tell_others(error)
+            raise
+
+    def _tell_others(self, error: Exception) -> None:
+        if not self._is_off:
+            self._group.tell_failure(error, saves=self._attempt.saves if self._attempt is not None else 0)
+
+    def _checked_state(self) -> tuple[TrainState, AfterCommitTasks]:
+        """Check the whole state before the run is claimed. Raises ConfigError if it could not be saved or exported."""
+        if self._state is None:
+            raise ConfigError("the state is empty; give at least the model and the optimizer")
+        tasks = AfterCommitTasks(self.settings.tasks, self._group, self._state.models, self._watch)
+        self._state.check(is_before_restore=True)
+        check_loaders(self._state.objects, rank=self._group.rank)
+        return self._state, tasks
+
+    def _claim_run(self) -> Claim:
+        """Claim the run, unless `peek` has done so."""
+        if self._claim is None:
+            self._claim = claim_run(self._group)
+        return self._claim
+
+    def _start_fresh(
+        self, state: TrainState, claim: Claim, selection: Selection, tasks: AfterCommitTasks
+    ) -> RestoreResult:
+        state.check()
+        state.check_selection(selection)
+        if selection != EVERYTHING:
+            text = "starting fresh: there is no checkpoint to restore from"
+            logger.warning(event(text, selection=str(selection), run=self._group.uri))
+        self._refer_to_base(state)
+        self._counter.start_at(self._counter.progress)
+        self._begin(state, StartingPoint.fresh(claim, selection), tasks)
+        if not self._has_data_position(state):
+            say_what_begins_anew(self._group, None)
+        warn_of_rays_checkpoint(self._group, None)
+        # An attempt that ended before its first commit is begun anew: its steps come again.
+        self._furthest = _furthest_of(claim.resume)
+        return RestoreResult(attempt=claim.attempt, resume=claim.resume)
+
+    def _fill(
+        self,
+        state: TrainState,
+        claim: Claim,
+        selection: Selection,
+        tasks: AfterCommitTasks,
+        *,
+        strict: bool,
+        on_corrupt: OnCorrupt,
+        cast: bool,
+    ) -> RestoreResult:
+        """Put a checkpoint into the live state."""
+        group, began = self._group, time.monotonic()
+        claim, done, resume = restore_together(
+            group,
+            state,
+            claim,
+            selection,
+            strict=strict,
+            on_corrupt=on_corrupt,
+            cast=cast,
+            preview=self._preview,
+        )
+        state.check_memory()
+        self._refer_to_base(state, [component.name for component in done.manifest.components])
+        rng = apply_random_state(done, group, self._counter.data)
+        self._counter.start_at(done.progress)
+        # Only now: what a failed restore left behind must never be saved.
+        self._begin(state, StartingPoint.restored(claim, done), tasks)
+        progress = self._counter.progress
+        say_what_changed(group, done.manifest, self.settings)
+        warn_of_rays_checkpoint(group, done.manifest)
+        self._furthest = _furthest_of(resume)
+        if not self._has_data_position(state):
+            say_what_begins_anew(group, progress)
+        result = RestoreResult.of(done, progress, claim=claim, resume=resume, seconds=time.monotonic() - began, rng=rng)
+        warn_of_differences(group, result.report)
+        if self._preview is not None:
+            warn_of_other_position(group, self._preview, progress)
+        return result
+
+    def _begin(self, state: TrainState, start: StartingPoint, tasks: AfterCommitTasks) -> None:
+        """Let the attempt live: from now on steps are counted and saved."""
+        self._is_restored = True
+        self._attempt = LiveAttempt(
+            state,
+            self.settings,
+            self._group,
+            start=start,
+            counter=self._counter,
+            triggers=self._triggers,
+            watch=self._watch,
+            tasks=tasks,
+        )
+        for periodic in self._periodics:
+            periodic.start(lambda: (self._counter.progress, self._triggers.clock_s))
+        self._watch.start()
+
+    def _refer_to_base(self, state: TrainState, known: Sequence[str] = ()) -> None:
+        """Look for frozen components in the base run. known: those that the restored checkpoint has."""
+        if self.settings.base is not None:
+            refer_to_base(self._group, state, self.settings.base, known)
+
+    def _has_data_position(self, state: TrainState) -> bool:
+        return bool(self._counter.data) or state.has_loader
+
+    def end_step(self, metrics: Mapping[str, object] | None = None, *, tokens: int = 0, episodes: int = 0) -> None:
+        """Call this when an optimizer step is complete, its scheduler included. It saves when a save is due.
+
+        metrics: numbers or 0-dim tensors to keep with the checkpoint, if they are finite; they are read only on steps
+        that save. tokens, episodes: what this step added over all ranks, as rank 0 counts it; the checkpoint keeps the
+        sums. Raises FencedError or SupersededError when this attempt is over, and SaveFailedError after too many failed
+        saves in a row.
+        """
+        if self._is_counting_only():
+            self._counter.end_step(tokens=tokens, episodes=episodes)
+            return
+        self._live().end_step(metrics, tokens=tokens, episodes=episodes)
+
+    def end_epoch(self) -> None:
+        """Call this when an epoch is complete, with what the script does at its end (evaluation, a scheduler's step).
+
+        It saves when a save is due. What is saved from now on goes on in the next epoch. Raises as end_step does.
+        """
+        if self._is_counting_only():
+            self._counter.end_epoch()
+            return
+        self._live().end_epoch()
+
+    def save(
+        self,
+        metrics: Mapping[str, object] | None = None,
+        *,
+        is_rolling: bool = False,
+        after_commit: str | Sequence[str] = (),
+        name: str | None = None,
+        note: Mapping[str, NoteValue] | None = None,
+        expire_after_s: float | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Begin a save of the state as it is now.
+
+        Does nothing, and logs that, when this step is saved in this way already, is being saved, or was restored whole.
+        All ranks give the same arguments but metrics, of which rank 0's count.
+
+        metrics: as for end_step; None: those of the newest end_step. is_rolling: keep it only as one of the newest
+        `rolling_keep_last` rolling saves. after_commit: run these tasks of `SaveSettings.after_commit` on this step's
+        checkpoint once it is committed, also if the step is saved already: "export", or the name of a function, or
+        several of them. name: by which it can be restored, and under which retention keeps it. Where a checkpoint of
+        another step has the name already, this one is committed without it, and pinned; an error in the log and
+        `save_status.unnamed` say so.
+        overwrite: take the name from that one. note: a few facts to keep with it (text, int, float, bool by name, 4 KiB
+        at most). expire_after_s: this many seconds after the commit nothing keeps it any longer; None: as the settings
+        say, and never when it has a name.
+
+        Raises as end_step does, and ConfigError for a task that is not in the settings.
+        """
+        label = label_of(name, note, expire_after_s, overwrite=overwrite)
+        kind, tasks = kind_asked_for(self.settings, is_rolling=is_rolling, after_commit=after_commit)
+        self.save_as(kind, metrics, label, tasks=tasks)
+
+    def save_as(
+        self,
+        kind: SaveKind,
+        metrics: Mapping[str, object] | None,
+        label: Label = NO_LABEL,
+        *,
+        tasks: Collection[str] = (),
+        is_by_notice: bool = False,
+    ) -> None:
+        """Begin a save like `save`, for a driver that has already chosen the kind of save, its label and its tasks.
+
+        is_by_notice: it is one because a node is about to go.
+        """
+        if not self._is_counting_only():
+            self._live().save_as(kind, metrics, label, tasks=tasks, is_by_notice=is_by_notice)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until every save begun so far is committed. It begins no save. Every rank calls it.
+
+        timeout_s: seconds to wait at most; None, or more than that: as long as a save may take.
+
+        Raises SaveFailedError when one of the newest saves, as many as there are buffers, has failed or has not ended
+        then; else it raises as end_step does. After a wait without timeout_s that raised SaveFailedError, `save` saves
+        this step once more.
+        """
+        if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s >= 0):
+            raise ConfigError(f"wait(timeout_s={timeout_s!r}): give a number of seconds")
+        if not self._is_counting_only():
+            self._live().wait(timeout_s)
+
+    def close(self) -> None:
+        """Save the last step if it is not saved, wait for the commit, and write into `latest` that the run has ended.
+
+        Leaving the context without an exception calls it. Raises what kept the save from being committed.
+        """
+        if self.is_closed:
+            return
+        try:
+            if self._attempt is not None:
+                with self._told_to_others():
+                    self._attempt.finish()
+        finally:
+            self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            if self._attempt is not None:
+                self._attempt.abandon()
+            if isinstance(error, Exception):
+                self._tell_others(error)
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._watch.end()
+        if self._attempt is not None:
+            self._attempt.stop()
+
+    def _is_counting_only(self) -> bool:
+        """Returns whether raycheck is turned off. Raises ConfigError before a restore, even when it is turned off."""
+        if not self._is_restored:
+            raise ConfigError(RESTORE_FIRST)
+        return self._is_off
+
+    def _live(self) -> LiveAttempt:
+        if self._attempt is None:
+            raise ConfigError(RESTORE_FIRST)
+        return self._attempt
+
+
+def _check_choice(on_corrupt: OnCorrupt) -> None:
+    if on_corrupt not in get_args(OnCorrupt):
+        raise ConfigError(f"on_corrupt={on_corrupt!r}: give one of {', '.join(get_args(OnCorrupt))}")
+
+
+def _furthest_of(resume: ResumeRecord | None) -> int:
+    """Returns the last step that earlier attempts are known to have completed; -1 for none."""
+    return -1 if resume is None or resume.furthest_step is None else resume.furthest_step

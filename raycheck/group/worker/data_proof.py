@@ -1,0 +1,40 @@
+"""Proves the data source of a training on all ranks together, before the first step."""
+
+import time
+
+from raycheck.data.data_stream import DataStream
+from raycheck.data.proof_agreement import SourceProof
+from raycheck.errors import RaycheckError, StoreError
+from raycheck.group.coordinator.messages import RankProof
+from raycheck.group.group import Group, ask_until_decided
+
+PROOF_TIMEOUT_S = 600.0
+"""How much later than the first rank the last one may have read its samples."""
+
+
+def prove_together(group: Group, name: str | None, stream: DataStream | None, mine: SourceProof | None) -> None:
+    """Compare what the ranks have read, and give the stream what holds for all of them. Every rank calls it once.
+
+    name, stream: the entry of the state that is a stream of data; None when this rank has none. mine: what this rank's
+    `prove` has returned. Raises ConfigError on all ranks when the ranks' sources differ, or only some ranks have one.
+    """
+    agreed = _agreed(group, name, mine) if group.world_size > 1 else mine
+    if stream is not None and agreed is not None:
+        stream.take_proof(agreed)
+
+
+def _agreed(group: Group, name: str | None, mine: SourceProof | None) -> SourceProof | None:
+    what = "comparison of the ranks' data"
+
+    def late(missing: str) -> RaycheckError:
+        return StoreError(f"rank {group.rank}: {what}: {missing} within {PROOF_TIMEOUT_S:.0f} s")
+
+    found: list[SourceProof | None] = ask_until_decided(
+        group,
+        "compare_data",
+        RankProof(group=group.id, rank=group.rank, world_size=group.world_size, stream=name, proof=mine),
+        deadline=time.monotonic() + PROOF_TIMEOUT_S,
+        what=what,
+        late=late,
+    )
+    return found[0]

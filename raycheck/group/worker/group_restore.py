@@ -1,0 +1,280 @@
+"""Restores on all ranks together: a restore is over when every rank is through with it.
+
+When one rank finds the checkpoint damaged, all of them go back to the one before it. That decision is written into
+`latest` before anybody trains on (step 26). This is the ranks' side; the coordinator's is in rendezvous.py.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Generic, TypeVar
+
+from raycheck.bucket.attempt_records import ResumeRecord
+from raycheck.bucket.format.latest import Entry
+from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.reading import Checkpoint
+from raycheck.data.data_stream import DataStream
+from raycheck.errors import DamagedError, RaycheckError, StoreError, SupersededError
+from raycheck.group.coordinator.messages import (
+    Arrival,
+    Claim,
+    NodeCheck,
+    OnCorrupt,
+    Pending,
+    RankRestore,
+    RestoreDecision,
+)
+from raycheck.group.group import CLAIM_TIMEOUT_S, Group, ask_until_decided
+from raycheck.log import event, logger
+from raycheck.on_ray.nodes.memory_shards import MemoryReader
+from raycheck.state.preview import Preview
+from raycheck.state.random_state import rng_values
+from raycheck.state.restore_result import Restored, RestoreReport
+from raycheck.state.restore_selection import Selection
+from raycheck.state.train_state import TrainState
+
+NODE_CHECKS_S = 60.0
+"""How long the ranks that have nothing to check wait for the others before a driver's first claim."""
+RESTORE_TIMEOUT_S = 3600.0
+"""How much later than the first rank the last one may be through."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestoreResult:
+    """Describes where training goes on after a restore; all counts are zero in a fresh run.
+
+    step: index of the next optimizer step. epoch, epoch_step, samples: consumed position of the data. tokens, episodes:
+    the sums of what `end_step` was given so far. checkpoint: name of the restored checkpoint, None in a fresh run.
+    attempt: number of this life of the worker group. saved_world_size: number of ranks that wrote the checkpoint.
+    seconds, bytes_fetched, tensors: what this rank's restore took. rng: what was done about random state. report:
+    which entries were restored, and which were not. resume: what the end of the attempt before cost, None in a run's
+    first attempt. is_finished: whether training had ended with this checkpoint: all ranks had left the Checkpointer's
+    block without an exception. A loop that goes on from here trains more, or nothing. is_from_memory: `checkpoint` is a
+    memory checkpoint (SaveSettings.memory_every_steps), which lay in the nodes' memory and not in the bucket.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    epoch_step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    episodes: int = 0
+    checkpoint: str | None = None
+    attempt: int
+    saved_world_size: int = 0
+    seconds: float = 0.0
+    bytes_fetched: int = 0
+    tensors: int = 0
+    rng: str = "untouched"
+    report: RestoreReport = field(default_factory=RestoreReport)
+    resume: ResumeRecord | None = None
+    is_finished: bool = False
+    is_from_memory: bool = False
+
+    @classmethod
+    def of(
+        cls, done: Restored, progress: Progress, *, claim: Claim, resume: ResumeRecord | None, seconds: float, rng: str
+    ) -> "RestoreResult":
+        """Returns the result of a restore. progress: the counts from which training goes on, those of the data too."""
+        return cls(
+            **asdict(progress),
+            checkpoint=done.manifest.key,
+            attempt=claim.attempt,
+            saved_world_size=done.manifest.world_size,
+            seconds=seconds,
+            bytes_fetched=done.bytes_fetched,
+            tensors=done.tensors,
+            rng=rng,
+            report=done.report,
+            resume=resume,
+            is_from_memory=claim.memory is not None,
+            is_finished=claim.is_finished and not done.report.skipped,  # entries that were left out are trained anew
+        )
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Agreed(Generic[T]):
+    """Holds what all ranks have read of one checkpoint.
+
+    claim: the final claim, which names that checkpoint. result: what this rank has read.
+    """
+
+    claim: Claim
+    result: T
+    resume: ResumeRecord | None
+
+
+def claim_run(group: Group) -> Claim:
+    """Claim the run for this worker group, and check what this node may do in the bucket. Every rank calls it."""
+
+    def claim() -> Claim:
+        alone_from = time.monotonic() + NODE_CHECKS_S
+        while True:
+            rank = group.rank if time.monotonic() < alone_from else None
+            answer: Claim | Pending = group.ask(
+                "claim", group.id, group.world_size, rank, timeout_s=CLAIM_TIMEOUT_S, what="claim of the run"
+            )
+            if not isinstance(answer, Pending):
+                return answer
+
+    when: NodeCheck = "done"
+    if group.is_first_on_node:
+        when = group.ask("node_check", group.node, timeout_s=CLAIM_TIMEOUT_S, what="check of the node")
+    if when == "done":
+        return claim()
+    if when == "before the claim":
+        group.check_node()
+        claimed = claim()
+    else:
+        claimed, _ = group.store.both(claim, group.check_node)
+    group.check_shared()
+    group.tell("node_checked", group.node)
+    return claimed
+
+
+def peek_together(group: Group, claim: Claim, selection: Selection, *, on_corrupt: OnCorrupt) -> tuple[Claim, Preview]:
+    """Read what the checkpoint of `claim` says of itself, or the newest good one before it, alike on all ranks.
+
+    Returns the final claim, which names that checkpoint. Raises DamagedError when there is no good one, or when
+    on_corrupt is "raise".
+    """
+
+    def read(checkpoint: Checkpoint, claim: Claim) -> Preview:
+        return Preview.of(checkpoint, selection, attempt=claim.attempt, rank=group.rank, refused=claim.refused)
+
+    def arrival(preview: Preview, seconds: float) -> Arrival:
+        return Arrival(step=preview.step, seconds=seconds)
+
+    agreed = _read_together(group, claim, read, arrival, on_corrupt=on_corrupt, is_peek=True)
+    return agreed.claim, agreed.result
+
+
+def restore_together(
+    group: Group,
+    state: TrainState,
+    claim: Claim,
+    selection: Selection,
+    *,
+    strict: bool,
+    on_corrupt: OnCorrupt,
+    cast: bool = False,
+    preview: Preview | None = None,
+) -> tuple[Claim, Restored, ResumeRecord | None]:
+    """Put the checkpoint of `claim` into the live state on all ranks, or the newest good one before it.
+
+    preview: the answer of `peek_together`. Returns the final claim, which names that checkpoint. Raises DamagedError
+    when there is no good one, or when on_corrupt is "raise"; SupersededError when it is another one than was peeked at.
+    """
+
+    def read(checkpoint: Checkpoint, claim: Claim) -> Restored:
+        done = state.apply(checkpoint, selection, strict=strict, once=True, share=True, cast=cast)
+        return replace(done, report=replace(done.report, refused=claim.refused))
+
+    agreed = _read_together(group, claim, read, _arrival, on_corrupt=on_corrupt, preview=preview)
+    return agreed.claim, agreed.result, agreed.resume
+
+
+def _read_together(
+    group: Group,
+    claim: Claim,
+    read: Callable[[Checkpoint, Claim], T],
+    arrival: Callable[[T, float], Arrival],
+    *,
+    on_corrupt: OnCorrupt,
+    is_peek: bool = False,
+    preview: Preview | None = None,
+) -> _Agreed[T]:
+    """Read checkpoint after checkpoint, newest first, until no rank finds damage."""
+    began = time.monotonic()
+    while True:
+        assert claim.entry is not None, "a fresh run restores nothing"
+        mine = RankRestore(
+            group=group.id,
+            rank=group.rank,
+            world_size=group.world_size,
+            key=claim.entry.key,
+            on_corrupt=on_corrupt,
+            is_peek=is_peek,
+        )
+        checkpoint = _checkpoint(group, claim, claim.entry)
+        result: T | None = None
+        try:
+            result = read(checkpoint, claim)
+            mine = replace(mine, arrival=arrival(result, time.monotonic() - began))
+        except DamagedError as error:
+            mine = replace(mine, damage=str(error))
+        except Exception as error:
+            failure = error if isinstance(error, RaycheckError) else StoreError(f"{type(error).__name__}: {error}")
+            group.tell("restored", replace(mine, failure=failure))  # the other ranks must not wait for this one
+            raise
+        decision = _decision_on(group, mine)
+        if decision.claim is None:
+            assert result is not None, "a rank that found damage never gets a final decision"
+            return _Agreed(claim=claim, result=result, resume=decision.resume)
+        claim = decision.claim
+        if claim.entry is None:  # some of the state may be that of the memory checkpoint
+            raise SupersededError(
+                f"rank {group.rank}: {mine.key} is lost ({decision.message}), and the bucket has no checkpoint yet; "
+                "start the workers again, which begin the run anew"
+            )
+        if preview is not None:
+            # The script has acted on what peek() said of the damaged one. All ranks are told so, and all start again.
+            raise SupersededError(
+                f"rank {group.rank}: peek() answered for {mine.key}, which is damaged ({decision.message}); start the "
+                f"workers again: peek() will answer for {claim.entry.key}"
+            )
+
+
+def _checkpoint(group: Group, claim: Claim, entry: Entry) -> Checkpoint:
+    """Returns what this rank is to read: the bucket's checkpoint, or one that the nodes hold in memory."""
+    if claim.memory is None:
+        return Checkpoint(group.store, entry, group.fetch(claim.documents))
+    reader = MemoryReader(group.store, claim.memory.holders, group.node)
+    return Checkpoint(group.store, entry, group.fetch(claim.memory.documents), shards=reader)
+
+
+def _arrival(done: Restored, seconds: float) -> Arrival:
+    return Arrival(
+        step=done.progress.step,
+        trained_s=done.trained_s,
+        seconds=seconds,
+        bytes_fetched=done.bytes_fetched,
+        what=str(done.report),
+    )
+
+
+def _decision_on(group: Group, mine: RankRestore) -> RestoreDecision:
+    """Hand in how this rank's restore ended, and wait for the decision that all ranks are told."""
+    what = f"{'peek at' if mine.is_peek else 'restore of'} {mine.key}"
+    decision: RestoreDecision = ask_until_decided(
+        group,
+        "restored",
+        mine,
+        deadline=time.monotonic() + RESTORE_TIMEOUT_S,
+        what=what,
+        late=lambda missing: StoreError(f"rank {group.rank}: {what}: {missing} within {RESTORE_TIMEOUT_S:.0f} s"),
+    )
+    return decision
+
+
+def apply_random_state(done: Restored, group: Group, data: Iterable[DataStream]) -> str:
+    """Put the checkpoint's random state back now, and inside an epoch once more just before the first batch.
+
+    A script draws before its first batch: a shuffle, or an iterator's seed. The run that saved the checkpoint in the
+    middle of an epoch had drawn these before the checkpoint. Returns what was done, as text.
+    """
+    text = done.apply_rng(group.rank)
+    applied = rng_values()
+
+    def apply_again() -> None:
+        if rng_values() != applied:
+            said = "random numbers were drawn between restore() and the first batch: the random state is put back"
+            logger.info(event(said, checkpoint=done.manifest.key, rank=group.rank, run=group.uri))
+        done.apply_rng(group.rank)
+
+    for stream in data if done.rng_values else ():
+        stream.before_first_batch(apply_again)
+    return text

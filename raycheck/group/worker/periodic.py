@@ -1,0 +1,114 @@
+"""Says when a script's own periodic work is due, such as evaluation or logging.
+
+All ranks decide alike: each of them counts steps and epochs, and time is rank 0's clock, which they hear with its other
+decisions. The last turn is part of the state. So a restart neither forgets what is due nor repeats what the checkpoint
+says is done. What was done after that checkpoint was lost with the steps, and is due again.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from raycheck.bucket.format.progress import Progress
+from raycheck.errors import ConfigError
+from raycheck.group.group import Group
+from raycheck.log import logger
+from raycheck.settings import check_triggers
+
+
+class Periodic:
+    """Says when the script's own work is due. Put it into the state, and ask `take_turn` after `end_step` and
+    `end_epoch`.
+
+    every_steps: due at each multiple of this number of steps, or at the first call after it. every_epochs: due in the
+    same way by completed epochs. every_seconds: due once this many seconds of training have passed since the last turn
+    or the start; downtime does not count. Any one of them makes the work due. Raises ConfigError when none is given, or
+    when a value cannot work.
+    """
+
+    def __init__(
+        self, *, every_steps: int | None = None, every_seconds: float | None = None, every_epochs: int | None = None
+    ) -> None:
+        if (every_steps, every_seconds, every_epochs) == (None, None, None):
+            raise ConfigError("Periodic(): give every_steps, every_seconds or every_epochs")
+        self.every_steps = every_steps
+        self.every_seconds = every_seconds
+        self.every_epochs = every_epochs
+        check_triggers(self)
+        self._now: Callable[[], tuple[Progress, float]] | None = None
+        self._saved: tuple[int, int, float] | None = None  # step, epoch and seconds of a restored state, until `start`
+        self._step = self._epoch = 0  # at the last turn
+        self._clock_s = 0.0
+
+    def take_turn(self) -> bool:
+        """Return whether the work is due, and count it as done if so: a second call at the same step returns False.
+
+        Every rank calls it at the same places. Raises ConfigError before `restore`, and when this is in no
+        Checkpointer's state.
+        """
+        if self._now is None:
+            raise ConfigError("take_turn(): put the Periodic into the Checkpointer's state, and call restore() first")
+        progress, clock_s = self._now()
+        is_due = (
+            _is_passed(self._step, progress.step, self.every_steps)
+            or _is_passed(self._epoch, progress.epoch, self.every_epochs)
+            or (self.every_seconds is not None and clock_s - self._clock_s >= self.every_seconds)
+        )
+        if is_due:
+            self._step, self._epoch, self._clock_s = progress.step, progress.epoch, clock_s
+        return is_due
+
+    def start(self, now: Callable[[], tuple[Progress, float]]) -> None:
+        """Start when training starts or goes on after a restore.
+
+        now: returns the progress, and rank 0's clock in seconds as all ranks know it.
+        """
+        progress, clock_s = now()
+        step, epoch, passed_s = self._saved or (progress.step, progress.epoch, 0.0)
+        # After a restore without "progress" the steps count from 0 again, and so do the turns.
+        self._step, self._epoch = min(step, progress.step), min(epoch, progress.epoch)
+        self._clock_s = clock_s - passed_s
+        self._now, self._saved = now, None
+
+    def state_dict(self) -> dict[str, int | float]:
+        """Returns the last turn: its step, its epoch, and the seconds of training since."""
+        passed_s = 0.0 if self._now is None else max(0.0, self._now()[1] - self._clock_s)
+        return {"step": self._step, "epoch": self._epoch, "seconds": passed_s}
+
+    def load_state_dict(self, state: Mapping[str, int | float]) -> None:
+        """Keep the last turn of a saved state until `start`."""
+        self._saved = int(state["step"]), int(state["epoch"]), float(state["seconds"])
+
+
+def _is_passed(last: int, now: int, every: int | None) -> bool:
+    """Returns whether a multiple of `every` lies between the last turn and now."""
+    return every is not None and now // every > last // every
+
+
+def periodics_of(entries: Mapping[str, object], group: Group, *, is_led: bool) -> list[Periodic]:
+    """Returns the Periodics in a rank's state.
+
+    is_led: a driver leads this rank, and only the driver has a clock. Raises ConfigError, naming the entry, for a
+    Periodic by time when the ranks have no clock in common.
+    """
+    found = {name: value for name, value in entries.items() if isinstance(value, Periodic)}
+    for name, periodic in found.items():
+        if periodic.every_seconds is not None and is_led:
+            raise ConfigError(f"state[{name!r}]: Periodic(every_seconds=...) belongs in the driver's state")
+        if periodic.every_seconds is not None and group.broadcast is None and group.world_size > 1:
+            raise ConfigError(
+                f"state[{name!r}]: Periodic(every_seconds=...) needs Group(broadcast=...): ranks must decide alike"
+            )
+    return list(found.values())
+
+
+def start_alone(periodics: Iterable[Periodic], progress: Callable[[], Progress], *, world_size: int) -> None:
+    """Start Periodics when raycheck is turned off.
+
+    Several ranks have no clock in common then: nothing becomes due by time, and a warning says so.
+    """
+    began = time.monotonic()
+    is_alone = world_size == 1
+    for periodic in periodics:
+        periodic.start(lambda: (progress(), time.monotonic() - began if is_alone else 0.0))
+        if periodic.every_seconds is not None and not is_alone:
+            logger.warning("raycheck is turned off: Periodic(every_seconds=...) is not due by time on several ranks")

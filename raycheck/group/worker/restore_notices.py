@@ -1,0 +1,92 @@
+"""Tells people after a restore what has changed since the save, and what does not go on where it was.
+
+Each notice is a log line and changes nothing.
+"""
+
+from dataclasses import asdict
+
+from raycheck.bucket.format.manifest import Manifest
+from raycheck.bucket.format.object_keys import pointed_by
+from raycheck.bucket.format.progress import Progress
+from raycheck.group.group import Group
+from raycheck.log import event, logger
+from raycheck.on_ray.api import train_context
+from raycheck.on_ray.api.train_context import dataset_names
+from raycheck.settings import SaveSettings
+from raycheck.state.preview import Preview
+from raycheck.state.restore_result import RestoreReport
+
+
+def say_what_changed(group: Group, manifest: Manifest, settings: SaveSettings) -> None:
+    """Say which settings differ from those of the checkpoint. The settings of the script always hold."""
+    before, now = set(manifest.settings), set(settings.chosen)
+    if before != now and not group.rank:
+        new, old = (", ".join(sorted(chosen)) or "defaults" for chosen in (now - before, before - now))
+        logger.info(
+            event("settings since the save differ", checkpoint=manifest.key, now=new, before=old, run=group.uri)
+        )
+
+
+def warn_of_rays_checkpoint(group: Group, restored: Manifest | None) -> None:
+    """Warn when a script that also reads ray.train.get_checkpoint() would mix two steps.
+
+    After a hard kill Ray is some commits behind, and it may have checkpoints that the script itself reported.
+    restored: None in a fresh run.
+    """
+    if group.rank or not group.is_ray_train:
+        return
+    path = train_context.checkpoint_path()
+    name = pointed_by(path) if path else None
+    if path is None if restored is None else name is not None and name.step == restored.step:
+        return
+    ours = "starts fresh" if restored is None else f"has restored step {restored.step}"
+    theirs = f"is of step {name.step}" if name else f"is {path}" if path else "is none"
+    text = (
+        f"raycheck {ours}, while ray.train.get_checkpoint() {theirs}: take step, epoch and weights from restore() alone"
+    )
+    logger.warning(event(text, run=group.uri))
+
+
+def warn_of_differences(group: Group, report: RestoreReport) -> None:
+    """Warn when only one of the checkpoint and the live state has an entry or tensor."""
+    if report.missing or report.unexpected or report.registered:
+        text = "the checkpoint and the state differ"
+        logger.warning(event(text, report=report, rank=group.rank, run=group.uri))
+
+
+def warn_of_other_position(group: Group, preview: Preview, restored: Progress) -> None:
+    """Warn when training goes on elsewhere than `peek` has told the script: its Batches were not restored."""
+    differences = [
+        f"{name}: peek() said {getattr(preview, name)}, restore() {count}"
+        for name, count in asdict(restored).items()
+        if getattr(preview, name) != count
+    ]
+    if differences:
+        text = f"restored another position than was peeked at: {'; '.join(differences)}"
+        logger.warning(event(text, checkpoint=preview.checkpoint, rank=group.rank, run=group.uri))
+
+
+def say_what_begins_anew(group: Group, restored: Progress | None) -> None:
+    """Say what happens to data whose position is not in the state, and warn of Ray Data's epoch that is cut off.
+
+    It says so at a run's first start, and whenever it happens. It is no error: a run of one epoch loses nothing, and a
+    run that is restarted at night is better off with some samples twice than with an end. restored: None in a fresh
+    run.
+    """
+    names = ", ".join(dataset_names())
+    if group.rank or (restored is not None and restored.epoch_step == 0) or not (names or restored):
+        return
+    counts = {"step": restored.step, "epoch": restored.epoch, "epoch_step": restored.epoch_step} if restored else {}
+    if not names:
+        text = "no position in the data was restored: the script's own loader decides where it begins"
+        logger.info(event(text, **counts, run=group.uri))
+        return
+    happens = "the epoch begins anew after a restart in the middle of it, while step and schedule go on"
+    if restored is not None:
+        happens = "they begin this epoch anew, so that its samples are trained on again"
+    text = (
+        f"the datasets of Ray Data ({names}) cannot report their position: {happens}. raycheck.RayData(name, id=...) "
+        "in the place of get_dataset_shard and in the state goes on where the epoch was. Without it, call end_epoch() "
+        "after each epoch and loop over range(at.epoch, epochs)"
+    )
+    logger.warning(event(text, **counts, run=group.uri))

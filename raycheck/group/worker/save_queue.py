@@ -1,0 +1,441 @@
+"""One rank's saves queue here: they are staged in the training thread, then uploaded and reported in the background.
+
+No more saves are in flight than there are buffers, and they are uploaded one by one (save_thread.py). That bounds
+memory, and it makes a buffer safe to reuse: a save ends only after every request that reads its buffer has ended.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, replace
+from typing import Self
+
+from raycheck.bucket.assembly.replica_agreement import Agreement
+from raycheck.bucket.assembly.save_report import Report
+from raycheck.bucket.format.label import NO_LABEL, Label
+from raycheck.bucket.format.progress import Progress
+from raycheck.errors import ConfigError, RaycheckError, SaveFailedError, StoreError
+from raycheck.group.coordinator.messages import Outcome
+from raycheck.group.group import Group, ask_until_decided
+from raycheck.group.worker.save_kind import SaveKind
+from raycheck.group.worker.save_thread import UploadThread
+from raycheck.group.worker.training_progress import numbers_of
+from raycheck.log import event, logger
+from raycheck.on_ray.nodes.memory_saves import MemorySaves
+from raycheck.on_ray.reports.ray_reports import RayPointers, UnreportedCommit
+from raycheck.settings import HFExport, SaveSettings
+from raycheck.state.rank_buffers import advice_on
+from raycheck.state.train_state import TrainState
+from raycheck.transfer.incremental_upload import StagedState
+
+MEMORY_AGREEMENT_S = 10.0
+"""How long the ranks wait for each other before a memory checkpoint."""
+LAST_ANSWER_S = 2.0
+"""How much longer the end of training waits than a save may take, so that it hears the outcome of the last save."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveStatus:
+    """Describes a rank's saves to a driver that decides when to save.
+
+    is_busy: the next save would have to wait. busy_s: how long the saves under way may still take, None when there is
+    none. blocked_s: how long the newest save has held up training. save_s: how long the newest commit took. unnamed:
+    why the newest commit that asked for a name has not got it; "" when it has. memory_step: the step of the newest
+    memory checkpoint that this attempt has made; -1 when it has made none.
+    """
+
+    is_busy: bool = False
+    busy_s: float | None = None
+    blocked_s: float = 0.0
+    save_s: float = 0.0
+    unnamed: str = ""
+    memory_step: int = -1
+
+    @classmethod
+    def of_slowest(cls, ranks: Sequence["SaveStatus"]) -> Self:
+        """Returns the status of a group: in each value that of its slowest rank."""
+        return cls(
+            is_busy=any(rank.is_busy for rank in ranks),
+            busy_s=max((rank.busy_s for rank in ranks if rank.busy_s is not None), default=None),
+            blocked_s=max(rank.blocked_s for rank in ranks),
+            save_s=max(rank.save_s for rank in ranks),
+            unnamed=max(rank.unnamed for rank in ranks),
+            memory_step=min(rank.memory_step for rank in ranks),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _UnderWay:
+    """Holds a save that is under way.
+
+    is_agreed: the ranks agreed on their replicas before it. is_reported: Ray will be told of it. has_name: it asks for
+    a name. outcome: how it ended, and when this rank learned of it.
+    """
+
+    number: int
+    began: float
+    is_agreed: bool
+    is_reported: bool
+    has_name: bool
+    staged: StagedState
+    commit: UnreportedCommit
+    outcome: Future[tuple[Outcome, float]]
+
+
+class SaveQueue:
+    """Stages this rank's saves, has them uploaded one by one, and learns how each ended.
+
+    saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save. newest: name of the
+    checkpoint that was committed or restored last. save_s: how long the newest commit took. saves: how many saves were
+    begun in this attempt. failed: how many of them have failed. pointers: the commits that Ray can be told of. unnamed:
+    see SaveStatus.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        settings: SaveSettings,
+        group: Group,
+        *,
+        attempt: int,
+        restored_from: str | None,
+        partial: tuple[str, ...],
+        saved_step: int,
+        began_at: float,
+        is_crowded: bool = False,
+    ) -> None:
+        """restored_from: name of the restored checkpoint. partial, began_at: see Manifest. is_crowded: see Claim."""
+        self.saved_step = saved_step
+        self.newest = restored_from
+        self.save_s = 0.0
+        self.saves = self.failed = 0
+        self.unnamed = ""
+        self.pointers = RayPointers(group)
+        self._newest_commit: UnreportedCommit | None = None  # of this attempt
+        self._has_agreed = group.world_size == 1
+        self._has_named_buffers = False
+        self._must_agree_after: dict[int, bool] = {}  # by the number of a save that has ended
+        self._state = state
+        self._settings = settings
+        self._group = group
+        self._report = Report(  # all that is the same in each report of this attempt
+            group=group.id,
+            rank=group.rank,
+            world_size=group.world_size,
+            attempt=attempt,
+            save=0,
+            progress=Progress(),
+            restored_from=restored_from,
+            partial=partial,
+            began_at=began_at,
+            retention=settings.retention,
+            node=group.node,
+            settings=settings.chosen,
+            keeps_drift=settings.on_drift == "keep_first",
+        )
+        self._is_crowded = is_crowded
+        self._failures_in_a_row = 0
+        self.is_cured_by_next = False  # the newest failure: see Outcome
+        self._last_failure = ""
+        self._last_failed = 0  # the number of that save
+        self._pending: deque[_UnderWay] = deque()
+        self._uploads = UploadThread(group, timeout_s=settings.save_timeout_s, by_node=settings.upload_by == "node")
+
+    @property
+    def is_busy(self) -> bool:
+        """Returns whether the next save would have to wait for a buffer."""
+        return sum(not save.outcome.done() for save in self._pending) >= self._state.components.buffers
+
+    @property
+    def busy_s(self) -> float | None:
+        """Returns how long the saves under way may still take, judged by the newest commit; None when there is none."""
+        began = [save.began for save in self._pending if not save.outcome.done()]
+        return max(0.0, len(began) * self.save_s - (time.monotonic() - began[0])) if began else None
+
+    def status(self, blocked_s: float) -> SaveStatus:
+        """Returns this rank's status. blocked_s: how long the newest save has held up training."""
+        return SaveStatus(
+            is_busy=self.is_busy, busy_s=self.busy_s, blocked_s=blocked_s, save_s=self.save_s, unnamed=self.unnamed
+        )
+
+    def begin(
+        self,
+        progress: Progress,
+        metrics: Mapping[str, object],
+        *,
+        kind: SaveKind = "keep",
+        label: Label = NO_LABEL,
+        trained_s: float = 0.0,
+        is_reported: bool = False,
+        is_by_notice: bool = False,
+        replaces: str | None = None,
+        tasks: Mapping[str, HFExport | bytes] | None = None,
+    ) -> str:
+        """Stage the state and start its upload, after `wait_for_buffer`. Returns the checkpoint's name.
+
+        When it returns, the state may change: it is copied, or the save fails. If there is still no buffer, the save
+        counts as failed, and the other ranks are told. trained_s, is_by_notice, replaces: see Manifest.
+        is_reported: Ray can soon be told of this save. tasks: see Report.
+        """
+        began = time.monotonic()
+        last_to_await = self._last_to_await()
+        self.saves += 1  # counted even when nothing is saved: the ranks' counts must stay equal
+        report = replace(
+            self._report,
+            save=self.saves,
+            progress=progress,
+            trained_s=trained_s,
+            is_rolling=kind == "roll",
+            is_by_notice=is_by_notice,
+            metrics=numbers_of(metrics),
+            tasks=tasks or {},
+            label=label,
+            replaces=replaces,
+        )
+        if self._pending and self._pending[0].number <= last_to_await:
+            text = f"the save before it has not ended within {self._settings.save_timeout_s:.0f} s"
+            self._group.tell("report", replace(report, failure=text))
+            self._note_failure(report.save, f"rank {report.rank}: step {progress.step}: {text}")
+            return report.checkpoint
+        self.saved_step = progress.step
+        must_agree = self._take_doubt(report.save) and self._group.world_size > 1
+        try:
+            if self._is_crowded:
+                self._ask_for_room(report)
+            if must_agree:
+                self._agree(report)
+            staged = self._state.stage(progress)
+        except Exception as error:
+            text = str(error) if isinstance(error, RaycheckError) else f"{type(error).__name__}: {error}"
+            self._group.tell("report", replace(report, failure=text))  # the others must not wait for this rank
+            if not isinstance(error, SaveFailedError | StoreError):
+                raise
+            self._note_failure(report.save, str(error))
+            return report.checkpoint
+        report = replace(report, blocked_s=time.monotonic() - began)
+        self._upload(staged, report, began=began, is_agreed=must_agree, is_reported=is_reported)
+        staged.wait_for_slices(began + self._settings.save_timeout_s)
+        return report.checkpoint
+
+    def _upload(self, staged: StagedState, report: Report, *, began: float, is_agreed: bool, is_reported: bool) -> None:
+        """Hand a staged save to the save thread."""
+        is_reported = is_reported and not any(save.is_reported for save in self._pending)
+        counts = {"step": report.progress.step, "epoch": report.progress.epoch}
+        commit = UnreportedCommit(key=report.checkpoint, metrics={**counts, **report.metrics})  # the user's `step` wins
+        outcome = self._uploads.save(
+            staged,
+            report,
+            deadline=began + self._settings.save_timeout_s,
+            committed=lambda: self.pointers.point_to(commit) if is_reported else None,
+        )
+        outcome.add_done_callback(lambda _: staged.let_slices_go())  # also if it ends before the upload begins
+        save = _UnderWay(
+            number=report.save,
+            began=began,
+            is_agreed=is_agreed,
+            is_reported=is_reported,
+            has_name=report.label.name is not None,
+            staged=staged,
+            commit=commit,
+            outcome=outcome,
+        )
+        self._pending.append(save)
+
+    def poll(self) -> str | None:
+        """Return the name of the checkpoint that was committed since the last call, if there is one. It never waits.
+
+        Raises FencedError or SupersededError, and SaveFailedError after too many failed saves in a row.
+        """
+        return self.wait(0)
+
+    def wait_for_buffer(self) -> str | None:
+        """Wait until the next save can be staged, for the save time-out at most. Returns and raises as `poll` does."""
+        return self.wait(up_to=self._last_to_await())
+
+    def _last_to_await(self) -> int:
+        """Returns the number of the last save that has to be over before the next one begins.
+
+        Its buffer is needed. An agreement, or the place of a frozen component, is in doubt until the save that brought
+        it has ended; then only one save may be under way.
+        """
+        is_alone = any(save.is_agreed or save.staged.written for save in self._pending)
+        return self.saves if is_alone else self.saves + 1 - self._state.components.buffers
+
+    def wait(self, timeout_s: float | None = None, *, up_to: int | None = None) -> str | None:
+        """Wait until the saves in flight have ended, for the save time-out at most. Returns and raises as `poll` does.
+
+        up_to: wait only for the saves up to this number.
+        """
+        last = self.saves if up_to is None else up_to
+        deadline = time.monotonic() + (self._settings.save_timeout_s if timeout_s is None else timeout_s)
+        newest = None
+        while self._pending and (self._pending[0].number <= last or self._pending[0].outcome.done()):
+            save = self._pending[0]
+            try:
+                outcome, ended = save.outcome.result(max(0.0, deadline - time.monotonic()))
+            except FutureTimeoutError:
+                break
+            except (SaveFailedError, StoreError) as error:
+                outcome, ended = Outcome(kind="failed", key="", message=str(error)), time.monotonic()
+            self._pending.popleft()
+            self._is_crowded = outcome.is_crowded or (self._is_crowded and outcome.kind != "committed")
+            if outcome.kind == "failed":
+                self._has_agreed &= not save.is_agreed  # perhaps not all ranks got the agreement
+                if outcome.forgets_references:
+                    self._state.components.forget(referred=True)
+                self._note_failure(save.number, outcome.message, is_cured_by_next=outcome.is_cured_by_next)
+            elif outcome.kind == "committed":
+                self._failures_in_a_row, self.is_cured_by_next = 0, False
+                self._must_agree_after[save.number] = outcome.agree_anew
+                self.save_s = ended - save.began
+                self._state.components.committed(save.staged, outcome.places)
+                newest = self.newest = outcome.key
+                if save.has_name:
+                    self.unnamed = outcome.unnamed
+                self._newest_commit = save.commit
+        return newest
+
+    @property
+    def has_newest_failed(self) -> bool:
+        """Returns whether the newest save has failed, as far as this rank knows."""
+        return self.saves > 0 and self._last_failed == self.saves
+
+    @property
+    def longest_s(self) -> float:
+        """Returns how many seconds to wait for the outcome of any save."""
+        return self._settings.save_timeout_s + LAST_ANSWER_S
+
+    @property
+    def problem(self) -> str:
+        """Returns why, after `wait`, not all of the newest saves are committed; "" when they are.
+
+        It looks only at as many saves as there are buffers, since all ranks must come to one answer: when they began to
+        wait, some of them knew the outcome of earlier saves already, and some did not.
+        """
+        if self._pending:
+            names = ", ".join(str(save.number) for save in self._pending)
+            return f"save(s) {names} of this attempt have not ended in time; they go on"
+        if self._last_failed > max(0, self.saves - self._settings.buffers):
+            return f"not every save was committed: {self._last_failure}"
+        return ""
+
+    def finish(self, step: int) -> None:
+        """Wait for the last save, that of `step`. Raises SaveFailedError when it is not committed."""
+        failures = self._failures_in_a_row
+        self.wait(self.longest_s)
+        if self._pending or self._failures_in_a_row > failures or self.saved_step != step:
+            raise SaveFailedError(
+                f"rank {self._group.rank}: the last save, of step {step}, was not committed: "
+                f"{self._last_failure or 'it has not ended in time'}"
+            )
+
+    def after_saves(self, call: Callable[[], object]) -> None:
+        """Call a function in the background once the saves begun so far have ended."""
+        self._uploads.do_next(call)
+
+    def point_ray_to_newest(self) -> None:
+        """Make the newest commit one that Ray can be told of, so that it becomes Result.checkpoint."""
+        self._uploads.wait_until_idle(self._settings.save_timeout_s)
+        if self._newest_commit is not None:
+            self.pointers.point_to(self._newest_commit)
+
+    def memory_saves(self) -> MemorySaves:
+        """Returns what makes this rank's memory checkpoints."""
+
+        has_agreed = self._group.world_size == 1
+
+        def agree(report: Report, anew: bool) -> None:
+            """Has the ranks agree for memory alone until the first save to the bucket, which does so by itself."""
+            nonlocal has_agreed
+            if self._group.world_size == 1:
+                return
+            if not self.saves and not self._has_agreed:
+                if anew or not has_agreed:
+                    self._state.use_agreement(self._agreement(report, timeout_s=MEMORY_AGREEMENT_S))
+                    has_agreed = True
+            elif anew or not self._has_agreed:
+                raise SaveFailedError("the replicas are in doubt; the next save to the bucket compares them")
+
+        timeout_s = self._settings.save_timeout_s
+        return MemorySaves(self._state, self._group, self._report, agree=agree, timeout_s=timeout_s)
+
+    def stop(self) -> None:
+        """Let the save thread end when its save has ended."""
+        self._uploads.stop()
+
+    def _take_doubt(self, number: int) -> bool:
+        """Return whether it is in doubt that the replicas are equal, and that one rank writes each.
+
+        number: of the save that begins. The answer comes from the newest save whose outcome all ranks have heard, and
+        is given once. Of later saves some ranks may have heard and others not.
+        """
+        return self._must_agree_after.pop(number - self._settings.buffers, False) or not self._has_agreed
+
+    def check_room(self) -> None:
+        """Raise ConfigError, before the first step, when `latest` has no room for a commit."""
+        if self._is_crowded:
+            self._group.ask(
+                "check_room", self._report, True, timeout_s=self._settings.save_timeout_s, what="room in latest"
+            )
+
+    def _ask_for_room(self, report: Report) -> None:
+        """Raise SaveFailedError when `latest` has no room for this save: it may have some at the next one."""
+        try:
+            self._group.ask("check_room", report, False, timeout_s=self._settings.save_timeout_s, what="room in latest")
+        except ConfigError as error:
+            raise SaveFailedError(f"rank {report.rank}: step {report.progress.step}: {error}") from error
+
+    def _agree(self, report: Report) -> None:
+        """Have the ranks settle which of them writes each replica, and check that replicas are equal on all of them."""
+        self._has_agreed = False
+        agreement = self._agreement(report, timeout_s=self._settings.save_timeout_s)
+        self._state.use_agreement(agreement)
+        self._has_agreed = True
+        if agreement.differing and not self._has_named_buffers and not report.rank:
+            self._has_named_buffers = True
+            logger.warning(event(advice_on(agreement.differing), run=self._group.uri))
+
+    def _agreement(self, report: Report, *, timeout_s: float) -> Agreement:
+        """Bring what this rank holds, and return what all ranks are told. Raises SaveFailedError, and ConfigError.
+
+        What differs at the first save of a group is a mistake of the program, and ends the run. What differs later may
+        be right again after a restart: it fails the save, when its reports are compared.
+        """
+        holdings = self._state.replica_checksums(
+            is_compared=report.save == 1 and not report.keeps_drift, may_spread=not report.keeps_drift
+        )
+        deadline = time.monotonic() + timeout_s
+        what = f"agreement before the save of step {report.progress.step}"
+        agreement: Agreement = ask_until_decided(
+            self._group,
+            "agree",
+            report,
+            holdings,
+            deadline=deadline,
+            what=what,
+            late=lambda missing: SaveFailedError(f"rank {report.rank}: {what}: {missing}"),
+        )
+        return agreement
+
+    def _note_failure(self, number: int, message: str, *, is_cured_by_next: bool = False) -> None:
+        """Count a failed save. Raises SaveFailedError after too many in a row.
+
+        is_cured_by_next: see Outcome. The first such failure does not count: it must not end the training before the
+        next save.
+        """
+        counts = self.is_cured_by_next or not is_cured_by_next
+        self.is_cured_by_next = is_cured_by_next
+        self._failures_in_a_row += counts
+        self.failed += 1
+        self._must_agree_after[number] = True  # all ranks hear of the failure, so all of them come to the agreement
+        self._last_failure, self._last_failed = message, max(number, self._last_failed)
+        self._state.components.forget()
+        if number == self.saves:  # otherwise a later one is in flight
+            self.saved_step = -1
+        if self._group.rank == 0:  # all ranks are told the same outcome
+            in_a_row = self._failures_in_a_row
+            logger.warning(event(f"save failed: {message}", failures_in_a_row=in_a_row, run=self._group.uri))
+        if counts and self._failures_in_a_row >= self._settings.max_failed_saves:
+            raise SaveFailedError(f"{self._failures_in_a_row} failed save(s) in a row, the last: {message}")

@@ -1,0 +1,12 @@
+"""raycheck with Ray: everything that names Ray.
+
+- fit.py: raycheck.fit, trainer.fit() with a coordinator in the driver. driver_signals.py: saves when the driver gets
+  SIGTERM or SIGUSR1.
+- api/: every name of Ray's that may change.
+- actors/: ActorCheckpointer, the same for groups of Ray actors, without Ray Train.
+- nodes/: an actor on each node that uploads for its ranks, and keeps memory checkpoints.
+- reports/: what Ray is told: its Results, and its metrics.
+- ray_tasks.py: runs the tasks that follow a commit.
+- data/: RayData, positions in a Ray Dataset.
+- watch_node/: `raycheck watch-node`, which turns a cloud's preemption notice into Ray's drain of the node.
+"""

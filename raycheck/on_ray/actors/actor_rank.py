@@ -1,0 +1,172 @@
+"""The half of an ActorCheckpointer that lives in an actor makes the actor one rank of the group.
+
+The functions at the end run in the actor, called by the driver one after the other.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from raycheck.bucket.format.label import NO_LABEL, Label
+from raycheck.bucket.format.progress import Progress
+from raycheck.errors import ConfigError
+from raycheck.group.group import Group
+from raycheck.group.worker.checkpointer import Checkpointer
+from raycheck.group.worker.group_restore import RestoreResult
+from raycheck.group.worker.save_kind import SaveKind
+from raycheck.group.worker.save_queue import SaveStatus
+from raycheck.group.worker.training_progress import ProgressCounter
+from raycheck.on_ray.api.calls import this_node
+from raycheck.settings import SaveSettings
+from raycheck.state.entries.per_rank_entries import RankZero
+
+_ranks: dict[str, "ActorRank"] = {}
+"""The ranks in this process, by the run's URI."""
+
+
+class _DriverEntry:
+    """Passes the state of one of the driver's entries on: to a save, and from a restore."""
+
+    def __init__(self) -> None:
+        self.state: Any = {}
+        self.is_restored = False
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state, self.is_restored = state, True
+
+
+class _LedCounter(ProgressCounter):
+    """Takes the counts over from the driver. next_progress: what the driver has counted at the end of this step."""
+
+    decides = False
+    next_progress = Progress()
+
+    def end_step(self, *, tokens: int = 0, episodes: int = 0) -> None:
+        del tokens, episodes
+        for data in self.data:
+            data.end_step()
+        self.go_to(self.next_progress)
+
+    def end_epoch(self) -> None:
+        for data in self.data:
+            data.end_epoch()
+        self.go_to(self.next_progress)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriverDecision:
+    """Tells a rank at which place of its loop the driver is, and what it has decided there.
+
+    progress: the counts now. save: the kind of save to begin, None for none; tasks: what follows its commit.
+    is_preempted: a node of the group is about to go; is_by_notice: the save is one because of that. metrics, states:
+    for that save; states are those of the driver's entries, and rank 0 alone gets them. timeout_s: of a wait. label: of
+    that save.
+    """
+
+    at: Literal["step", "epoch", "save", "wait", "close"]
+    progress: Progress
+    save: SaveKind | None
+    tasks: tuple[str, ...] = ()
+    is_preempted: bool = False
+    is_by_notice: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    states: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float | None = None
+    label: Label = NO_LABEL
+
+
+class ActorRank:
+    """Does in one actor what the driver decides. driver_names: names of the entries that the driver holds."""
+
+    def __init__(
+        self, state: Mapping[str, object], driver_names: Sequence[str], settings: SaveSettings, group: Group
+    ) -> None:
+        if both := sorted(set(state) & set(driver_names)):
+            raise ConfigError(f"state[{both[0]!r}] is in the actors' state and in the driver's; rename one of them")
+        self._driver_entries = {name: _DriverEntry() for name in driver_names}
+        self._counter = _LedCounter(state.values())
+        entries = {**state, **{name: RankZero(entry) for name, entry in self._driver_entries.items()}}
+        self._checkpointer = Checkpointer(entries, settings, group=group, position=self._counter)
+
+    def restore(self, options: Mapping[str, Any]) -> tuple[RestoreResult, dict[str, Any]]:
+        """Restore this rank. Returns, on rank 0, also the states that the driver has to take back."""
+        result = self._checkpointer.restore(**options)
+        states = {name: entry.state for name, entry in self._driver_entries.items() if entry.is_restored}
+        self._forget_states(states)
+        return result, states
+
+    def follow(self, decision: DriverDecision) -> SaveStatus:
+        """Do what the driver has decided. Returns the status of this rank's saves afterwards."""
+        self._counter.next_progress, self._counter.is_preempted = decision.progress, decision.is_preempted
+        for name, state in decision.states.items():
+            self._driver_entries[name].state = state
+        if decision.at == "step":
+            self._checkpointer.end_step(decision.metrics)
+        if decision.at == "epoch":
+            self._checkpointer.end_epoch()
+        if decision.save:
+            self._checkpointer.save_as(
+                decision.save,
+                decision.metrics,
+                decision.label,
+                tasks=decision.tasks,
+                is_by_notice=decision.is_by_notice,
+            )
+        if decision.at == "wait":
+            self._checkpointer.wait(decision.timeout_s)
+        if decision.at == "close":
+            self._checkpointer.close()
+        self._forget_states(decision.states)
+        return self._checkpointer.save_status
+
+    def _forget_states(self, names: Iterable[str]) -> None:
+        """Free the driver's states: the driver holds them."""
+        for name in names:
+            self._driver_entries[name].state = {}
+
+    def leave(self) -> None:
+        """Save nothing more; a save in flight may end."""
+        reason = ConfigError("the driver has left")
+        self._checkpointer.__exit__(type(reason), reason, None)
+
+
+def join(
+    actor: Any,
+    state_of: Callable[[Any], Mapping[str, object]],
+    driver_names: Sequence[str],
+    settings: SaveSettings,
+    group: Group,
+) -> None:
+    """Make this actor a rank of the group, in place of the rank that it was in the same run before."""
+    before = _ranks.pop(group.uri, None)
+    if before is not None:
+        before.leave()
+    _ranks[group.uri] = ActorRank(state_of(actor), driver_names, settings, group)
+
+
+def restore(actor: Any, uri: str, options: Mapping[str, Any]) -> tuple[RestoreResult, dict[str, Any]]:
+    del actor
+    return _ranks[uri].restore(options)
+
+
+def follow(actor: Any, uri: str, decision: DriverDecision) -> SaveStatus:
+    del actor
+    status = _ranks[uri].follow(decision)
+    if decision.at == "close":
+        del _ranks[uri]
+    return status
+
+
+def leave(actor: Any, uri: str) -> None:
+    del actor
+    if rank := _ranks.pop(uri, None):
+        rank.leave()
+
+
+def node_of(actor: Any) -> str:
+    """Returns the id of the actor's node."""
+    del actor
+    return this_node()

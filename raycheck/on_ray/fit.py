@@ -1,0 +1,201 @@
+"""`fit` runs trainer.fit() with a coordinator in the driver, sensible retries, and errors as they were raised."""
+
+import os
+from contextlib import suppress
+from typing import Any
+from uuid import uuid4
+
+import ray
+from ray.exceptions import ActorDiedError
+from ray.train import FailureConfig, Result, TrainingFailedError
+
+from raycheck.bucket.protocol.resume import AUTO, Fork, Resume, key_to_restore, parse_resume
+from raycheck.bucket.protocol.sharing.fork import fork
+from raycheck.bucket.reading import read_latest
+from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.address import join_uri, kind_of, with_settings
+from raycheck.errors import NotFoundError
+from raycheck.group.group import start_coordinator
+from raycheck.log import event, logger, show_log
+from raycheck.on_ray.api.calls import call
+from raycheck.on_ray.api.controller_callbacks import RunGuard, guarded
+from raycheck.on_ray.api.failure_causes import causes_of, final_error, mistake_behind
+from raycheck.on_ray.api.run_location import check_ray_storage, ray_storage, storage_uri
+from raycheck.on_ray.api.trainer_checks import keep_collectives_whole, refuse_unsupported, release_nodes_of
+from raycheck.on_ray.api.tune_session import given_pointer, in_tune, report_commits_of, trial_id
+from raycheck.on_ray.driver_signals import saves_on_signals
+from raycheck.storage_settings import StorageSettings
+
+MAX_FAILURES = 3
+CONTROLLER_RETRIES = 3
+COLLECTIVE_TIMEOUT_S = 1800
+SAVE_NOW_S = 600.0
+GIVE_UP_S = 30.0
+"""How long a driver that ends with an error waits until the error is in the attempt's record."""
+
+
+def fit(
+    trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | None = None, enabled: bool = True
+) -> Result:
+    """Runs a Ray Train trainer whose train_fn uses raycheck.Checkpointer. Returns Ray's Result.
+
+    resume: how the first attempt of this call begins. "auto" goes on from the run's head, or starts fresh; "never"
+    refuses a run that has checkpoints; "must" refuses one that has none; a step or a checkpoint's name goes back to
+    that one. Another run's URI begins a new run from a copy of that run's head, and goes on with the new run when it
+    exists.
+
+    storage: how the bucket is reached; it overrides the query of the storage path. It also holds for a run to begin
+    from. It travels with the run's URI to the coordinator, the workers and Ray itself.
+
+    enabled: False runs Ray's own trainer.fit(); every Checkpointer in its workers is turned off, as by
+    SaveSettings(enabled=False). resume and storage are ignored then.
+
+    SIGUSR1 to this process asks for a save. So does SIGTERM, which then ends the process: after the commit, for which
+    it waits at most 30 s and three times the last save. FailureConfig(max_failures=0), Ray's default, becomes 3. A dead
+    controller is started again up to 3 times.
+
+    Raises ConfigError before anything starts, for a run that could never resume and for a place that Ray's own file
+    system does not reach, where Ray would hang. Raises FencedError when another driver has taken the run over. A
+    mistake in the program (`failure_causes.MISTAKES`: AttributeError, TypeError, ImportError and the like) is raised as
+    it is, and at once, when this call has not completed a step by then: another try would end alike. Everything else
+    that ends a run is Ray's TrainingFailedError.
+    """
+    show_log()
+    if not enabled:
+        return _fit_without(trainer)
+    refuse_unsupported(trainer)
+    config = trainer.run_config
+    where = storage_uri(config) if storage is None else with_settings(storage_uri(config), storage)
+    if in_tune() and resume == "auto":
+        return _fit_trial(trainer, where)
+    return _fit_run(trainer, where, resume, storage)
+
+
+def _fit_run(trainer: Any, where: str, resume: str | int, storage: StorageSettings | None) -> Result:
+    """Runs the trainer with its run in the storage at `where`. See fit."""
+    config = trainer.run_config
+    uri = join_uri(where, config.name)
+    store = open_store(uri)
+    wish = settle_resume(resume, store, storage)
+    check_ray_storage(config, where, store)
+    _settle_failures(config)
+    # Ray's collectives wait for ever by default; a rank that left the loop must not hold the others (I9).
+    os.environ.setdefault("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", str(COLLECTIVE_TIMEOUT_S))
+    if not ray.is_initialized():
+        ray.init()
+    coordinator = start_coordinator(uri, owner=uuid4().hex[:16], resume=wish)
+    coordinator.prepare.remote()  # while Ray starts the workers
+    callbacks = list(config.callbacks or ())
+    config.callbacks = guarded(callbacks, coordinator, uri)
+    try:
+        with ray_storage(config, where), saves_on_signals(lambda: _save_now(coordinator)):
+            return _fit_again(trainer)
+    except BaseException as error:
+        final = (final_error(error) or mistake_behind(error)) if isinstance(error, TrainingFailedError) else None
+        _record_failure(coordinator, error, final)
+        if final is not None:
+            raise final from error
+        raise
+    finally:
+        config.callbacks = callbacks
+        ray.kill(coordinator)
+
+
+def _fit_trial(trainer: Any, where: str) -> Result:
+    """Runs the trainer in a trial of Ray Tune's, from the commit that Tune gives it.
+
+    Its own one is its run's, which goes on. Another trial's is forked, into a run of its own: the trial's earlier run
+    stays as it is.
+    """
+    config = trainer.run_config
+    name, pointer = config.name, given_pointer()
+    try:
+        if pointer is not None and pointer.trial == trial_id():
+            config.name = pointer.run
+        elif pointer is not None:
+            config.name = f"{name}-from-{pointer.trial}-{uuid4().hex[:6]}"
+            source, target = (open_store(join_uri(where, run)) for run in (pointer.run, config.name))
+            fork(source, target, run_id=uuid4().hex, key=pointer.key)
+            logger.info(event("goes on from another trial's commit", source=pointer.key, of=source.uri, run=target.uri))
+        report_commits_of(config.name)
+        return _fit_run(trainer, where, "auto", None)
+    finally:
+        config.name = name
+
+
+def settle_resume(resume: str | int, store: Store, storage: StorageSettings | None) -> Resume:
+    """Does what `resume` asks for before the claim: forks the run at another URI, or refuses what cannot be met.
+
+    Refusing it here takes a second; the claim would refuse it only after workers were started. The claim decides all
+    the same. storage: see `fit`. Returns what the claim is to obey. Raises ConfigError, and what `fork` raises.
+    """
+    wish = parse_resume(resume)
+    if isinstance(wish, Fork):
+        is_alike = kind_of(wish.uri) == kind_of(store.uri)
+        fork(open_store(wish.uri, storage if is_alike else None), store, run_id=uuid4().hex)
+        return AUTO
+    try:
+        body = read_latest(store)
+    except NotFoundError:
+        body = None
+    key_to_restore(store.uri, body, wish)
+    return wish
+
+
+def _fit_without(trainer: Any) -> Result:
+    """Runs the trainer with raycheck turned off; a RunGuard tells the workers so."""
+    logger.warning("raycheck is turned off by fit(enabled=False): nothing is saved, and nothing is restored")
+    config = trainer.run_config
+    callbacks = list(config.callbacks or ())
+    config.callbacks = [*callbacks, RunGuard(is_off=True)]
+    try:
+        result: Result = trainer.fit()
+    finally:
+        config.callbacks = callbacks
+    return result
+
+
+def _fit_again(trainer: Any) -> Result:
+    """Runs the trainer, and again when its controller died: Ray never restarts one, nor counts it as a failure."""
+    for left in reversed(range(CONTROLLER_RETRIES + 1)):
+        try:
+            result: Result = trainer.fit()
+        except ActorDiedError as error:
+            release_nodes_of(str(error.actor_id))
+            if not left:
+                raise
+            logger.warning(event("Ray Train's controller died: starting it again", retries_left=left))
+        else:
+            return result
+    raise AssertionError("unreachable: the last round returns or raises")
+
+
+def _save_now(coordinator: Any) -> bool:
+    return bool(call(coordinator.save_now, timeout_s=SAVE_NOW_S))
+
+
+def _record_failure(coordinator: Any, error: BaseException, final: BaseException | None) -> None:
+    """Has the coordinator record why this driver gives the run up, to tell this from a driver that died."""
+    shown = final or error
+    lines = causes_of(getattr(shown, "worker_failures", {}))
+    cause = "; ".join(lines) or f"{type(shown).__name__}: {shown}".partition("\n")[0]
+    with suppress(Exception):
+        call(coordinator.give_up, cause, final is not None, timeout_s=GIVE_UP_S)
+
+
+def _settle_failures(config: Any) -> None:
+    """Changes a FailureConfig under which the run would not survive, and says so."""
+    failures = config.failure_config or FailureConfig()
+    if failures.max_failures == 0:
+        logger.info(
+            "max_failures is 0, Ray's default: the first failure would end the run. Using %d; set "
+            "FailureConfig(max_failures=...) to choose",
+            MAX_FAILURES,
+        )
+        failures.max_failures = MAX_FAILURES
+        config.failure_config = failures
+    if keep_collectives_whole(failures):
+        logger.warning(
+            "FailureConfig(relax_collectives_on_preemption=True) is turned off: it would let ranks go on without the "
+            "others, so that they would no longer decide alike when to save"
+        )

@@ -1,0 +1,307 @@
+"""Lists the memory checkpoints of a run: which of them all ranks have sealed, and which nodes hold their shards.
+
+They lie between the checkpoints of the bucket, in the memory of the nodes' actors (on_ray/nodes/memory_shards.py), and
+never in `latest`. This list is in the coordinator's memory alone: a new driver knows nothing of it, and goes on from
+the bucket. A memory checkpoint is offered to a new group only while the bucket's newest checkpoint is the one that this
+coordinator knows, so that whoever rewinds a run in the bucket is obeyed.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from raycheck.bucket.assembly.assemble import assemble
+from raycheck.bucket.assembly.plan_cache import PlanCache
+from raycheck.bucket.assembly.save_report import Report
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.latest import Entry
+from raycheck.bucket.format.manifest import Manifest
+from raycheck.bucket.format.object_keys import index_key, shard_key
+from raycheck.bucket.reading import Documents
+from raycheck.bucket.store import Store
+from raycheck.errors import NotFoundError, RaycheckError, SaveFailedError
+from raycheck.group.coordinator.messages import HeldShard, Holder, MemoryOffer, Outcome, Pending
+from raycheck.group.coordinator.rendezvous import Rendezvous
+from raycheck.group.coordinator.run_log import RunLog
+from raycheck.log import event, logger
+from raycheck.on_ray.nodes.node_agents import NodeAgents
+
+ANSWER_S = 5.0
+"""How long a claim waits for what the nodes say they hold."""
+LAST_COPIES_S = 10.0
+"""How long a claim waits for copies of what all ranks of the group before have sealed."""
+COPY_TIMEOUT_S = 120.0
+"""How long a copy to another node may be on its way. With the pauses in between it takes twice that."""
+ZONE = "ray.io/availability-zone"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Listed:
+    """Describes a memory checkpoint that can be restored. sizes: of its shards in bytes, by key."""
+
+    entry: Entry
+    documents: Documents
+    sizes: Mapping[str, int]
+
+
+class MemoryCheckpoints:
+    """Lists the newest memory checkpoint of one run, and offers it to the group that claims the run next.
+
+    problem: why there is none of the newest step at which one was wanted; "" when there is.
+    """
+
+    def __init__(self, store: Store, agents: NodeAgents, run_log: RunLog) -> None:
+        self.plans = PlanCache()
+        self._store = store
+        self._agents = agents
+        self._run_log = run_log
+        self._newest: _Listed | None = None
+        self._head: tuple[str, int] | None = None  # key and step of the bucket's newest checkpoint, as known here
+        self._saves: dict[tuple[str, int], Rendezvous[Report, Outcome]] = {}  # by group and step
+        self._attempt = self._last_step = 0
+        self._is_used = self._is_warned = False
+        self.problem = ""
+        self._problem_step: int | None = None  # None: it holds for all steps to come
+
+    async def report(self, report: Report, up_to_s: float) -> Outcome | Pending:
+        """Takes that a rank's shard is sealed in its node's memory, or why not, and waits a while for the outcome."""
+        at = (report.group, report.progress.step)
+        self._is_used = True
+        if at not in self._saves:
+            if at[1] < self._last_step:
+                if report.checkpoint == self._newest_key:  # this rank must not stage the next one over it
+                    return Outcome(kind="committed", key=report.checkpoint)
+                return Outcome(kind="failed", key=report.checkpoint, message="a later memory checkpoint was begun")
+            self._end_those_before(at)
+        self._last_step = at[1]
+        rendezvous = self._saves.setdefault(at, Rendezvous(report.world_size, awaited="sealed their shards"))
+        rendezvous.arrive(report.rank, report)
+        if rendezvous.is_open and (report.failure or rendezvous.is_complete):
+            rendezvous.decide_later(self._conclude(dict(rendezvous.arrivals)))
+        return await rendezvous.answer(up_to_s)
+
+    def committed(self, key: str, step: int) -> None:
+        """Takes that the bucket has a new checkpoint: what memory holds of earlier steps is given back."""
+        self.note_head(key, step)
+        if self._newest is not None and self._newest.entry.step <= step:
+            self._newest = None
+        if self._problem_step is not None and self._problem_step <= step:
+            self.problem = ""
+        if self._is_used:
+            self._agents.keep(self._newest_key, (self._attempt, step))
+
+    def note_head(self, key: str, step: int) -> None:
+        """Takes which checkpoint is the bucket's newest one."""
+        self._head = key, step
+
+    def note_problem(self, why: str, *, step: int | None = None) -> None:
+        """Takes why there is no memory checkpoint, and warns of it, once while it is the same.
+
+        step: the only one that has none; None: no later one will have any either.
+        """
+        self._is_used = True
+        self._problem_step = step
+        if why != self.problem:
+            self.problem = why
+            logger.warning(event(f"no memory checkpoint: {why}", run=self._store.uri))
+
+    def take_problem(self) -> str:
+        """Returns the problem once, for the record of the start that follows it."""
+        found, self.problem = self.problem, ""
+        return found
+
+    def forget(self, why: str = "") -> None:
+        """Gives back what is listed. why: the reason, when it should have been restored."""
+        if why:
+            self.note_problem(why)
+        self._newest = None
+        self._agents.keep(None, (self._attempt, -1))
+
+    async def claimed(self, attempt: int, head: Entry | None) -> MemoryOffer | None:
+        """Ends what earlier groups had begun. Returns what the new group can restore from memory; None for nothing.
+
+        attempt: the new group's. head: the checkpoint of the bucket that the claim names.
+        """
+        deciding = [save.answer(LAST_COPIES_S) for save in self._saves.values() if save.is_deciding]
+        await asyncio.gather(*deciding, return_exceptions=True)
+        self._saves, self._attempt, self._last_step = {}, attempt, 0
+        known, self._head = self._head, (head.key, head.step) if head is not None else None
+        newest = self._newest
+        if not self._is_used:
+            return None
+        if known != self._head or newest is None or (head is not None and head.step >= newest.entry.step):
+            self.forget()
+            return None
+        self._agents.keep(newest.entry.key, (attempt, -1))
+        try:
+            return await self._offer(newest)
+        except (RayError, RaycheckError, OSError) as error:
+            self.forget(f"{newest.entry.key} is not restored from memory: {error}")
+        return None
+
+    @property
+    def _newest_key(self) -> str | None:
+        return self._newest.entry.key if self._newest is not None else None
+
+    async def _offer(self, newest: _Listed) -> MemoryOffer:
+        """Returns what can be restored. Raises NotFoundError when the nodes that are alive have not got all of it."""
+        holders = await self._holders(newest)
+        if lost := sorted(newest.sizes.keys() - holders.keys()):
+            raise NotFoundError(f"no node that is alive has {', '.join(lost[:5])}")
+        documents = await asyncio.to_thread(ray.put, newest.documents)
+        logger.info(event(f"restoring {newest.entry.key} from the memory of the nodes instead", run=self._store.uri))
+        return MemoryOffer(entry=newest.entry, documents=[documents], holders=holders)
+
+    def _end_those_before(self, at: tuple[str, int]) -> None:
+        """Fails the saves of earlier steps of a group, which no missing rank will report any more."""
+        for earlier in [key for key in self._saves if key[0] == at[0] and key[1] < at[1]]:
+            if self._saves[earlier].is_open:
+                self._saves[earlier].fail(SaveFailedError("a later memory checkpoint was begun"))
+            if self._saves[earlier].is_decided:
+                del self._saves[earlier]
+
+    async def _conclude(self, reports: dict[int, Report]) -> Outcome:
+        """Lists a save, or notes why not."""
+        outcome = await self._outcome_of(reports)
+        if outcome.kind == "failed":
+            self.note_problem(outcome.message, step=next(iter(reports.values())).progress.step)
+        return outcome
+
+    async def _outcome_of(self, reports: dict[int, Report]) -> Outcome:
+        """Lists a save of which all ranks have sealed their shards, once other nodes have copies of them."""
+        name = next(iter(reports.values())).checkpoint
+        failures = [f"rank {rank}: {report.failure}" for rank, report in sorted(reports.items()) if report.failure]
+        if failures:
+            return Outcome(kind="failed", key=name, message="; ".join(failures))
+        in_order = [reports[rank] for rank in sorted(reports)]
+        try:
+            made = await asyncio.to_thread(assemble, self._store, in_order, self.plans)
+        except RaycheckError as error:
+            return Outcome(kind="failed", key=name, message=str(error))
+        lost = await self._copy(name, in_order)
+        if (in_order[0].group, in_order[0].progress.step) not in self._saves:  # another group has claimed the run
+            return Outcome(kind="superseded", key=name)
+        if lost:  # the one before has copies, if this node is the first to go
+            text = f"node {lost[0]} lost its shards before another one had a copy"
+            return Outcome(kind="failed", key=name, message=text)
+        documents = Documents(manifest=made.manifest_bytes, index=made.documents[index_key(name)])
+        is_listed = self._list(made.manifest, documents)
+        return Outcome(kind="committed" if is_listed else "superseded", key=name, agree_anew=made.has_copies)
+
+    def _list(self, manifest: Manifest, documents: Documents) -> bool:
+        """List a memory checkpoint, unless bucket or memory has one that is as new. Returns whether it is listed."""
+        entry = Entry(
+            key=manifest.key,
+            refs=manifest.refs,
+            step=manifest.step,
+            committed_at=self._run_log.now,
+            size_bytes=manifest.size_bytes,
+            metrics={},
+            manifest_crc32=crc32(documents.manifest),
+        )
+        sizes = {
+            shard_key(manifest.key, shard.component, shard.rank): shard.size_bytes
+            for component in manifest.components
+            if component.checkpoint == manifest.key
+            for shard in component.shards
+            if shard.size_bytes  # nobody reads of an empty one
+        }
+        is_older = self._head is not None and self._head[1] >= entry.step
+        if is_older or (self._newest is not None and self._newest.entry.step >= entry.step):
+            return False
+        self._newest = _Listed(entry=entry, documents=documents, sizes=sizes)
+        self.problem = ""
+        self._run_log.in_memory(entry.step, sum(sizes.values()))
+        self._agents.keep(entry.key, (manifest.attempt, manifest.step))
+        return True
+
+    async def _copy(self, name: str, reports: Sequence[Report]) -> list[str]:
+        """Has each node copy its shards to another one. Without a copy they survive the workers, and not the node.
+
+        Returns the nodes whose shards no other node has a copy of and which have not got them themselves any more.
+        """
+        nodes = sorted({report.node for report in reports})
+        zones = await asyncio.to_thread(_zones)
+        copied = await asyncio.gather(*(self._copy_from(node, name, neighbours(node, nodes, zones)) for node in nodes))
+        problems = {node: problem for node, problem in zip(nodes, copied, strict=True) if problem}
+        lost = [node for node in problems if not await self._has_shards(node, name, reports)]
+        if problems and not lost and not self._is_warned:
+            self._is_warned = True
+            text = f"memory checkpoints survive the loss of workers, and not of a node: {min(problems.values())}"
+            logger.warning(event(text, run=self._store.uri))
+        return lost
+
+    async def _has_shards(self, node: str, name: str, reports: Sequence[Report]) -> bool:
+        """Returns whether a node's actor holds what the ranks of the node have sealed."""
+        actor = self._agents.known(node)
+        held = {} if actor is None else await _held(actor)
+        return all(
+            shard_key(name, shard.component, shard.rank) in held
+            for report in reports
+            for shard in report.written
+            if report.node == node and shard.size_bytes
+        )
+
+    async def _copy_from(self, node: str, name: str, others: Sequence[str]) -> str:
+        """Returns why no other node has a copy of this node's shards; "" when one has."""
+        problem = "the group has only one node"
+        source = self._agents.known(node)
+        for other in others:
+            target = self._agents.known(other)
+            if source is None or target is None:
+                problem = f"there is no actor on node {other if target is None else node}"
+                continue
+            try:
+                sending = source.send_shards.remote(name, target, timeout_s=COPY_TIMEOUT_S)
+                problem = await asyncio.wait_for(sending, 2 * COPY_TIMEOUT_S + ANSWER_S)
+            except (TimeoutError, RayError) as error:
+                problem = f"{type(error).__name__} while node {node} copied to {other}"
+            if not problem:
+                break
+        return problem
+
+    async def _holders(self, listed: _Listed) -> dict[str, list[Holder]]:
+        """Returns who holds each shard whole, by key."""
+        alive = await asyncio.to_thread(_zones)
+        asked = {node: actor for node, actor in self._agents.all().items() if node in alive}
+        answers = await asyncio.gather(*(_held(actor) for actor in asked.values()))
+        holders: dict[str, list[Holder]] = {}
+        for (node, actor), held in zip(asked.items(), answers, strict=True):
+            for key, size in listed.sizes.items():
+                if key in held and held[key].size_bytes == size:
+                    holders.setdefault(key, []).append(Holder(node=node, actor=actor, place=held[key].place))
+        return holders
+
+
+async def _held(actor: Any) -> dict[str, HeldShard]:
+    try:
+        return dict(await asyncio.wait_for(actor.held_shards.remote(), ANSWER_S))
+    except (TimeoutError, RayError):
+        return {}
+
+
+def _zones() -> dict[str, str]:
+    """Returns the zone of each node of the cluster that is alive, "" where it has no label."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return {node["NodeID"]: node.get("Labels", {}).get(ZONE, "") for node in nodes if node["Alive"]}
+
+
+def neighbours(node: str, nodes: Sequence[str], zones: Mapping[str, str]) -> list[str]:
+    """Returns the other nodes that may take the copies of `node`, the best one first.
+
+    nodes: those of the group, sorted. zones: of the nodes that are alive. Nodes of other zones come first, beginning
+    with the one at this node's place in its own zone, so that they share the copies evenly. Then come those that follow
+    in the ring of all nodes.
+    """
+    at = nodes.index(node)
+    ring = [other for other in (*nodes[at + 1 :], *nodes[:at]) if other in zones]
+    zone = zones.get(node)
+    apart = [other for other in nodes if zone and zones.get(other) and zones[other] != zone]
+    alike = [other for other in nodes if zones.get(other) == zone]
+    first = alike.index(node) % len(apart) if apart and node in alike else 0
+    turned = [*apart[first:], *apart[:first]]
+    return [*turned, *(other for other in ring if other not in turned)]

@@ -1,0 +1,90 @@
+"""Starts the actors that upload for the ranks of a node, and knows which saves they finish without the ranks.
+
+What such an actor does is in on_ray/nodes/node_uploads.py. They end with the coordinator, which owns them.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raycheck.bucket.assembly.save_report import Report
+
+ANSWER_S = 10.0
+CALLS = 64
+"""How many calls of one actor may be under way: one save of each of its ranks, and questions about them."""
+Place = tuple[str, int]
+"""A group, and the number of one of its saves."""
+
+
+class NodeAgents:
+    """Holds one actor for each node, and what the ranks of each have handed to it."""
+
+    def __init__(self) -> None:
+        self._actors: dict[str, Any] = {}
+        self._handed: dict[Place, dict[int, Report]] = {}  # by rank
+
+    def of(self, node: str, kind: type) -> Any:
+        """Returns the actor of a node, which is started if there is none; None in a process without Ray.
+
+        kind: its class. Ray starts it again when it dies, as long as its node lives.
+        """
+        if not ray.is_initialized():
+            return None
+        if node not in self._actors:
+            actor: Any = ray.remote(kind)
+            self._actors[node] = actor.options(
+                num_cpus=0,
+                max_restarts=-1,
+                max_concurrency=CALLS,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            ).remote()
+        return self._actors[node]
+
+    def known(self, node: str) -> Any:
+        """Returns the actor of a node; None when none was started there."""
+        return self._actors.get(node)
+
+    def all(self) -> dict[str, Any]:
+        """Returns the actors by node."""
+        return dict(self._actors)
+
+    def keep(self, checkpoint: str | None, floor: tuple[int, int]) -> None:
+        """Has all nodes give back what they hold in memory, but for this checkpoint and those above the floor.
+
+        floor: an attempt and a step. It does not wait for them.
+        """
+        for actor in self._actors.values():
+            actor.keep_shards.remote(checkpoint, floor)
+
+    def handed_over(self, report: Report) -> None:
+        """Takes that the actor of its node has a rank's staged save."""
+        self._handed.setdefault((report.group, report.save), {})[report.rank] = report
+
+    def ended(self, at: Place) -> None:
+        """Forgets a save that was decided, those before it, and those of other groups."""
+        group, number = at
+        self._handed = {place: by for place, by in self._handed.items() if place[0] == group and place[1] > number}
+
+    def undecided(self, group: str) -> dict[int, dict[int, Report]]:
+        """Returns the saves of a group that are not decided, by number: which ranks have handed in what."""
+        return {save: by for (found, save), by in self._handed.items() if found == group}
+
+    async def ask_whether_saving(self, reports: Iterable[Report]) -> bool:
+        """Returns whether the actors go on with what these ranks have handed in."""
+        by_node: dict[tuple[str, str, int], list[int]] = {}
+        for report in reports:
+            by_node.setdefault((report.node, report.group, report.save), []).append(report.rank)
+        answers = [self._ask_actor(*key, ranks) for key, ranks in by_node.items()]
+        return all(await asyncio.gather(*answers))
+
+    async def _ask_actor(self, node: str, group: str, save: int, ranks: list[int]) -> bool:
+        actor = self._actors.get(node)
+        if actor is None:
+            return False
+        try:
+            return bool(await asyncio.wait_for(actor.is_saving.remote(group, save, ranks), ANSWER_S))
+        except (TimeoutError, ray.exceptions.RayError):
+            return False

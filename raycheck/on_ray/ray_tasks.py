@@ -1,0 +1,88 @@
+"""Runs the tasks that follow a commit as Ray tasks, so that the training processes give neither memory nor time.
+
+A job is led by one Ray task. The large files of an export are written by others on the ranks' nodes, at most one per
+rank; when a node is lost, only its task is repeated.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.store import Store
+from raycheck.errors import NotFoundError, StoreError
+from raycheck.group.coordinator.commit_tasks import TaskRun
+from raycheck.group.coordinator.export_task import Note
+from raycheck.on_ray.api.calls import results
+
+if TYPE_CHECKING:
+    from raycheck.huggingface.export import ExportFiles
+
+
+def run_in_ray(job: TaskRun) -> list[Note]:
+    """Run a job in Ray tasks. Returns what the log should say."""
+    notes: list[Note] = results([_on(job.nodes[0], _lead).remote(job)])[0]
+    return notes
+
+
+@ray.remote(num_cpus=0)
+def _lead(job: TaskRun) -> list[Note]:
+    """Run a job in this process, and have other tasks write the large files of an export."""
+
+    def write(files: "ExportFiles", store: Store, place: str) -> Mapping[str, int]:
+        shares = _dealt(files.sizes, _spread(job.nodes)[: len(files.heads)])
+        if len(shares) == 1:
+            return files.write(store, place, list(files.files))
+        writing = [_on(node, _write).remote(job, names) for node, names in shares]
+        ray.wait(writing, num_returns=len(writing))  # also after one has failed: no task goes on unseen
+        written = {file: size for share in results(writing) for file, size in share.items()}
+        for file, size in written.items():
+            _check_there(store, object_keys.export_key(place, file), size)
+        return written
+
+    return job.run(write)
+
+
+@ray.remote(num_cpus=0)
+def _write(job: TaskRun, files: Sequence[str]) -> Mapping[str, int]:
+    """Write some files of an export. Their contents follow from the checkpoint, so their names are enough."""
+    from raycheck.huggingface.export import lay_out
+
+    export = job.export
+    return lay_out(export.checkpoint, export.settings).write(export.dest, export.prefix, files)
+
+
+def _check_there(store: Store, key: str, size: int) -> None:
+    """Raises StoreError when this node does not see what another one wrote."""
+    with suppress(NotFoundError):
+        if store.head(key) == size:
+            return
+    raise StoreError(f"{store}: {key} is not there as another node wrote it; a folder must be shared by all nodes")
+
+
+def _spread(nodes: Sequence[str]) -> list[str]:
+    """Returns the nodes in an order in which each comes once before any comes twice."""
+    turns = [nodes[:number].count(node) for number, node in enumerate(nodes)]
+    return [nodes[number] for number in sorted(range(len(nodes)), key=lambda number: (turns[number], number))]
+
+
+def _dealt(sizes: Mapping[str, int], nodes: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Returns for each node the files that it writes: about as many bytes on each.
+
+    The largest file goes first, and each goes to the node that has the fewest bytes so far.
+    """
+    shares: list[tuple[str, list[str]]] = [(node, []) for node in nodes]
+    given = [0] * len(shares)
+    for file in sorted(sizes, key=lambda file: (-sizes[file], file)):
+        least = given.index(min(given))
+        shares[least][1].append(file)
+        given[least] += sizes[file]
+    return shares
+
+
+def _on(node: str, task: Any) -> Any:
+    """Returns the task with the wish to run on that node, or on another one when it is gone."""
+    return task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True) if node else "SPREAD")

@@ -1,0 +1,68 @@
+"""Allocates the tensors into which an optimizer's saved state is read: the live slots, or new ones laid out as these.
+
+State that does not exist yet is allocated from the checkpoint. Torch's own way is a dummy step, which moves parameters
+and calls hooks.
+"""
+
+from typing import Any, cast
+
+import torch
+
+from raycheck.bucket.format.index import Tensor as SavedTensor
+from raycheck.state.entries.meta_tensors import is_on_meta
+from raycheck.state.entries.module.parameter_names import ParameterNames
+from raycheck.state.entries.saved_entry import SavedEntry, empty_like
+from raycheck.transfer.read.overlapping_tensors import overlaps_itself
+from raycheck.transfer.stage.gather_cache import local_of
+
+STEP = "step"
+"""The slot that counts a parameter's steps. It stays on the CPU and in its own type, as torch keeps it."""
+
+
+def slot_tensor(
+    saved: SavedEntry, tensor: SavedTensor, slot: str, *, live: Any, parameter: torch.Tensor, named: ParameterNames
+) -> torch.Tensor:
+    """Returns the tensor to read a slot into: the live one, or a new one laid out as the parameter is.
+
+    live: the slot's value here, None when there is none yet. named: the names of the modules' parameters.
+    """
+    dtype = _slot_dtype(saved, tensor, slot, live=live, parameter=parameter, named=named)
+    is_there = isinstance(live, torch.Tensor) and not is_on_meta(live) and not overlaps_itself(local_of(live))
+    if is_there and (tuple(live.shape), live.dtype) == (tensor.shape, dtype):
+        return cast("torch.Tensor", live)
+    if tuple(parameter.shape) == tensor.shape and slot != STEP:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(tensor.shape, dtype=dtype)
+
+
+def _slot_dtype(
+    saved: SavedEntry, tensor: SavedTensor, slot: str, *, live: Any, parameter: torch.Tensor, named: ParameterNames
+) -> torch.dtype:
+    """Returns the saved dtype, or with a cast the live slot's.
+
+    Where there is no live slot yet, a cast takes the parameter's dtype if the saved slot had the dtype of its saved
+    parameter: torch's own optimizers make their slots so.
+    """
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    if saved.dtypes is None or slot == STEP:
+        return dtype
+    wanted = dtype
+    if isinstance(live, torch.Tensor):
+        wanted = live.dtype
+    elif saved.dtypes.get(".".join(named.get(parameter, ()))) == tensor.dtype:
+        wanted = parameter.dtype
+    if wanted == dtype or not saved.may_cast(tensor.dtype, wanted):
+        return dtype
+    saved.cast.append(f"{tensor.name}: {tensor.dtype} saved, {str(wanted).removeprefix('torch.')} here")
+    return wanted
+
+
+def inner_tensor(tensor: SavedTensor, *, live: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
+    """Returns a new tensor for one that was saved inside of a slot's value: laid out as the live one, else as the
+    parameter where the shapes are equal, else plain on the parameter's device."""
+    if live is not None or tensor.name.rpartition(".")[2] == STEP:
+        return empty_like(live, tensor)
+    dtype = getattr(torch, tensor.dtype)
+    if tuple(parameter.shape) == tensor.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(tensor.shape, dtype=dtype, device=parameter.device)

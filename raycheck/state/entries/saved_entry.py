@@ -1,0 +1,112 @@
+"""Describes the saved side of one entry at a restore: what the checkpoint holds of it, and the differences found."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from raycheck.bucket.format.index import Tensor as SavedTensor
+from raycheck.state.entries.meta_tensors import is_on_meta
+
+Named = dict[str, torch.Tensor]
+
+
+HELD = "$held"
+"""A bare value, which may be None or a list, is saved in a dict under this key. No dict of plain values has it."""
+
+
+class SavedEntry:
+    """Holds what a checkpoint has of one entry, and collects how it differs from the live one.
+
+    tensors: the entry's tensors that are to be restored. values: the tree that all ranks share; None when the
+    checkpoint has no such entry. rank_values: the trees of the ranks that saved values of their own, because they held
+    other names. place: says where a tensor's bytes lie; equal for names that were saved tied. takes: says whether the
+    tensor of a name is to be restored. dtypes: the types of all saved tensors, when floating-point ones may be cast to
+    the live dtype. strict: whether what only one side has is refused.
+
+    missing: names here that are not in the checkpoint. unexpected: names in the checkpoint that are not here.
+    mismatched: differences between what both sides hold. fresh: names left as they are by a stated rule. unused: names
+    in the checkpoint that are, by a stated rule, not for this rank. cast: tensors read into another dtype. registered:
+    buffers that the live module gets from the checkpoint. advice: what to do about the differences, each once.
+    reshaped: tensors of another shape. castable: whether a cast would help one of `mismatched`.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, SavedTensor],
+        values: Any,
+        *,
+        rank_values: tuple[Any, ...] = (),
+        place: Callable[[str], object],
+        takes: Callable[[str], bool],
+        dtypes: Mapping[str, str] | None = None,
+        strict: bool = True,
+    ) -> None:
+        self.tensors = {name: tensor for name, tensor in tensors.items() if takes(name)}
+        self.values = values
+        self.rank_values = rank_values
+        self.place = place
+        self.takes = takes
+        self.dtypes = dtypes
+        self.strict = strict
+        self.cast: list[str] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.mismatched: list[str] = []
+        self.fresh: list[str] = []
+        self.unused: list[str] = []
+        self.registered: list[str] = []
+        self.advice: list[str] = []
+        self.reshaped: list[str] = []
+        self.castable = False
+
+    def record_only_saved(self, names: Iterable[str]) -> None:
+        """Record names that only the checkpoint has. Each rank of a pipeline holds a share of the entry, so no rank can
+        tell by itself that what other ranks wrote is superfluous."""
+        (self.unused if self.rank_values else self.unexpected).extend(names)
+
+    def compare(self, name: str, tensor: torch.Tensor) -> bool:
+        """Compare the saved tensor with the live one that it goes into. Returns False, and records it, when it does not
+        fit."""
+        saved = self.tensors[name]
+        here = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        if here == (saved.dtype, saved.shape):
+            return True
+        if here[1] == saved.shape and self.may_cast(saved.dtype, tensor.dtype):
+            self.cast.append(f"{name}: {saved.dtype} saved, {here[0]} here")
+            return True
+        self.mismatched.append(f"{name}: {here[0]}{list(here[1])} here, {saved.dtype}{list(saved.shape)} saved")
+        if here[1] != saved.shape:
+            self.reshaped.append(name)
+        elif tensor.dtype.is_floating_point and getattr(torch, saved.dtype).is_floating_point:
+            self.castable = True
+        return False
+
+    def was_none(self, name: str) -> bool:
+        """Returns whether the entry was None when it was saved, and then advises how to begin with the object here."""
+        if not (isinstance(self.values, dict) and self.values.get(HELD, self) is None):
+            return False
+        self.values = None
+        self.advice.append(
+            f"{name} was None when it was saved: restore(skip=[{name!r}]) begins with what it is here. Checkpoints "
+            "that are saved after it are restored whole by the same call"
+        )
+        return True
+
+    def may_cast(self, saved: str, here: torch.dtype) -> bool:
+        """Returns whether the caller allows reading the saved dtype into the live one. Only floats are ever cast: an
+        integer that does not fit would become another number."""
+        return self.dtypes is not None and here.is_floating_point and getattr(torch, saved).is_floating_point
+
+
+def empty_like(live: torch.Tensor | None, saved: SavedTensor) -> torch.Tensor:
+    """Returns a tensor to read a saved one into: laid out as the live one where that has the same shape and dtype."""
+    form = saved.shape, f"torch.{saved.dtype}"
+    if live is None or is_on_meta(live) or (tuple(live.shape), str(live.dtype)) != form:
+        return empty_for(saved)
+    return torch.empty_like(live, requires_grad=False)
+
+
+def empty_for(saved: SavedTensor) -> torch.Tensor:
+    """Returns a plain CPU tensor to read a saved one into."""
+    return torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))

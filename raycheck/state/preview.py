@@ -1,0 +1,169 @@
+"""Reads a checkpoint before anything is restored: how far training has come, its entries, and the values of entries
+without tensors.
+
+Frameworks want to know the step before the optimizer, the schedule and the loaders exist that a restore would fill.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from raycheck.bucket.format.class_values import loaded
+from raycheck.bucket.format.index import Index
+from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.format.values import decode
+from raycheck.bucket.reading import Checkpoint
+from raycheck.errors import ConfigError
+from raycheck.state.entries.module import module_entry
+from raycheck.state.entries.optimizer import optimizer_entry
+from raycheck.state.entries.saved_entry import HELD
+from raycheck.state.entries.state_entry import ASSETS, OWN_ENTRIES
+from raycheck.state.restore_matching import corrupt_if_odd
+from raycheck.state.restore_selection import EVERYTHING, Selection
+
+
+class SavedValues(Mapping[str, Any]):
+    """Holds the saved values of entries without tensors, by entry, and decodes one anew each time it is asked for. A
+    value of a class that this process has not loaded is a plain structure: an enum's value, a dict, a tuple."""
+
+    def __init__(self, trees: Mapping[str, Any]) -> None:
+        self._trees = dict(trees)
+
+    def __getitem__(self, name: str) -> Any:
+        tree = self._trees[name]
+        is_bare = isinstance(tree, dict) and HELD in tree
+        return decode(tree[HELD] if is_bare else tree, _no_tensor, loaded)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._trees)
+
+    def __len__(self) -> int:
+        return len(self._trees)
+
+    def __repr__(self) -> str:
+        return f"SavedValues({dict(self)!r})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preview:
+    """Describes what the next `restore` will find; all counts are zero in a fresh run.
+
+    step, epoch, epoch_step, samples, tokens, episodes: where training goes on, as `restore` will say. checkpoint: its
+    name, None in a fresh run. attempt: this life of the worker group. saved_world_size: the number of ranks that wrote
+    it. entries: names of all entries that it holds, except "rng" and "progress". shapes: the shape of every saved
+    tensor, by its name ("model.head.weight"). metrics: those saved with it. values:
+    the saved values of entries without tensors, by entry: a plain dict, a scheduler's state_dict. rank_values: those of
+    PerRank entries without tensors, by entry, of each rank that saved. refused: newer
+    checkpoints that are damaged, each with the proof. selection: what the restore is to take. partial: see Manifest.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    epoch_step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    episodes: int = 0
+    checkpoint: str | None = None
+    attempt: int
+    saved_world_size: int = 0
+    entries: tuple[str, ...] = ()
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=lambda: SavedValues({}))
+    rank_values: tuple[Mapping[str, Any], ...] = ()
+    refused: tuple[str, ...] = ()
+    selection: Selection = EVERYTHING
+    partial: tuple[str, ...] = ()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Returns whether there is no checkpoint to restore."""
+        return self.checkpoint is None
+
+    @classmethod
+    def of(
+        cls, checkpoint: Checkpoint, selection: Selection, *, attempt: int, rank: int, refused: tuple[str, ...]
+    ) -> "Preview":
+        """Read what a checkpoint has for this rank. Raises DamagedError, CorruptError, or NotFoundError when it is
+        evicted."""
+        manifest = checkpoint.read_manifest()
+        index = checkpoint.read_index(manifest)
+        with corrupt_if_odd(checkpoint.entry.key):
+            progress = Progress.of(index.values["progress"])
+            trees = _trees(index, rank)
+            per_rank = tuple(SavedValues(_own_trees(values)) for values in index.rank_values)
+            names = {*index.values, *(name for values in index.rank_values for name in values)}
+        here = cls(
+            checkpoint=checkpoint.entry.key,
+            attempt=attempt,
+            saved_world_size=manifest.world_size,
+            entries=tuple(sorted(names - {ASSETS, *OWN_ENTRIES})),
+            shapes={tensor.name: tensor.shape for tensor in index.tensors},
+            metrics=dict(manifest.metrics),
+            values=SavedValues(trees),
+            rank_values=per_rank,
+            refused=refused,
+            selection=selection,
+            partial=manifest.partial,
+            **asdict(progress),
+        )
+        return here if here.keeps_position(selection) else here.at_step_0()
+
+    def keeps_position(self, selection: Selection) -> bool:
+        """Returns whether a restore of this selection goes on from where training was.
+
+        It also does if the checkpoint descends from this very selection: a partial restore is done once, and from then
+        on everything is restored.
+        """
+        return str(selection) in self.partial or selection.takes("progress")
+
+    def at_step_0(self) -> "Preview":
+        """Returns the preview of a restore that leaves the step count out."""
+        return replace(self, **asdict(Progress()))
+
+    def check(self, selection: Selection) -> None:
+        """Raise ConfigError when a restore of `selection` would come to another step than this preview says."""
+        if not self.is_fresh and self.keeps_position(selection) != self.keeps_position(self.selection):
+            raise ConfigError(
+                f"peek() answered step {self.step}, which this restore would not come to: one of them "
+                'takes "progress" and the other does not. Give peek() the same only and skip'
+            )
+
+
+def _own_trees(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the trees of one rank's PerRank entries, each of which is wrapped in a list."""
+    return {name: tree[0] for name, tree in values.items() if isinstance(tree, list) and len(tree) == 1}
+
+
+def saved_values(index: Index) -> Mapping[str, Any]:
+    """Returns the saved values of entries without tensors, by entry: of rank 0, where ranks have their own."""
+    return SavedValues(_trees(index, 0))
+
+
+def _trees(index: Index, rank: int) -> dict[str, Any]:
+    """Returns the saved trees of entries without tensors: the first rank's, or this rank's where ranks have their own.
+
+    Modules and optimizers are left out, since their values are in a form of raycheck's own. A checkpoint does not say
+    what kind of object an entry was, so they are told by the keys that they always have.
+    """
+    own = index.rank_values[rank] if rank < len(index.rank_values) else {}
+    trees = {**index.values, **{name: tree[0] if isinstance(tree, list) else tree for name, tree in own.items()}}
+    own_keys = module_entry.VALUE_KEYS, optimizer_entry.VALUE_KEYS
+    with_tensors = {prefix for tensor in index.tensors for prefix in _prefixes(tensor.name)}
+    return {
+        name: tree
+        for name, tree in trees.items()
+        if name not in {ASSETS, *OWN_ENTRIES, *with_tensors}
+        and not (isinstance(tree, dict) and any(tree.keys() >= keys for keys in own_keys))
+    }
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """Returns the name of a tensor and of all that may hold it: for "a.b.c" also "a.b" and "a"."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _no_tensor(name: str) -> object:
+    raise KeyError(name)

@@ -1,0 +1,63 @@
+"""Reads a matched checkpoint into the live tensors and objects, and proves that they hold all of it."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from raycheck.bucket.format.index import Index
+from raycheck.bucket.format.manifest import Manifest
+from raycheck.bucket.reading import Checkpoint, missing_error
+from raycheck.errors import NotFoundError
+from raycheck.state.restore_matching import CheckpointMatch
+from raycheck.transfer.read.overlapping_tensors import overlapping, read_again, writable
+from raycheck.transfer.read.reader import read_into
+from raycheck.transfer.read.replica_broadcast import read_and_broadcast
+from raycheck.transfer.read.restore_proof import WrittenBytes, not_restored
+from raycheck.transfer.stage.local_box import LocalBox
+
+
+def read_tensors(
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    index: Index,
+    boxes: Sequence[LocalBox],
+    *,
+    shared_by: tuple[int, int] | None,
+) -> int:
+    """Fill the live tensors, and prove that each of them was filled. Returns the bytes fetched by this rank.
+
+    shared_by: this rank and the world size, when all ranks call this together, so that one of them reads what several
+    want. Raises DamagedError, CorruptError or NotFoundError; the state is a mixture then.
+    """
+    read = partial(read_into, checkpoint.shards or checkpoint.store, manifest.prefixes(), index)
+    written = WrittenBytes()
+    read_own = partial(read, written=written)
+    targets = [writable(box) for box in boxes]
+    # The copies run on streams of the reader's threads: what the script has enqueued must not come after them.
+    _synchronize(boxes)
+    try:
+        if shared_by is not None:
+            fetched = read_and_broadcast(read_own, targets, *shared_by, written=written)
+        else:
+            fetched = read_own(targets)
+        written.check(targets)
+        _synchronize(boxes)
+        return fetched + read_again(overlapping(boxes), read)
+    except NotFoundError as error:
+        raise missing_error(checkpoint.store, checkpoint.entry.key, str(error)) from None
+
+
+def load_objects(match: CheckpointMatch) -> None:
+    """Give the live objects what was not read in place, and raise ConfigError unless they hold all that was read."""
+    for entry, tensors in match.wanted.items():
+        entry.load(match.saved[entry], tensors)
+    for entry, tensors in match.wanted.items():
+        for name in entry.not_held(tensors):
+            raise not_restored(name, "it was read, and the live object holds something else")
+
+
+def _synchronize(boxes: Sequence[LocalBox]) -> None:
+    """Wait until the accelerators that hold any of the boxes have done all that was enqueued, on whatever stream."""
+    for device in {box.local.device for box in boxes if box.local.device.type != "cpu"}:
+        torch.accelerator.synchronize(device)

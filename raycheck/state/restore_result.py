@@ -1,0 +1,69 @@
+"""Describes what a restore did: which entries it restored, and what only the checkpoint or only the live state had."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from raycheck.bucket.format.manifest import Manifest
+from raycheck.bucket.format.progress import Progress
+from raycheck.state.random_state import apply_rng
+from raycheck.terminal import first_few
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestoreReport:
+    """Lists what a restore did, by the names of entries, or of places in a module that was restored in part.
+
+    missing: names here that the checkpoint does not have; they were left as they were. unexpected: names in the
+    checkpoint that are not here. skipped: names left as they were because the caller said so. fresh: names left as
+    they were by a stated rule. unused: names in the checkpoint that are, by a stated rule, not for this rank (another
+    pipeline stage's, PerRank values of ranks that are gone). cast: tensors restored into another floating-point type,
+    because the caller said so. registered: buffers that a module here had not registered, and got from the checkpoint
+    because what only one side has is accepted. refused: newer checkpoints that this rank was to restore, but which are
+    damaged, each with the proof. drifted: what was not the same on all ranks when it was saved, so that the checkpoint
+    has one rank's.
+    """
+
+    restored: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    fresh: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+    registered: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    drifted: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        names = tuple(spec.name for spec in fields(self))
+        lists = [f"{name}: {first_few(getattr(self, name))}" for name in names if getattr(self, name)]
+        return "; ".join(lists) or "nothing was restored"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """Describes what a restore did on this rank. Random state is applied apart, as late as possible.
+
+    rng_values: the saved random state of each rank; empty when it is not to be restored. lineage: the partial restores
+    that the state now descends from. is_whole: the ranks hold exactly what the checkpoint does; every rank says the
+    same here.
+    """
+
+    manifest: Manifest
+    progress: Progress
+    rng_values: Sequence[Any]
+    lineage: tuple[str, ...]
+    tensors: int
+    bytes_fetched: int
+    report: RestoreReport
+    is_whole: bool
+
+    @property
+    def trained_s(self) -> float:
+        """Returns the seconds of training behind the state; 0 when training starts anew from trained weights."""
+        return self.manifest.trained_s if self.progress.step else 0.0
+
+    def apply_rng(self, rank: int) -> str:
+        """Set this process's random state. Returns what was done, for the restore report."""
+        return apply_rng(self.rng_values, rank) if self.rng_values else "untouched"

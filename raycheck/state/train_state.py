@@ -1,0 +1,350 @@
+"""Saves and restores the state of one rank: the user's entries, and what raycheck adds to them by itself.
+
+raycheck adds `rng`, which each rank has, and `progress`. A save gathers the entries, finds which boxes this rank
+writes, and stages them (transfer/). A restore first compares the whole checkpoint with the live state, and changes
+nothing yet (restore_matching.py); then it reads, and proves what it read (restore_reading.py).
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from raycheck.bucket.assembly.replica_agreement import Agreement, Holdings
+from raycheck.bucket.format.index import Index
+from raycheck.bucket.format.manifest import Manifest
+from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.reading import Checkpoint
+from raycheck.errors import ConfigError, StoreError
+from raycheck.state.changed_attributes import ChangedAttributes
+from raycheck.state.entries.hf_assets import CONFIG, assets_of
+from raycheck.state.entries.make_entries import Containers, make_entries, objects_by_name
+from raycheck.state.entries.meta_tensors import ADVICE, is_on_meta
+from raycheck.state.entries.per_rank_entries import LoaderEntry, RankZeroEntry
+from raycheck.state.entries.state_entry import ASSETS, GatheredEntry, Leaves
+from raycheck.state.entries.wrappers import check_scalers
+from raycheck.state.left_out import left_out
+from raycheck.state.random_state import rng_values
+from raycheck.state.rank_buffers import PerRankBuffers, buffer_checksums
+from raycheck.state.replica_checksums import checksums_of, entry_of, shared_boxes, shared_values
+from raycheck.state.restore_matching import CheckpointMatcher
+from raycheck.state.restore_reading import load_objects, read_tensors
+from raycheck.state.restore_result import Restored
+from raycheck.state.restore_selection import EVERYTHING, Selection
+from raycheck.transfer.incremental_upload import (
+    BoxesAndSources,
+    Components,
+    StagedState,
+    by_component,
+    frozen_component,
+)
+from raycheck.transfer.read.replica_broadcast import errors_on_all_ranks
+from raycheck.transfer.referred_component import Forms, forms_of
+from raycheck.transfer.stage.gather_cache import local_of
+from raycheck.transfer.stage.local_box import (
+    TRAIN,
+    LocalBox,
+    Place,
+    box_of,
+    boxes_to_write,
+    merge_tied,
+    without_memory,
+)
+from raycheck.transfer.stage.replica_digests import EncodedNames, ReplicaDigests, SharedBox
+from raycheck.transfer.stage.stock_torch_names import Places
+
+logger = logging.getLogger("raycheck")
+
+
+class TrainState:
+    """Holds the live objects of one rank, and the memory that they are staged in.
+
+    objects: the user's objects by dotted name.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, object],
+        *,
+        rank: int,
+        world_size: int,
+        buffers: int = 1,
+        is_shared: bool = False,
+        has_memory: bool = False,
+    ) -> None:
+        if not state:
+            raise ConfigError("the state is empty; give at least the model and the optimizer")
+        self.objects = objects_by_name(state)
+        self._containers = Containers(state)
+        self._per_rank_buffers = PerRankBuffers(self.objects)
+        self._given = state
+        self._entries = make_entries(self.objects, rank=rank, world_size=world_size)
+        self._matcher = CheckpointMatcher(self._entries, rank=rank, world_size=world_size)
+        self._assets = assets_of(self.objects)
+        self._rank = rank
+        self._world_size = world_size
+        self._agreement = Agreement(writers={})
+        self.components = Components(rank, buffers, is_shared=is_shared, has_memory=has_memory)
+        # By component: the boxes that this rank writes, and for each the number of its entry and its name there.
+        self._plan: dict[str, tuple[list[LocalBox], list[tuple[int, str]]]] | None = None
+        # The boxes that other ranks may hold too, and for each of them the same numbers and names; made with the plan.
+        self._shared: tuple[list[SharedBox], list[tuple[int, str]]] = ([], [])
+        self._replica_names = EncodedNames()
+        self._forms: dict[str, Forms] = {}  # of all frozen components, also where other ranks write; made with the plan
+        self._is_on_meta = False
+        self._has_staged = False
+        self._attributes = ChangedAttributes(self.objects)
+        self._warnings: set[str] = set()  # what has been said
+        self._touched: set[str] = set()  # entries and tensors that a restore has changed, or may have
+
+    @property
+    def models(self) -> list[str]:
+        """Returns the names of the entries that can be exported: models with a Hugging Face configuration."""
+        return [name for name, files in self._assets.items() if CONFIG in files]
+
+    @property
+    def has_loader(self) -> bool:
+        """Returns whether a loader with a position of its own is in the state."""
+        return any(isinstance(entry, LoaderEntry) for entry in self._entries)
+
+    def check(self, *, is_before_restore: bool = False) -> None:
+        """Raise ConfigError, naming the path, for what could not be saved.
+
+        is_before_restore: what is on the meta device may still get memory.
+        """
+        check_scalers(self._given, self.objects.values())
+        gathered = self._gather(may_be_on_meta=is_before_restore)
+        self._boxes(gathered)
+        self._warn_of_left_out(gathered)
+
+    def _warn_of_left_out(self, gathered: Sequence[GatheredEntry]) -> None:
+        for text in left_out(self.objects, self._entries, gathered):
+            if text not in self._warnings and self._rank == 0:
+                logger.warning(text)
+            self._warnings.add(text)
+
+    def check_memory(self) -> None:
+        """Raise ConfigError, naming the path, for what is still on the meta device after a restore."""
+        if self._is_on_meta:
+            self._gather()
+
+    def check_selection(self, selection: Selection) -> None:
+        """Raise ConfigError for a name that is nowhere in the live state."""
+        self._matcher.check_selection(selection)
+
+    def frozen_components(self) -> dict[str, list[LocalBox]]:
+        """Returns this rank's boxes of what gets no gradient, by component, also those that other ranks hold too."""
+        boxes = by_component(self._boxes(self._gather()))
+        return {name: own for name, own in boxes.items() if name != TRAIN}
+
+    def replica_checksums(self, *, is_compared: bool = True, may_spread: bool = True) -> Holdings:
+        """Returns what this rank holds that others may hold too, for replica_agreement.agree.
+
+        is_compared: with checksums, so that what differs is refused. may_spread: large boxes may be written by another
+        rank than their first holder.
+        """
+        gathered = self._gather()
+        boxes = self._boxes(gathered)
+        holdings = checksums_of(self._entries, gathered, boxes, is_compared=is_compared, may_spread=may_spread)
+        return replace(holdings, buffers=buffer_checksums(self.objects, self._entries, gathered))
+
+    def use_agreement(self, agreement: Agreement) -> None:
+        """Stage by this agreement from now on. Without one this rank writes all it holds."""
+        self._agreement = agreement
+        self._plan = None
+
+    def prepare(self) -> None:
+        """Claim the memory to stage in, and have it faulted in behind the training.
+
+        This is best done after the first optimizer step, when all state exists. It reports no error: the first save
+        will, also when memory is short, and it tells the other ranks.
+        """
+        with suppress(ConfigError, StoreError):
+            held = [box for box in self._boxes(self._gather()) if box.is_held]
+            self.components.prepare(by_component(held), world_size=self._world_size)
+
+    def stage(self, progress: Progress) -> StagedState:
+        """Copy this rank's shards into host memory.
+
+        The live state may change again when this returns (on an accelerator: by work enqueued from then on). Raises
+        ConfigError, naming the path, for what cannot be saved.
+        """
+        return self._stage(progress, self.components.stage)
+
+    def stage_for_memory(self, progress: Progress, slot: int) -> StagedState:
+        """Copy this rank's shards into one of the two buffers, 0 or 1, for memory checkpoints.
+
+        Raises SaveFailedError when a frozen component is not in the bucket as it is now, and as `stage`.
+        """
+        return self._stage(progress, partial(self.components.stage_for_memory, slot))
+
+    def _stage(
+        self,
+        progress: Progress,
+        stage: Callable[[Mapping[str, BoxesAndSources], Leaves, Places, Mapping[str, Forms]], StagedState],
+    ) -> StagedState:
+        """Gather what this rank saves, and have `stage` copy its tensors."""
+        gathered = self._gather()
+        if not self._has_staged:  # some may have been registered after the check
+            self._warn_of_left_out(gathered)
+            self._has_staged = True
+        changed = self._attributes.look(progress.step)
+        if changed is not None and (self._rank == 0 or self._agreement.apart):
+            logger.warning(changed)
+        values: dict[str, Any] = {}
+        rank_values: dict[str, Any] = {"rng": rng_values()}
+        leaves: Leaves = {}
+        also: dict[str, Sequence[Place]] = {}
+        if self._rank == 0:
+            values |= {"progress": progress.values(), ASSETS: self._assets}
+            leaves |= {f"progress.{name}": (("progress", name), count) for name, count in asdict(progress).items()}
+        for entry, found in zip(self._entries, gathered, strict=True):
+            if self._rank == 0 and not entry.is_per_rank:
+                values[entry.name] = found.values
+            elif entry.is_per_rank or entry.name in self._agreement.apart:
+                rank_values[entry.name] = found.values
+            else:
+                continue  # rank 0 writes the values for all
+            leaves |= found.leaves
+            also |= found.also
+        own = self._boxes_and_sources(gathered)
+        replicas = self._begin_to_digest(gathered)
+        try:
+            staged = stage(own, leaves, also, self._forms)
+        finally:
+            replicas.release(self.components.digested)
+        return replace(staged, values=values, rank_values=rank_values, replicas=replicas)
+
+    def _begin_to_digest(self, gathered: Sequence[GatheredEntry]) -> ReplicaDigests:
+        """Begin to digest what other ranks may hold too, for the coordinator's comparison."""
+        if self._world_size == 1:
+            return ReplicaDigests()
+        boxes, names = self._shared
+        sources = [local_of(gathered[number].tensors[name]) for number, name in names]
+        return ReplicaDigests(boxes, sources, shared_values(self._entries, gathered), self._replica_names)
+
+    def apply(
+        self,
+        checkpoint: Checkpoint,
+        selection: Selection = EVERYTHING,
+        *,
+        strict: bool = True,
+        once: bool = False,
+        share: bool = False,
+        cast: bool = False,
+    ) -> Restored:
+        """Put a checkpoint into the live objects, resharded to this rank. What is on the meta device gets memory.
+
+        cast: floating-point tensors of modules and optimizers may have been saved in another floating-point type.
+        once: a checkpoint that descends from this very selection is restored whole. share: all ranks call this
+        together, so that what all of them want may be read by one. strict: what is only here, or only in the
+        checkpoint, is refused; else it is left alone and reported. What is on both sides but not alike is always
+        refused.
+
+        Raises StateMismatchError listing every difference before anything was changed; DamagedError, CorruptError or
+        NotFoundError while reading, after which the state is a mixture and must not be trained on before another
+        checkpoint is applied; SupersededError when that one leaves some of it.
+        """
+        with errors_on_all_ranks(self._world_size if share else 1):
+            manifest = checkpoint.read_manifest()
+            index = checkpoint.read_index(manifest)
+            if once and str(selection) in manifest.partial:
+                selection = EVERYTHING
+            match = self._matcher.match(
+                checkpoint.entry.key, index, selection, strict=strict, cast=cast, touched_before=self._touched
+            )
+        self._touched |= match.touched
+        shared_by = (self._rank, self._world_size) if share else None
+        fetched = read_tensors(checkpoint, manifest, index, match.boxes, shared_by=shared_by)
+        there = [part for part in manifest.components if checkpoint.shards is None or part.checkpoint != manifest.key]
+        in_bucket = replace(manifest, components=tuple(there))
+        self.components.restored(in_bucket, index, match.boxes)  # before the objects may change the tensors
+        load_objects(match)
+        return Restored(
+            manifest=manifest,
+            progress=match.progress,
+            lineage=manifest.partial if selection == EVERYTHING else (*manifest.partial, str(selection)),
+            rng_values=_random_state(index) if selection.takes("rng") else (),
+            tensors=len(match.boxes),
+            bytes_fetched=fetched,
+            report=replace(match.report, drifted=manifest.drifted),
+            is_whole=not cast and self._is_whole(manifest, index, selection, strict=strict),
+        )
+
+    def _is_whole(self, manifest: Manifest, index: Index, selection: Selection, *, strict: bool) -> bool:
+        """Returns whether the ranks hold exactly what was saved. All ranks must decide alike, so this is judged by what
+        all of them know."""
+        once = [entry.name for entry in self._entries if isinstance(entry, RankZeroEntry)]
+        return (
+            strict
+            and selection == EVERYTHING
+            and manifest.world_size == self._world_size
+            and all(name in index.values for name in once)
+        )
+
+    def _gather(self, *, may_be_on_meta: bool = False) -> list[GatheredEntry]:
+        self._containers.check()
+        self._per_rank_buffers.check()
+        plan, self._plan = self._plan, None  # if one entry raises, the others have noted changes that no plan has
+        gathered = [entry.gather() for entry in self._entries]
+        is_as_before = all(found.is_as_before for found in gathered)
+        if is_as_before:
+            self._plan = plan
+        if not is_as_before or self._is_on_meta:
+            on_meta = [name for found in gathered for name, tensor in found.tensors.items() if is_on_meta(tensor)]
+            self._is_on_meta = bool(on_meta)
+            if on_meta and not may_be_on_meta:
+                raise ConfigError(
+                    f"state at {on_meta[0]} is on the meta device and has no memory to save; {ADVICE}, or restore it"
+                )
+        return gathered
+
+    def _boxes_and_sources(
+        self, gathered: Sequence[GatheredEntry]
+    ) -> dict[str, tuple[list[LocalBox], list[torch.Tensor]]]:
+        """Returns, by component, the boxes that this rank writes and their live tensors. The boxes are planned anew
+        only when a tensor has moved."""
+        if self._plan is None:
+            boxes = self._boxes(gathered)
+            self._forms = {name: forms_of(frozen) for name, frozen in by_component(boxes).items() if name != TRAIN}
+            own = boxes_to_write(boxes, rank=self._rank, writers=self._agreement.writers)
+            number_of = {name: number for number, found in enumerate(gathered) for name in found.tensors}
+            owners = entry_of(self._entries, gathered)
+            shared = shared_boxes(owners, boxes, {box.name for box in own}, self._agreement)
+            self._shared = shared, [(number_of[box.name], box.name) for box in shared]
+            grouped: dict[str, list[LocalBox]] = {TRAIN: []} | by_component(own)
+            self._plan = {
+                component: ([without_memory(box) for box in boxes], [(number_of[b.name], b.name) for b in boxes])
+                for component, boxes in grouped.items()
+            }
+        return {
+            component: (boxes, [local_of(gathered[number].tensors[name]) for number, name in names])
+            for component, (boxes, names) in self._plan.items()
+        }
+
+    def _boxes(self, gathered: Sequence[GatheredEntry]) -> list[LocalBox]:
+        """Returns this rank's boxes, tied ones as one. A rank's own value is never tied to what one rank writes for
+        all."""
+        shared, own = [], []
+        for entry, found in zip(self._entries, gathered, strict=True):
+            for name, tensor in found.tensors.items():
+                path = found.paths.get(name, (name,))
+                spread = entry.may_spread(name)
+                box = box_of(name, path, tensor, may_spread=spread, world_size=self._world_size)
+                if entry.is_per_rank:
+                    own.append(replace(box, is_unique=True, has_replicas=False))
+                elif name in found.frozen:
+                    shared.append(replace(box, component=frozen_component(entry.name)))
+                else:
+                    shared.append(box)
+        return [*merge_tied(shared), *merge_tied(own)]
+
+
+def _random_state(index: Index) -> tuple[Any, ...]:
+    """Returns the random state of each rank; nothing when the ranks have none, as in a checkpoint that was imported."""
+    found = tuple(values.get("rng") for values in index.rank_values)
+    return found if any(found) else ()

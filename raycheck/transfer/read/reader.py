@@ -1,0 +1,260 @@
+"""Reads tensors back: ranged GETs at the index's offsets, straight into the live tensors.
+
+It works at any world size: each wanted box is cut from whatever boxes were saved. Every 4 MiB sub-block is checked,
+also by partial reads. Nothing is unpickled.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from operator import mul
+
+import numpy as np
+import torch
+
+from raycheck.bucket.format.checksum import READS, SUB_BLOCK, crc32
+from raycheck.bucket.format.index import Chunk, Index, Tensor
+from raycheck.bucket.format.object_keys import shard_file
+from raycheck.bucket.reading import RangeReader
+from raycheck.errors import CorruptError, DamagedError, NotFoundError
+from raycheck.transfer.read.restore_proof import WrittenBytes, written_bytes
+from raycheck.transfer.stage.local_box import LocalBox, as_bytes, strides_of
+
+REQUEST_BYTES = 16 * 1024 * 1024
+GAP_BYTES = 64 * 1024
+REQUESTS_IN_FLIGHT = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Read:
+    """Describes a copy from a saved chunk into a live box.
+
+    start, stop: the bytes of the chunk's payload to fetch, in whole sub-blocks.
+    first, sizes, strides: the elements of the chunk that are copied; `first` counts from the chunk's first element.
+    target_low: where they go in the box, as the offset of their corner.
+    A copy that is one run of bytes on both sides has one dimension.
+    """
+
+    tensor: Tensor
+    chunk: Chunk
+    box: LocalBox
+    start: int
+    stop: int
+    first: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    target_low: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """Describes one ranged GET of an object, bytes start..stop, and the reads that it serves in order."""
+
+    key: str
+    start: int
+    stop: int
+    reads: tuple[Read, ...]
+
+
+def read_into(
+    store: RangeReader,
+    prefixes: dict[str, str],
+    index: Index,
+    boxes: Sequence[LocalBox],
+    *,
+    request_bytes: int = REQUEST_BYTES,
+    written: WrittenBytes | None = None,
+) -> int:
+    """Fill the live tensors of `boxes` from the shards that the index names. Returns the bytes fetched.
+
+    prefixes: component to the prefix of its directory. request_bytes: the most that one request fetches, a multiple of
+    the sub-block. written: counts the bytes written into each box. Raises DamagedError, which names rank, component,
+    tensor and sub-block, and NotFoundError for a missing object. After an error the tensors hold a mixture and must not
+    be used.
+    """
+    requests = list(_requests(prefixes, _reads(index, boxes, request_bytes), request_bytes))
+    with ThreadPoolExecutor(REQUESTS_IN_FLIGHT, thread_name_prefix="raycheck-read") as pool:
+        for counts in pool.map(lambda request: _serve(store, request), requests):
+            if written is not None:
+                written.add_all(counts)
+    return sum(request.stop - request.start for request in requests)
+
+
+def _reads(index: Index, boxes: Sequence[LocalBox], request_bytes: int) -> Iterator[Read]:
+    """Yields the copies that fill all boxes. Raises CorruptError for a box that the index does not cover."""
+    numbers = {tensor.name: number for number, tensor in enumerate(index.tensors)}
+    for box in boxes:
+        number = numbers[box.name]
+        covered = 0
+        for chunk in index.chunks_in(number, box.offsets, box.sizes):
+            low, sizes = _shared_part(chunk, box)
+            if all(size > 0 for size in sizes):
+                covered += math.prod(sizes)
+                yield from _reads_of_box(index.tensors[number], chunk, box, low, sizes, request_bytes)
+        if covered != math.prod(box.sizes):
+            raise CorruptError(f"the checkpoint's index does not cover {box.name} at {box.offsets}")
+
+
+def _shared_part(chunk: Chunk, box: LocalBox) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the offsets and sizes of what a saved chunk and a box have in common. A size is 0 or less if nothing."""
+    if (chunk.offsets, chunk.sizes) == (box.offsets, box.sizes):  # so it is for nearly all at the same world size
+        return box.offsets, box.sizes
+    low = tuple(map(max, chunk.offsets, box.offsets))
+    high = (min(a + n, b + m) for a, n, b, m in zip(chunk.offsets, chunk.sizes, box.offsets, box.sizes, strict=True))
+    return low, tuple(b - a for a, b in zip(low, high, strict=True))
+
+
+def _reads_of_box(  # noqa: PLR0917
+    tensor: Tensor, chunk: Chunk, box: LocalBox, low: tuple[int, ...], sizes: tuple[int, ...], request_bytes: int
+) -> Iterator[Read]:
+    """Yields the copies from one chunk into one box.
+
+    They are cut at sub-blocks where both sides are one run of bytes, else at rows. low, sizes: the part of the tensor
+    that both have.
+    """
+    inside = tuple(a - b for a, b in zip(low, chunk.offsets, strict=True))
+    target = tuple(a - b for a, b in zip(low, box.offsets, strict=True))
+    item = _saved_dtype(box).itemsize
+    if chunk.payload_size != math.prod(chunk.sizes) * item or len(chunk.crcs) != -(-chunk.payload_size // SUB_BLOCK):
+        raise CorruptError(f"{tensor.name}: a chunk of {chunk.sizes} has {chunk.payload_size} bytes")
+
+    def read(first: int, end: int, extent: tuple[int, ...], into: tuple[int, ...], strides: tuple[int, ...]) -> Read:
+        """first, end: from which of the chunk's elements on, and up to which."""
+        return Read(
+            tensor=tensor,
+            chunk=chunk,
+            box=box,
+            start=first * item // SUB_BLOCK * SUB_BLOCK,
+            stop=min(-(-end * item // SUB_BLOCK) * SUB_BLOCK, chunk.payload_size),
+            first=first,
+            sizes=extent,
+            strides=strides,
+            target_low=into,
+        )
+
+    strides = strides_of(chunk.sizes)
+    if sizes[1:] == chunk.sizes[1:] == box.sizes[1:] and box.local.is_contiguous():
+        at = inside[0] * strides[0] if sizes else 0
+        stop = at + math.prod(sizes)
+        shift = (target[0] * strides[0] if sizes else 0) - at
+        while at < stop:
+            until = min(stop, (at * item // SUB_BLOCK * SUB_BLOCK + request_bytes) // item)
+            yield read(at, until, (until - at,), (at + shift,), (1,))
+            at = until
+        return
+    rows = max(1, request_bytes // (strides[0] * item))
+    for skip in range(0, sizes[0], rows):
+        extent = (min(rows, sizes[0] - skip), *sizes[1:])
+        first = sum(map(mul, (inside[0] + skip, *inside[1:]), strides))
+        end = first + sum(map(mul, (n - 1 for n in extent), strides)) + 1
+        yield read(first, end, extent, (target[0] + skip, *target[1:]), strides)
+
+
+def _requests(prefixes: dict[str, str], reads: Iterator[Read], request_bytes: int) -> Iterator[Request]:
+    """Yields the requests by object and offset. Reads that lie close to each other share one request."""
+    by_key: dict[str, list[Read]] = {}
+    for read in reads:
+        key = prefixes[read.chunk.component] + shard_file(read.chunk.rank)
+        by_key.setdefault(key, []).append(read)
+    for key, group in by_key.items():
+        group.sort(key=_start_in_object)
+        batch: list[Read] = []
+        end = 0
+        for read in group:
+            if batch:
+                size = max(end, _stop_in_object(read)) - _start_in_object(batch[0])
+                if _start_in_object(read) - end > GAP_BYTES or size > request_bytes:
+                    yield _request(key, batch)
+                    batch, end = [], 0
+            batch.append(read)
+            end = max(end, _stop_in_object(read))
+        yield _request(key, batch)
+
+
+def _request(key: str, batch: list[Read]) -> Request:
+    stop = max(map(_stop_in_object, batch))
+    return Request(key=key, start=_start_in_object(batch[0]), stop=stop, reads=tuple(batch))
+
+
+def _start_in_object(read: Read) -> int:
+    return read.chunk.payload_offset + read.start
+
+
+def _stop_in_object(read: Read) -> int:
+    return read.chunk.payload_offset + read.stop
+
+
+def _serve(store: RangeReader, request: Request) -> list[tuple[LocalBox, int]]:
+    """Fetch a request and copy it into the boxes. Returns how many bytes of each box were written.
+
+    Bytes that do not match are fetched again before they count as damaged: they may have been changed on their way.
+    """
+    for attempt in range(1, READS + 1):
+        counts = []
+        try:
+            data = memoryview(store.get_range(request.key, request.start, request.stop))
+            for read in request.reads:
+                begin = _start_in_object(read) - request.start
+                payload = data[begin : begin + read.stop - read.start]
+                _verify(payload, read)
+                counts.append((read.box, _place(payload, read)))
+        except CorruptError as error:
+            if attempt == READS:
+                raise _damaged(request, error) from None
+        except NotFoundError:
+            if attempt == READS:
+                raise
+        else:
+            return counts
+    raise AssertionError("the last reading returns or raises")
+
+
+def _verify(payload: memoryview, read: Read) -> None:
+    """Raise DamagedError for a sub-block with another checksum than the index has."""
+    first = read.start // SUB_BLOCK
+    for number, at in enumerate(range(0, len(payload), SUB_BLOCK), first):
+        if crc32(payload[at : at + SUB_BLOCK]) != read.chunk.crcs[number]:
+            raise DamagedError(
+                f"shard of rank {read.chunk.rank}, component {read.chunk.component}: tensor {read.tensor.name}, "
+                f"sub-block {number} has another checksum than the index says"
+            )
+
+
+def _damaged(request: Request, error: CorruptError) -> DamagedError:
+    """Returns the error to raise. It names the tensors of an object that ends before they do."""
+    if isinstance(error, DamagedError):
+        return error
+    chunk, names = request.reads[0].chunk, dict.fromkeys(read.tensor.name for read in request.reads)
+    return DamagedError(
+        f"shard of rank {chunk.rank}, component {chunk.component}: {error}; tensors {', '.join(list(names)[:8])}"
+    )
+
+
+def _place(payload: memoryview, read: Read) -> int:
+    """Copy the wanted elements out of whole sub-blocks into the live tensor. Returns how many bytes were written."""
+    local, dtype = read.box.local.detach(), _saved_dtype(read.box)
+    item = dtype.itemsize
+    skip = read.first - read.start // item
+    if len(read.sizes) == 1 and dtype == local.dtype and _is_plain(local):
+        # One run of bytes on both sides is copied straight from what was received.
+        low, count = read.target_low[0] * item, read.sizes[0] * item
+        target = as_bytes(local).numpy()[low : low + count]
+        np.copyto(target, np.frombuffer(payload, np.uint8)[skip * item :][:count])
+        return int(target.nbytes)
+    flat = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(dtype)
+    saved = flat.as_strided(read.sizes, read.strides, skip)
+    into = local.view(-1) if len(read.sizes) != local.dim() else local
+    for dim, (start, size) in enumerate(zip(read.target_low, read.sizes, strict=True)):
+        into = into.narrow(dim, start, size)
+    into.copy_(saved)
+    return written_bytes(into)
+
+
+def _saved_dtype(box: LocalBox) -> torch.dtype:
+    return box.cast_from or box.local.dtype
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Returns whether the tensor's memory is on this host and holds exactly its bytes, one after the other."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

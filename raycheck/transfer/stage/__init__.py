@@ -1,0 +1,1 @@
+"""Copies live tensors into shard objects; see raycheck/transfer for the order of the files."""

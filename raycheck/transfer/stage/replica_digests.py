@@ -1,0 +1,130 @@
+"""Digests, at every save, what this rank holds and other ranks may hold too, so that the coordinator can compare it.
+
+Of what this rank copies to host memory, the checksums that the upload computes are the digest already. The rest lies
+here and another rank writes it: it is digested while training waits for that copy. So each rank digests the whole of
+what it shares, and a replica that differs in one bit is found, whoever writes it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from raycheck.bucket.assembly.replica_comparison import (
+    RankDigests,
+    Replica,
+    digest_of,
+    digest_of_values,
+    dump_names,
+)
+from raycheck.transfer.stage.local_box import TRAIN, LocalBox
+from raycheck.transfer.stage.shard import Shard
+from raycheck.transfer.tensor_digest import Digest, PendingDigests, digests
+
+Digested = Literal["upload", "save", "copy", "here"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedBox:
+    """Describes a box that other ranks may hold too. replicas: what it is compared as, one for each of its names.
+
+    digested: where its digest comes from. "upload": its bytes are copied to the host for this save, or lie there and in
+    the bucket. "save": it is on a device, and the save digests it there to find out whether it has changed. "copy": it
+    is on a device, and is compared by a copy of it on the host. "here": it is digested where it lies.
+    """
+
+    name: str
+    replicas: tuple[Replica, ...]
+    digested: Digested
+
+    @classmethod
+    def of(cls, box: LocalBox, replicas: Sequence[Replica], *, is_written: bool, is_by_crc: bool) -> "SharedBox":
+        """is_written: this rank writes the box. is_by_crc: not all ranks have it on a device."""
+        is_on_host = box.local.device.type == "cpu"
+        digested: Digested = "here"
+        if is_written and (is_on_host or (is_by_crc and box.component == TRAIN)):
+            digested = "upload"
+        elif is_by_crc and not is_on_host:
+            digested = "copy"
+        elif is_written and box.component != TRAIN:
+            digested = "save"
+        return cls(name=box.name, replicas=tuple(replicas), digested=digested)
+
+
+class EncodedNames:
+    """Remembers the encoded names of the last save's replicas, which hardly ever change."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[Replica, ...], bytes] = ((), b"")
+
+    def of(self, replicas: Sequence[Replica]) -> bytes:
+        """Returns them encoded."""
+        last = self._last
+        if last[0] != tuple(replicas):
+            last = self._last = tuple(replicas), dump_names(replicas)
+        return last[1]
+
+
+class ReplicaDigests:
+    """Digests the replicas of one save of this rank.
+
+    The live tensors must not change before `release` has returned; on a device: by work enqueued before that. After
+    `wait` it can be handed to another process.
+    """
+
+    def __init__(
+        self,
+        boxes: Sequence[SharedBox] = (),
+        sources: Sequence[torch.Tensor] = (),
+        values: Sequence[tuple[Replica, object]] = (),
+        names: EncodedNames | None = None,
+    ) -> None:
+        """sources: the live tensor of each box. values: those of the entries, which must not change until `wait`."""
+        both = list(zip(boxes, sources, strict=True))
+        here = [
+            source.cpu() if box.digested == "copy" else source
+            for box, source in both
+            if box.digested in ("copy", "here")
+        ]
+        self._by_save = {box.name: source for box, source in both if box.digested == "save"}
+        self._pending: PendingDigests | None = PendingDigests(here)
+        self._boxes = boxes
+        self._values = values
+        self._encoded: EncodedNames | None = names
+        self._digested: Mapping[str, Digest] = {}
+        self._names = b""
+        self._digests: list[bytes | str] = []  # a tensor's name where the digest is the checksums of its upload
+
+    def release(self, digested: Mapping[str, Digest]) -> None:
+        """Wait until the live tensors may change. digested: by name, what the save itself has digested in between."""
+        missing = {name: source for name, source in self._by_save.items() if name not in digested}  # it had no memory
+        self._digested = {**digested, **dict(zip(missing, digests(list(missing.values())), strict=True))}
+        self._by_save = {}
+        if self._pending is not None:
+            self._pending.release()
+
+    def wait(self) -> None:
+        """Wait until all is digested that is digested here."""
+        if self._pending is None:
+            return
+        found = iter(self._pending.result())
+        for box in self._boxes:
+            digest = next(found) if box.digested in ("copy", "here") else self._digested.get(box.name)
+            self._digests += [box.name if digest is None else digest_of(digest)] * len(box.replicas)
+        self._digests += [digest_of_values(values) for _, values in self._values]
+        if self._encoded is not None:
+            self._names = self._encoded.of([*(item for box in self._boxes for item in box.replicas), *self._keys()])
+        self._pending, self._encoded, self._boxes, self._values, self._digested = None, None, (), (), {}
+
+    def report(self, shards: Sequence[Shard]) -> RankDigests:
+        """Returns what the coordinator compares. shards: those of this save. Only after the upload."""
+        crcs = {shard.tensors[chunk.tensor].name: chunk.crcs for shard in shards for chunk in shard.chunks}
+        digests = (digest_of(crcs[found]) if isinstance(found, str) else found for found in self._digests)
+        return RankDigests(names=self._names, digests=b"".join(digests))
+
+    def _keys(self) -> list[Replica]:
+        return [replica for replica, _ in self._values]
+
+
+NO_REPLICAS = ReplicaDigests()

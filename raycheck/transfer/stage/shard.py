@@ -1,0 +1,76 @@
+"""Describes a shard object: where the records of its boxes lie in it, and its rows of manifest and index."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from raycheck.bucket.format.index import Chunk, Leaf, Tensor
+from raycheck.bucket.format.manifest import ShardRecord
+from raycheck.transfer.stage.local_box import LocalBox
+from raycheck.transfer.stage.torch_record import TorchRecord
+
+IndexRows = tuple[tuple[Tensor, ...], tuple[Chunk, ...]]
+"""Rows of an index. A chunk refers to its tensor by the number among these tensors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardName:
+    """Identifies a shard of a checkpoint."""
+
+    component: str
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """Holds a shard's rows of manifest and index. A chunk refers to its tensor by the number among these tensors."""
+
+    record: ShardRecord
+    tensors: tuple[Tensor, ...]
+    chunks: tuple[Chunk, ...]
+    leaves: tuple[Leaf, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """Says where the record of a box lies in the shard. start: in bytes."""
+
+    start: int
+    torch_record: TorchRecord
+
+    @property
+    def payload(self) -> slice:
+        """Returns the bytes of the shard that are the box's own bytes."""
+        begin = self.start + len(self.torch_record.head)
+        return slice(begin, begin + self.torch_record.payload_size)
+
+    @property
+    def stop(self) -> int:
+        """Returns the end of the record in the shard, in bytes."""
+        return self.start + self.torch_record.record_size
+
+
+def rows(
+    shard: ShardName, boxes: Sequence[LocalBox], slots: Sequence[Slot], crcs: Iterable[tuple[int, ...]]
+) -> IndexRows:
+    """Returns the tensors of a shard, and the chunks that it holds. A tied tensor is there under each of its names."""
+    tensors = [Tensor(name=box.name, dtype=box.dtype, shape=box.shape, path=box.path) for box in boxes]
+    chunks = [
+        Chunk(
+            tensor=number,
+            component=shard.component,
+            rank=shard.rank,
+            offsets=box.offsets,
+            sizes=box.sizes,
+            record_offset=slot.start,
+            record_size=slot.torch_record.record_size,
+            payload_offset=slot.payload.start,
+            payload_size=slot.torch_record.payload_size,
+            crcs=own,
+        )
+        for number, (box, slot, own) in enumerate(zip(boxes, slots, crcs, strict=False))
+    ]
+    aliases = [(number, place) for number, box in enumerate(boxes) for place in box.aliases]
+    for number, (name, path) in aliases:
+        chunks.append(replace(chunks[number], tensor=len(tensors)))
+        tensors.append(replace(tensors[number], name=name, path=path))
+    return tuple(tensors), tuple(chunks)

@@ -1,0 +1,166 @@
+"""Computes a short digest of a tensor on its own device: to tell whether it was written to since the last digest, and
+whether other ranks hold the same.
+
+torch's version counters are not enough: a write through `.data` does not count.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import Any, cast
+
+import torch
+
+from raycheck.bucket.format.checksum import SUB_BLOCK, sub_block_crcs
+from raycheck.transfer.stage.local_box import as_bytes, bytes_of
+
+Digest = tuple[int, ...]
+_WORDS = 1 << 20
+"""The number of 32-bit words in one sum."""
+_ROWS = 8
+"""How many sums are computed at a time: their products, twice the size of the words, then stay in a device's cache."""
+_PIECE_BYTES = 16 * SUB_BLOCK
+"""How much of a tensor in host memory one thread digests at a time."""
+_ALONE_BYTES = SUB_BLOCK
+"""Up to this size in all, tensors in host memory are digested at once: to start threads would take longer."""
+
+
+def digests(tensors: Sequence[torch.Tensor]) -> list[Digest]:
+    """Returns one digest per tensor; digests of equal bytes are equal, for tensors on the same kind of device.
+
+    In host memory it is the CRC-32 of each 4 MiB. On an accelerator it is a weighted sum of each 4 MiB, computed there
+    after everything that was enqueued so far; the host waits once for all sums.
+    """
+    return PendingDigests(tensors).result()
+
+
+class PendingDigests:
+    """Digests tensors in the background: those in host memory in threads, those of an accelerator on a stream of its
+    own. So a rank may copy other tensors at the same time.
+
+    The tensors must not change before `release` has returned; on an accelerator: by work enqueued before that.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._digests: list[Digest | Callable[[], Digest]] = []
+        self._sums: dict[torch.device, list[torch.Tensor]] = {}
+        self._counts: dict[torch.device, int] = {}  # of these sums so far: thousands of tensors are not counted again
+        self._there: dict[torch.device, tuple[torch.Tensor, torch.Event]] = {}
+        on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+        is_small = sum(tensor.nbytes for tensor in on_host) <= _ALONE_BYTES
+        self._threads = None if is_small else ThreadPoolExecutor(_num_threads(), thread_name_prefix="raycheck-digest")
+        self._running: list[Future[list[int]]] = []
+        for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+            _stream(device).wait_stream(torch.accelerator.current_stream(device))
+        with torch.no_grad():
+            for tensor in tensors:
+                self._digests.append(self._begin(tensor.detach()))
+        for device, sums in self._sums.items():
+            with _stream(device) as stream:
+                here = torch.cat(sums).to("cpu", non_blocking=True)
+                event = torch.Event(device)
+                event.record(stream)
+            self._there[device] = here, event
+        self._sums.clear()
+
+    def release(self) -> None:
+        """Wait until the tensors may change."""
+        for running in self._running:
+            running.exception()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+        for device in self._there:
+            torch.accelerator.current_stream(device).wait_stream(_stream(device))
+
+    def result(self) -> list[Digest]:
+        """Returns one digest per tensor, in their order."""
+        self.release()
+        for _, event in self._there.values():
+            event.synchronize()
+        return [found() if callable(found) else found for found in self._digests]
+
+    def _begin(self, tensor: torch.Tensor) -> Digest | Callable[[], Digest]:
+        if not tensor.numel():
+            return ()
+        if tensor.device.type == "cpu":
+            return self._begin_on_host(tensor)
+        return self._begin_on_device(tensor)
+
+    def _begin_on_host(self, tensor: torch.Tensor) -> Digest | Callable[[], Digest]:
+        if self._threads is None:
+            return tuple(_crcs_of(tensor))
+        if not _is_plain(tensor):
+            parts = [self._threads.submit(_crcs_of, tensor)]
+        else:
+            data = memoryview(cast("Any", as_bytes(tensor).numpy()))
+            starts = range(0, len(data), _PIECE_BYTES)
+            parts = [self._threads.submit(sub_block_crcs, data[at : at + _PIECE_BYTES]) for at in starts]
+        self._running += parts
+        return lambda: tuple(crc for part in parts for crc in part.result())
+
+    def _begin_on_device(self, tensor: torch.Tensor) -> Callable[[], Digest]:
+        device = tensor.device
+        with _stream(device):
+            try:
+                sums = weighted_sums(bytes_of(tensor))
+            except torch.OutOfMemoryError:  # the same sums of a copy in host memory: slower, and just as good
+                sums = weighted_sums(bytes_of(tensor.cpu())).to(device)
+        start = self._counts.get(device, 0)
+        stop = self._counts[device] = start + sums.numel()
+        self._sums.setdefault(device, []).append(sums)
+        return lambda: tuple(self._there[device][0][start:stop].tolist())
+
+
+def _num_threads() -> int:
+    """Returns how many threads digest tensors in host memory: as many as torch would take, and the machine has."""
+    return max(1, min(torch.get_num_threads(), os.cpu_count() or 1))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _crcs_of(tensor: torch.Tensor) -> list[int]:
+    return sub_block_crcs(memoryview(cast("Any", bytes_of(tensor).numpy())))
+
+
+def are_equal(known: Mapping[str, Digest], found: Mapping[str, Digest]) -> bool:
+    """Returns whether all tensors in `found` are known, by name, with the same digest.
+
+    Tensors without elements need not be known: a restore does not read them.
+    """
+    return all(known.get(name, ()) == digest for name, digest in found.items())
+
+
+def weighted_sums(plain: torch.Tensor) -> torch.Tensor:
+    """Returns the weighted sum of each 4 MiB of a flat tensor, modulo 2^64.
+
+    Weights are odd and have 64 bits. So a change of one word always changes the sum, and a change of the top bits of
+    many words is still weighted by the lower half of the weights. Each word has a weight of its own, so that words
+    which exchange their places change the sum too.
+    """
+    data = plain.view(torch.uint8)
+    if data.storage_offset() % 4:
+        data = data.clone()
+    weights = _weights(data.device)
+    whole = data.numel() // 4 * 4
+    words = data[:whole].view(torch.int32)
+    in_rows = words.numel() // _WORDS * _WORDS
+    # The product of a 32-bit and a 64-bit tensor has 64 bits: no other copy of the words is made.
+    rows = torch.split(words[:in_rows].view(-1, _WORDS), _ROWS) if in_rows else ()
+    sums = [(some * weights).sum(1) for some in rows]
+    rests = (rest for rest in (words[in_rows:], data[whole:]) if rest.numel())
+    return torch.cat([*sums, *((rest * weights[: rest.numel()]).sum().view(1) for rest in rests)])
+
+
+@cache
+def _stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
+
+
+@cache
+def _weights(device: torch.device) -> torch.Tensor:
+    chance = torch.Generator().manual_seed(0)
+    bounds = torch.iinfo(torch.int64)
+    return (torch.randint(bounds.min, bounds.max, (_WORDS,), generator=chance) | 1).to(device)

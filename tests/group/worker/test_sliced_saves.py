@@ -1,0 +1,200 @@
+"""Saves of a shard that is larger than the memory which its process may still claim: a limit of the kernel says so.
+
+Training waits until the last slice is copied, and what it changes from then on is not in the checkpoint.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+
+import raycheck
+from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import join_uri
+from tests.support.http_fault_proxy import FaultProxy, fault_proxy
+from tests.support.invariants import assert_invariants
+
+MIB = 1 << 20
+TRAINING = """
+import json, resource, sys, time
+from pathlib import Path
+import torch
+import raycheck
+from tests.support.coordinator_in_thread import group_of
+from tests.group.worker.test_sliced_saves import model_of
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name + ":")) * 1024
+
+uri, size_bytes, left_bytes, frozen, settings = json.loads(sys.argv[1])
+model = model_of(size_bytes, frozen=frozen)
+(group,) = group_of(uri)
+ckpt = raycheck.Checkpointer({"model": model, "note": {"text": "a value"}}, raycheck.SaveSettings(**settings), group=group)
+ckpt.restore()
+resource.setrlimit(resource.RLIMIT_AS, (status("VmSize") + left_bytes, resource.RLIM_INFINITY))
+Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+before, problems, blocked_s = status("VmRSS"), [], []
+for step in (1, 2):
+    began = time.monotonic()
+    ckpt.end_step()
+    blocked_s.append(time.monotonic() - began)
+    if step == 1:
+        with torch.no_grad():  # at once
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.fill_(torch.nan)
+    try:
+        ckpt.wait()
+    except raycheck.SaveFailedError as error:
+        problems.append(str(error))
+print(json.dumps({
+    "extra_bytes": status("VmHWM") - before,
+    "blocked_s": blocked_s,
+    "problems": problems,
+    "buffers": ckpt._state.components.buffers,
+}))
+"""
+
+
+def model_of(size_bytes: int, *, frozen: bool = False) -> torch.nn.Module:
+    """Returns a model of this size, whose weights all differ: the first transposed, the last frozen if that is asked
+    for. Their bits are counted up, which is faster than drawing them."""
+    rows = size_bytes // 4 // 8192 // 4
+    bits = torch.arange(4 * rows * 8192, dtype=torch.int32).view(torch.float32).chunk(4)
+    weights = [bits[0].view(8192, rows).t(), *(part.view(rows, 8192) for part in bits[1:])]
+    return torch.nn.ParameterList(
+        torch.nn.Parameter(weight, requires_grad=number < 3 or not frozen) for number, weight in enumerate(weights)
+    )
+
+
+def run(given: str) -> "subprocess.CompletedProcess[str]":
+    """Runs the training. Its threads get small stacks and one heap: the limit is one of address space, which each of
+    them would otherwise claim 70 MiB of, and use little."""
+    env = os.environ | {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
+    call = ["sh", "-c", 'ulimit -s 512 && exec "$@"', "sh", sys.executable, "-c", TRAINING, given]
+    return subprocess.run(call, env=env, capture_output=True, text=True, timeout=200, check=False)
+
+
+def trained(uri: str, *, size_bytes: int, left_bytes: int, frozen: bool = False, **settings: Any) -> dict[str, Any]:
+    """Saves step 1, fills the weights with NaN, and saves step 2, in a process that may claim `left_bytes` more.
+
+    Returns what it tells, and the warnings that it logged.
+    """
+    given = json.dumps([uri, size_bytes, left_bytes, frozen, {"every_steps": 1, **settings}])
+    done = run(given)
+    assert not done.returncode, done.stderr
+    return {**json.loads(done.stdout.splitlines()[-1]), "warnings": done.stderr.splitlines()}
+
+
+def assert_saved(uri: str, step: int, *, size_bytes: int) -> None:
+    """Checks that a checkpoint has all weights to the last bit, as they were before training went on."""
+    assert_invariants(open_store(uri))
+    model = model_of(size_bytes)
+    expected = [parameter.detach().clone() for parameter in model]
+    with torch.no_grad():
+        for parameter in model:
+            parameter.zero_()
+    raycheck.open_run(uri).restore(step, into={"model": model})
+    assert all(torch.equal(found, wanted) for found, wanted in zip(model, expected, strict=True))
+
+
+def of_slices(told: dict[str, Any]) -> list[str]:
+    return [line for line in told["warnings"] if "uploaded in slices" in line]
+
+
+@pytest.fixture
+def proxy(s3: str) -> Iterator[FaultProxy]:
+    with fault_proxy(s3) as proxy:
+        yield proxy
+
+
+@pytest.mark.parametrize("where", ["file", pytest.param("s3", marks=pytest.mark.slow)])
+def test_a_shard_larger_than_the_memory_is_saved_within_it_while_training_waits(
+    where: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    size_bytes = 512 * MIB
+    uri = f"file://{tmp_path}/run" if where == "file" else join_uri(request.getfixturevalue("s3"), uuid4().hex)
+
+    told = trained(uri, size_bytes=size_bytes, left_bytes=400 * MIB)
+
+    assert told["problems"] == []
+    assert told["extra_bytes"] < 150 * MIB
+    assert len(of_slices(told)) == 1, "it is said once"
+    assert_saved(uri, 1, size_bytes=size_bytes)
+    for checkpoint, waited_s in zip(raycheck.open_run(uri).checkpoints, told["blocked_s"], strict=True):
+        (rank,) = checkpoint.read_manifest().ranks
+        assert 0 < rank.blocked_s <= waited_s
+        assert rank.staged_s == rank.blocked_s
+
+
+def test_a_rank_uploads_slices_itself_although_its_node_should(tmp_path: Path) -> None:
+    uri, size_bytes = f"file://{tmp_path}/run", 256 * MIB
+
+    told = trained(uri, size_bytes=size_bytes, left_bytes=250 * MIB, upload_by="node")
+
+    assert told["problems"] == []
+    assert ["upload_by='node'" in line for line in of_slices(told)] == [True]
+    assert_saved(uri, 1, size_bytes=size_bytes)
+
+
+def test_a_failed_upload_lets_training_go_on_and_the_next_save_is_whole(proxy: FaultProxy) -> None:
+    uri = join_uri(proxy.uri, uuid4().hex)
+    proxy.rule("deny", "PUT", "step-000000001-.*partNumber=3", times=99)
+
+    told = trained(uri, size_bytes=256 * MIB, left_bytes=250 * MIB)
+
+    (problem,) = told["problems"]
+    assert "AccessDenied" in problem or "403" in problem or "DeniedError" in problem
+    assert told["blocked_s"][0] < 60
+    body = assert_invariants(open_store(uri))
+    assert [entry.step for entry in body.live] == [2]
+
+
+def test_a_store_that_stalls_holds_training_up_until_the_deadline(proxy: FaultProxy) -> None:
+    uri = join_uri(proxy.uri, uuid4().hex)
+    proxy.rule("hold", "PUT", "step-000000001-.*partNumber=[3-9]", times=99)  # as many as are sent at a time, and more
+
+    told = trained(uri, size_bytes=256 * MIB, left_bytes=250 * MIB, every_steps=None, at_steps=[1], save_timeout_s=8.0)
+
+    assert "no answer in time" in told["problems"][0]
+    assert told["blocked_s"][0] >= 8.0
+    assert assert_invariants(open_store(uri)).live == ()
+
+
+def test_what_is_frozen_is_written_once_and_only_that_save_waits(tmp_path: Path) -> None:
+    """The trained part has a buffer. There is no memory for another one of the frozen part."""
+    uri, size_bytes = f"file://{tmp_path}/run", 1024 * MIB
+
+    told = trained(uri, size_bytes=size_bytes, left_bytes=990 * MIB, frozen=True)
+
+    assert told["problems"] == []
+    first, second = (checkpoint.read_manifest() for checkpoint in raycheck.open_run(uri).checkpoints)
+    assert {part.name: part.checkpoint for part in second.components}["model.frozen"] == first.key
+    assert ["model.frozen" in line for line in of_slices(told)] == [True]
+
+
+def test_where_two_buffers_do_not_fit_one_is_used(tmp_path: Path) -> None:
+    uri, size_bytes = f"file://{tmp_path}/run", 256 * MIB
+
+    told = trained(uri, size_bytes=size_bytes, left_bytes=450 * MIB, buffers=2)
+
+    assert told["problems"] == []
+    assert told["buffers"] == 1
+    assert of_slices(told) == []
+    assert_saved(uri, 1, size_bytes=size_bytes)
+
+
+def test_memory_that_is_too_little_for_slices_is_told_with_the_numbers(tmp_path: Path) -> None:
+    given = json.dumps([f"file://{tmp_path}/run", 256 * MIB, 120 * MIB, False, {"every_steps": 1}])
+
+    done = run(given)
+
+    assert "ConfigError: staging this rank's shard needs " in done.stderr

@@ -1,0 +1,83 @@
+"""Objects whose ranks each hold a share: a restore at any world size gives all shares to every rank."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.store import Store
+from raycheck.errors import StateMismatchError
+from raycheck.on_ray.data.row_set import RowSet
+from raycheck.state.train_state import TrainState
+from tests.support.save_without_ray import agreed, save
+
+
+class Consumed:
+    """Keeps the rows that this rank has consumed, as RayData does."""
+
+    merges_ranks = True
+
+    def __init__(self, rank: int, column: str = "id") -> None:
+        self.rank, self.column = rank, column
+        self.rows, self.seen = RowSet(), RowSet()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"column": self.column, "rows": self.rows.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("a merged entry is given all ranks' states")
+
+    def check_rank_states(self, states: list[dict[str, Any]]) -> None:
+        if states[0]["column"] != self.column:
+            raise StateMismatchError(f"column: saved {states[0]['column']!r}")
+
+    def load_rank_states(self, states: list[dict[str, Any]]) -> None:
+        self.seen = RowSet.union(RowSet.of_state(state["rows"]) for state in states)
+        self.rows = self.seen if self.rank == 0 else RowSet()
+
+
+def ranks_of(world_size: int, **options: Any) -> tuple[list[Consumed], list[TrainState]]:
+    ranks = [Consumed(rank, **options) for rank in range(world_size)]
+    states = [
+        TrainState({"data": one, "weight": torch.ones(2)}, rank=rank, world_size=world_size)
+        for rank, one in enumerate(ranks)
+    ]
+    return ranks, list(agreed(states))
+
+
+def ids_in(rows: RowSet) -> set[int]:
+    return {int(number) for part in rows.parts() for number in part}
+
+
+@pytest.mark.parametrize("scale", [1, 2**50], ids=["close together", "far apart"])
+def test_what_all_ranks_hold_comes_to_every_rank_over_four_world_sizes(store: Store, scale: int):
+    added, checkpoint = set[int](), None
+    for number, world_size in enumerate((4, 3, 2, 5), 1):
+        ranks, states = ranks_of(world_size)
+        for state in states if checkpoint else ():
+            state.apply(checkpoint)
+            assert "data" not in str(state.apply(checkpoint).report.unused)
+        assert all(ids_in(one.seen) == added for one in ranks)
+        for one in ranks:
+            mine = [scale * (1000 * number + 100 * one.rank + row) for row in range(10 * (1 + one.rank))]
+            one.rows.add(np.array(mine, np.uint64))
+            added |= {*mine}
+        checkpoint = save(store, [state.stage(Progress(step=number)) for state in states], save=number)
+
+    ranks, states = ranks_of(1)
+    states[0].apply(checkpoint)
+    assert ids_in(ranks[0].seen) == added
+
+
+def test_what_the_object_refuses_changes_nothing(store: Store):
+    ranks, states = ranks_of(2)
+    ranks[1].rows.add(np.array([5], np.uint64))
+    checkpoint = save(store, [state.stage(Progress(step=1)) for state in states])
+    others, states = ranks_of(1, column="key")
+
+    with pytest.raises(StateMismatchError, match=r"data: column: saved 'id'"):
+        states[0].apply(checkpoint)
+
+    assert ids_in(others[0].seen) == set()
