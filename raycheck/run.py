@@ -18,8 +18,8 @@ from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import LATEST_KEY, CheckpointName
 from raycheck.bucket.format.ray_pointer import MAX_BYTES as MAX_POINTER_BYTES
 from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
-from raycheck.bucket.protocol.removal import name_and_score, pin_and_evict
-from raycheck.bucket.protocol.removal.name_and_score import names_in
+from raycheck.bucket.protocol import name_and_score, pin_and_evict
+from raycheck.bucket.protocol.name_and_score import names_in
 from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, Deletion, plan_prune, plan_sweep, prune, sweep
 from raycheck.bucket.protocol.rewind import check_rewind, rewind
 from raycheck.bucket.protocol.swap import Register

@@ -19,12 +19,12 @@ from hypothesis import HealthCheck, settings
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.demo.server import s3_server
-from tests.support.azurite_server import azurite
-from tests.support.forked_ray_workers import forked_workers
-from tests.support.gcs_server import BUCKET, START_TIMEOUT_S, gcs_server
-from tests.support.http_fault_proxy import FaultProxy, fault_proxy
+from tests.support.processes.forked_ray_workers import forked_workers
+from tests.support.servers.azurite_server import azurite
+from tests.support.servers.gcs_server import BUCKET, START_TIMEOUT_S, gcs_server
+from tests.support.servers.http_fault_proxy import FaultProxy, fault_proxy
 
-pytest_plugins = ["tests.support.rank_fixtures", "tests.support.ray_fixtures"]
+pytest_plugins = ["tests.support.processes.rank_fixtures", "tests.support.processes.ray_fixtures"]
 _STDERR = pytest.StashKey[int]()
 EMULATOR = os.environ.get("RAYCHECK_TEST_GCS", "").rstrip("/")
 GOOGLES = ["gs", "emulator"] if EMULATOR else ["gs"]

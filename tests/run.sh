@@ -21,7 +21,8 @@ status=0
 { "$python" -m ruff check . && "$python" -m ruff format --check .; } || status=1
 [ "$status" = 0 ] || [ -n "${RAYCHECK_PYTHON:-}" ] || exit 1 # another ruff may have other rules
 case " $* " in *" --all "*) # made once
-    for made in ministack_server ceph_server chromium oldest_ray tinker_cookbook tinker_oldest_sdk; do "$python" -m "tests.support.$made"; done ;;
+    for made in servers.ministack_server servers.ceph_server servers.chromium processes.oldest_ray \
+        frameworks.tinker_cookbook frameworks.tinker_oldest_sdk; do "$python" -m "tests.support.$made"; done ;;
 esac
 
 # Up to three processes at a time: they wait much of the time, and one thread of torch's is enough for each. 5 is

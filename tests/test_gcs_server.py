@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.gcs_server import gcs_server
+from tests.support.servers.gcs_server import gcs_server
 
 WAIT_S = 30.0
 

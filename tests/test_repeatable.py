@@ -17,14 +17,14 @@ OWN_PROFILES = {
 }
 UNSEEDED = {
     "golden/test_golden.py": "compares the generator that a restore has put back",
-    "support/accelerate_training.py": "draws from the generator that Accelerate's set_seed has seeded",
-    "support/torchtitan_on_cpu.py": "its generator has a seed, and only its name is the module's",
+    "support/frameworks/accelerate_training.py": "draws from the generator that Accelerate's set_seed has seeded",
+    "support/frameworks/torchtitan_on_cpu.py": "its generator has a seed, and only its name is the module's",
     "on_ray/actors/test_actor_checkpointer.py": "compares the generator that a restore has put back",
-    "train/test_batches.py": "compares the generator of all code of a process with itself",
-    "train/test_cluster.py": "asks that forks draw different numbers",
-    "train/test_data_and_random.py": "compares the generator that a restore has put back",
-    "train/test_source_proof.py": "its augmentation is what is tested, and a SystemRandom must be noticed",
-    "train/test_streams.py": "gives other samples at each reading, which must be noticed",
+    "data/test_batches.py": "compares the generator of all code of a process with itself",
+    "on_ray/test_cluster.py": "asks that forks draw different numbers",
+    "on_ray/test_data_and_random.py": "compares the generator that a restore has put back",
+    "data/test_source_proof.py": "its augmentation is what is tested, and a SystemRandom must be noticed",
+    "data/test_streams.py": "gives other samples at each reading, which must be noticed",
     "state/entries/test_generators.py": "a SystemRandom, which has no state, must be refused",
     "state/test_bit_exact.py": "draws from the generators that it has seeded",
     "state/test_global_random.py": "compares the generator with itself",
@@ -93,11 +93,11 @@ SLEEPS = {
     "cli/test_top_and_completion.py": "sets two commits apart by the store's clock, which the test then reads",
     "elastic/test_matrix.py": "gives notices their time, before nodes are killed as a cloud kills them",
     "elastic/test_memory.py": "kills at a moment drawn by a seed, and gives a notice its time",
-    "support/http_fault_proxy.py": "makes the speed of a wire",
-    "support/ray_jobs.py": "makes the length of a step",
+    "support/servers/http_fault_proxy.py": "makes the speed of a wire",
+    "support/processes/ray_jobs.py": "makes the length of a step",
     "group/coordinator/test_wait.py": "makes a commit longer than the call that waits for it; any length is right",
     "on_ray/api/test_tune.py": "makes the length of a step",
-    "train/test_finish.py": "only with --all: a heartbeat is a second old at most",
+    "on_ray/test_finish.py": "only with --all: a heartbeat is a second old at most",
 }
 """Files with a sleep that is not the pause of a loop which polls for an event, and why no answer depends on its length."""
 CLOCKS = {"time.monotonic", "time.time", "time.perf_counter", "time.process_time", "time.thread_time"}

@@ -15,8 +15,8 @@ from raycheck import errors
 PACKAGE = Path(raycheck.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 RINGS = (
-    ("terminal", "errors", "settings", "storage_settings", "show_progress", "log"),
-    ("bucket",),
+    ("terminal", "errors", "settings", "storage_settings", "show_progress"),
+    ("bucket", "log"),
     ("views",),
     ("transfer",),
     ("state",),

@@ -4,12 +4,12 @@ import pytest
 
 from raycheck.bucket.store.interface import Buffer, Written
 from raycheck.errors import ConflictError, StoreError
-from tests.support.fault_injection import Call, Crashed, Mode, Wire, World
-from tests.support.invariants import assert_write
-from tests.support.memory_store import DictStore
-from tests.support.order_enumeration import Orders
-from tests.support.sample_checkpoints import Driver
-from tests.support.stepped_processes import Task, play, simulated
+from tests.support.histories.invariants import assert_write
+from tests.support.histories.order_enumeration import Orders
+from tests.support.histories.stepped_processes import Task, play, simulated
+from tests.support.samples.sample_checkpoints import Driver
+from tests.support.servers.fault_injection import Call, Crashed, Mode, Wire, World
+from tests.support.servers.memory_store import DictStore
 
 
 def puts_and_tidies(wire: Wire) -> str:

@@ -14,7 +14,6 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.protocol.commit import write_manifest
 from raycheck.bucket.protocol.object_copy import DroppedError, Job, ObjectCopier
 from raycheck.bucket.protocol.sharing.new_run import (
     Origin,
@@ -25,6 +24,7 @@ from raycheck.bucket.protocol.sharing.new_run import (
     reserve_name,
 )
 from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.protocol.write_once import write_manifest
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import bare_uri

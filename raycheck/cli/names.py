@@ -8,7 +8,7 @@ import typer
 
 from raycheck.bucket.format.label import Label, check_scores
 from raycheck.bucket.format.latest import Entry, Latest
-from raycheck.bucket.protocol.removal import name_and_score, pin_and_evict
+from raycheck.bucket.protocol import name_and_score, pin_and_evict
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
 from raycheck.cli.options import At, Json, Storage, Text, Uri, out, print_json, settings_of

@@ -11,8 +11,8 @@ from raycheck.bucket.assembly.replica_agreement import Agreement, HeldBox, Holdi
 from raycheck.bucket.assembly.replica_comparison import Replica
 from raycheck.bucket.format.checksum import crc32
 from raycheck.state.entries.state_entry import GatheredEntry, StateEntry
+from raycheck.transfer.replica_digests import SharedBox
 from raycheck.transfer.stage.local_box import LocalBox, bytes_of
-from raycheck.transfer.stage.replica_digests import SharedBox
 
 EntryOf = Mapping[str, StateEntry]
 """The entry of each tensor, by the tensor's name."""

@@ -44,6 +44,7 @@ from raycheck.transfer.incremental_upload import (
 )
 from raycheck.transfer.read.replica_broadcast import errors_on_all_ranks
 from raycheck.transfer.referred_component import Forms, forms_of
+from raycheck.transfer.replica_digests import EncodedNames, ReplicaDigests, SharedBox
 from raycheck.transfer.stage.gather_cache import local_of
 from raycheck.transfer.stage.local_box import (
     TRAIN,
@@ -54,7 +55,6 @@ from raycheck.transfer.stage.local_box import (
     merge_tied,
     without_memory,
 )
-from raycheck.transfer.stage.replica_digests import EncodedNames, ReplicaDigests, SharedBox
 from raycheck.transfer.stage.stock_torch_names import Places
 
 logger = logging.getLogger("raycheck")

@@ -22,10 +22,10 @@ from raycheck.bucket.format.object_keys import shard_key, split_directory
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, SaveFailedError
 from raycheck.transfer.referred_component import Forms, ReferredComponent
+from raycheck.transfer.replica_digests import NO_REPLICAS, ReplicaDigests
 from raycheck.transfer.stage.live_slices import LiveSlices, slices_bytes
 from raycheck.transfer.stage.local_box import TRAIN, LocalBox
 from raycheck.transfer.stage.memory_claims import PATIENCE_S, unclaimed_bytes
-from raycheck.transfer.stage.replica_digests import NO_REPLICAS, ReplicaDigests
 from raycheck.transfer.stage.shard import IndexRows, Shard
 from raycheck.transfer.stage.shared_memory import MemoryPlace
 from raycheck.transfer.stage.staged_shard import SharedShard, Staged

@@ -21,10 +21,10 @@ from raycheck.demo.server import s3_server
 from raycheck.run import open_run
 from raycheck.views.in_words import size
 from tests.group.worker.test_base_run import train
-from tests.support.command_line import raycheck
-from tests.support.copied_part_proofs import prover
-from tests.support.hf_models import llama
-from tests.support.http_fault_proxy import FaultProxy, fault_proxy
+from tests.support.processes.command_line import raycheck
+from tests.support.samples.hf_models import llama
+from tests.support.servers.copied_part_proofs import prover
+from tests.support.servers.http_fault_proxy import FaultProxy, fault_proxy
 
 CHECKPOINTS = 20
 LARGE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 4096}

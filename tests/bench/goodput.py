@@ -55,8 +55,8 @@ from tests.bench.plots import OURS as OUR_COLOR
 from tests.bench.plots import PEERS as PEER_COLOR
 from tests.bench.scale import RESULTS
 from tests.bench.servers import started
-from tests.support.http_fault_proxy import fault_proxy
-from tests.support.ray_cluster import arena
+from tests.support.processes.ray_cluster import arena
+from tests.support.servers.http_fault_proxy import fault_proxy
 
 ROOT = Path(__file__).parents[2]
 SEED = 7

@@ -24,8 +24,8 @@ from tests.bench.memory_job import IN_BUCKET, IN_MEMORY
 from tests.bench.place import new_folder
 from tests.bench.scale import MIB
 from tests.bench.servers import started
-from tests.support.node_memory import agents, shared_bytes
-from tests.support.ray_cluster import Arena, arena
+from tests.support.processes.node_memory import agents, shared_bytes
+from tests.support.processes.ray_cluster import Arena, arena
 
 WORKERS, SPARE_NODES = 3, 1
 SAVES, RESTORES = 3, 3

@@ -23,7 +23,7 @@ from raycheck.state.train_state import Progress, TrainState
 from raycheck.transfer.incremental_upload import StagedState
 from tests.bench.sampling import Measured
 from tests.bench.states import State
-from tests.support.save_without_ray import ME, Uploaded, upload
+from tests.support.processes.save_without_ray import ME, Uploaded, upload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

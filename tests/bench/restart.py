@@ -24,7 +24,7 @@ from tests.bench.goodput import ENV, OBJECT_STORE_BYTES, Bench, Driver, raw_get
 from tests.bench.goodput_job import BARE, ROOM, TORCHFT, WAYS, WORKERS
 from tests.bench.goodput_rows import PIECES, QUICK, pieces
 from tests.bench.servers import started
-from tests.support.ray_cluster import arena
+from tests.support.processes.ray_cluster import arena
 
 SEED = 7
 RESTORE = "the restore"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raycheck.demo.server import s3_server
-from tests.support import ceph_server
-from tests.support.ministack_server import VERSION, ministack_server
+from tests.support.servers import ceph_server
+from tests.support.servers.ministack_server import VERSION, ministack_server
 
 IDLE_SHARE = 0.15
 IDLE_WITHIN_S = 2.0

@@ -18,8 +18,8 @@ from raycheck.cli.options import out
 from raycheck.demo.server import s3_server
 from raycheck.views.in_words import size
 from tests.group.worker.test_base_run import lora, train
-from tests.support.hf_models import llama
-from tests.support.http_fault_proxy import FaultProxy, Head, fault_proxy
+from tests.support.samples.hf_models import llama
+from tests.support.servers.http_fault_proxy import FaultProxy, Head, fault_proxy
 
 SAVES = 3
 LARGE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "vocab_size": 8192}

@@ -15,7 +15,7 @@ from tests.bench.sampling import interleaved
 from tests.bench.scale import QUICK, Bench
 from tests.bench.servers import Server
 from tests.bench.states import STATES, make_state, size_of
-from tests.support.distant_bucket import distant_bucket
+from tests.support.servers.distant_bucket import distant_bucket
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in EXPECTED_WARNINGS]
 TINY = replace(

@@ -28,7 +28,7 @@ from tests.bench.place import ENGINES, new_folder, open_with, plain_uri, s3fs_op
 from tests.bench.scale import Bench
 from tests.bench.states import make_state, size_of
 from tests.bench.wire import Wire, bytes_read, bytes_sent, watched, without_data
-from tests.support.played_ranks import Played, local, playing, save_played
+from tests.support.processes.played_ranks import Played, local, playing, save_played
 
 SAVED_BY = 4
 RESHARDED, COLUMNS = 2, 1024  # tensors, and their columns

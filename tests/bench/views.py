@@ -2,7 +2,7 @@
 
     python -m tests.bench.views
 
-Every request is answered after 40 ms, by a server that was given all objects (tests/support/distant_bucket.py). The
+Every request is answered after 40 ms, by a server that was given all objects (tests/support/servers/distant_bucket.py). The
 runs have one, 100 and 1,000 live checkpoints of ten attempts; a listing is of as many runs. A view is made as the page
 makes it, up to its HTML: with a new client first, and then by the connections that there are and with the documents
 that are remembered. The best of three: other processes may have the cores.
@@ -25,9 +25,9 @@ from raycheck.page import pages
 from raycheck.page.pages import PageScope
 from raycheck.page.rendering import render
 from raycheck.views.in_words import size
-from tests.support.distant_bucket import distant_bucket, traffic
-from tests.support.memory_store import DictStore
-from tests.support.sample_checkpoints import Driver
+from tests.support.samples.sample_checkpoints import Driver
+from tests.support.servers.distant_bucket import distant_bucket, traffic
+from tests.support.servers.memory_store import DictStore
 
 DELAY_S = 0.04
 COUNTS = (1, 100, 1000)

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.address import parse_uri
-from tests.support.http_fault_proxy import FaultProxy, Head, fault_proxy
+from tests.support.servers.http_fault_proxy import FaultProxy, Head, fault_proxy
 
 SHARD = ".distcp"
 

@@ -11,8 +11,8 @@ import pytest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.s3 import s3fs_store as s3_module
 from raycheck.bucket.store.s3.s3fs_store import S3Store
-from tests.support.ceph_server import ceph_server
-from tests.support.ministack_server import ministack_server
+from tests.support.servers.ceph_server import ceph_server
+from tests.support.servers.ministack_server import ministack_server
 
 
 @pytest.fixture(scope="session")

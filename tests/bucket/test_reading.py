@@ -19,8 +19,8 @@ from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
 from raycheck.bucket.verify import READ_BYTES, Finding
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
 from raycheck.run import Run, open_run
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import (
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.sample_checkpoints import (
     SHARD_BYTES,
     Around,
     Driver,

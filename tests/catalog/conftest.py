@@ -10,7 +10,7 @@ import torch
 import raycheck
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
-from tests.support.save_without_ray import save_state
+from tests.support.processes.save_without_ray import save_state
 
 
 def a_model(seed: int = 0) -> torch.nn.Module:

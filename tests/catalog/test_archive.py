@@ -28,8 +28,8 @@ from raycheck.catalog.archive.tar import BLOCK, END, TarReader
 from raycheck.catalog.archive.unpack import unpack_into
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError
 from tests.catalog.conftest import Sample, a_model, make_sample
-from tests.support.fault_injection import Mode, Wire, World
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
+from tests.support.servers.fault_injection import Mode, Wire, World
 
 no_group = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
 

@@ -18,12 +18,12 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.protocol.commit import write_manifest
 from raycheck.bucket.protocol.object_copy import StoppedError
-from raycheck.bucket.protocol.removal.pin_and_evict import pin
+from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.protocol.write_once import write_manifest
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri, parse_uri
@@ -31,12 +31,12 @@ from raycheck.bucket.store.part_sizes import MIN_PART_BYTES, PART_SIZES, PartSiz
 from raycheck.catalog.copy import plan_copy
 from raycheck.demo.server import s3_server
 from raycheck.settings import Retention
-from tests.support.copied_part_proofs import prover
-from tests.support.gcs_server import BUCKET
-from tests.support.http_fault_proxy import FaultProxy, fault_proxy
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Driver, everything, write_checkpoint
-from tests.support.save_without_ray import save_state
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.save_without_ray import save_state
+from tests.support.samples.sample_checkpoints import Driver, everything, write_checkpoint
+from tests.support.servers.copied_part_proofs import prover
+from tests.support.servers.gcs_server import BUCKET
+from tests.support.servers.http_fault_proxy import FaultProxy, fault_proxy
 
 MIB = 1024 * 1024
 

@@ -7,15 +7,15 @@ import pytest
 from raycheck import ConfigError, copy_run, delete_run, fork_run, open_run
 from raycheck.bucket.format.label import Label
 from raycheck.bucket.format.latest import Latest
-from raycheck.bucket.protocol.removal import name_and_score
+from raycheck.bucket.protocol import name_and_score
 from raycheck.bucket.protocol.removal.delete import delete_checkpoint
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.catalog.copy import plan_copy
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Driver, everything
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.sample_checkpoints import Driver, everything
 
 FIRST, SECOND, HEAD = "step-000000010-a1-s1", "step-000000020-a1-s2", "step-000000030-a1-s3"
 

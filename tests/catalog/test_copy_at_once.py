@@ -9,9 +9,9 @@ import pytest
 from raycheck.bucket.reading import Checkpoint
 from raycheck.catalog.copier import MirrorCopier
 from raycheck.errors import StoreError
-from tests.support.invariants import assert_invariants
-from tests.support.memory_store import DictStore
-from tests.support.sample_checkpoints import Driver
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.sample_checkpoints import Driver
+from tests.support.servers.memory_store import DictStore
 
 SHARD = "/__0_0.distcp"
 

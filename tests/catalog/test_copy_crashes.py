@@ -13,10 +13,10 @@ import pytest
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.catalog.copier import MirrorCopier
 from raycheck.errors import ConfigError, FencedError, RaycheckError
-from tests.support.fault_injection import Call, Crashed, Mode, Wire, World
-from tests.support.invariants import assert_invariants, assert_write
-from tests.support.sample_checkpoints import Driver
-from tests.support.stepped_processes import simulated
+from tests.support.histories.invariants import assert_invariants, assert_write
+from tests.support.histories.stepped_processes import simulated
+from tests.support.samples.sample_checkpoints import Driver
+from tests.support.servers.fault_injection import Call, Crashed, Mode, Wire, World
 
 pytestmark = pytest.mark.enumeration
 

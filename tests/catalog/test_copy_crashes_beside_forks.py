@@ -20,11 +20,11 @@ from raycheck.catalog.copier import MirrorCopier
 from raycheck.catalog.follow import Follower
 from raycheck.errors import NotFoundError, RaycheckError
 from tests.catalog.test_copy_crashes import faults, in_order
-from tests.support.crash_enumeration import restore
-from tests.support.fault_injection import Call, Crashed, Mode, Wire, World, Write
-from tests.support.invariants import assert_invariants, assert_write, load
-from tests.support.sample_checkpoints import Driver
-from tests.support.two_runs import HOME, Placed
+from tests.support.histories.crash_enumeration import restore
+from tests.support.histories.invariants import assert_invariants, assert_write, load
+from tests.support.histories.two_runs import HOME, Placed
+from tests.support.samples.sample_checkpoints import Driver
+from tests.support.servers.fault_injection import Call, Crashed, Mode, Wire, World, Write
 
 pytestmark = pytest.mark.enumeration
 __all__ = ["in_order"]  # for every test here: one object at a time, so that the calls have an order

@@ -10,7 +10,7 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.catalog.copy import copy_run
 from raycheck.errors import DamagedError
 from tests.catalog.test_copy import MIB, assert_copy, large
-from tests.support.gcs_server import BUCKET, inject
+from tests.support.servers.gcs_server import BUCKET, inject
 
 SIZE = 12 * MIB
 """Above the size from which the server copies in two steps."""

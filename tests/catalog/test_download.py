@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import raycheck
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.index import Tensor
-from raycheck.bucket.protocol.removal.pin_and_evict import evict
+from raycheck.bucket.protocol.pin_and_evict import evict
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store.address import join_uri
 from raycheck.catalog import download_safetensors, read_ahead

@@ -20,8 +20,8 @@ from raycheck.bucket.store.interface import Buffer
 from raycheck.catalog.copier import MirrorCopier
 from raycheck.catalog.follow import Follower, FollowNews, follow_run
 from raycheck.errors import CorruptError, NotFoundError, StoreError
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Around, Driver, everything, write_checkpoint
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.sample_checkpoints import Around, Driver, everything, write_checkpoint
 
 DEADLINE_S = 60.0
 

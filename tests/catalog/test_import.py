@@ -25,9 +25,9 @@ from raycheck.catalog.importing import entries, new_checkpoint, torch_file
 from raycheck.catalog.importing.import_checkpoint import import_checkpoint
 from raycheck.errors import ConfigError, CorruptError, RaycheckError, StoreError
 from raycheck.run import export_hf, open_run
-from tests.support import hf_models
-from tests.support.command_line import raycheck
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.command_line import raycheck
+from tests.support.samples import hf_models
 
 
 class Net(torch.nn.Module):

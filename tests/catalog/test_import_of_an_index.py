@@ -13,7 +13,7 @@ from raycheck.bucket.store import open_store
 from raycheck.catalog.importing.import_checkpoint import Imported, import_checkpoint
 from raycheck.errors import ConfigError, CorruptError
 from raycheck.run import open_run
-from tests.support import hf_models
+from tests.support.samples import hf_models
 
 INDEX = "model.safetensors.index.json"
 

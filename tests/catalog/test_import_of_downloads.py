@@ -9,7 +9,7 @@ import torch
 
 import raycheck
 from raycheck.errors import ConfigError
-from tests.support.coordinator_in_thread import group_of
+from tests.support.processes.coordinator_in_thread import group_of
 
 
 class Net(torch.nn.Module):

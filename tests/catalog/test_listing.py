@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import raycheck
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Entry
-from raycheck.bucket.protocol.removal.pin_and_evict import evict
+from raycheck.bucket.protocol.pin_and_evict import evict
 from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
@@ -26,12 +26,12 @@ from raycheck.catalog.listing import find_runs, kept_bytes, list_runs
 from raycheck.errors import ConfigError, DeniedError, StoreError
 from raycheck.run import open_run
 from raycheck.settings import Retention
-from tests.support.distant_bucket import distant_bucket
-from tests.support.hostile_documents import mutated_bytes, mutated_tree, thorough
-from tests.support.http_fault_proxy import FaultProxy
-from tests.support.many_runs import MIXED, a_run, place
-from tests.support.memory_store import DictStore
-from tests.support.sample_checkpoints import Driver, everything, latest_tree, put_latest_tree, sealed
+from tests.support.samples.hostile_documents import mutated_bytes, mutated_tree, thorough
+from tests.support.samples.many_runs import MIXED, a_run, place
+from tests.support.samples.sample_checkpoints import Driver, everything, latest_tree, put_latest_tree, sealed
+from tests.support.servers.distant_bucket import distant_bucket
+from tests.support.servers.http_fault_proxy import FaultProxy
+from tests.support.servers.memory_store import DictStore
 
 STATES = {name: state for name, (state, _) in MIXED.items()}
 HOSTILE_NAMES = [

@@ -12,9 +12,9 @@ import torch
 
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from tests.support.http_fault_proxy import FaultProxy
-from tests.support.invariants import assert_invariants
-from tests.support.save_without_ray import save_state
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.save_without_ray import save_state
+from tests.support.servers.http_fault_proxy import FaultProxy
 
 MIB = 1 << 20
 SIZE = 512 * MIB

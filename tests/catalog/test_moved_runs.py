@@ -13,8 +13,8 @@ from raycheck.bucket.format.latest import dump_latest
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.errors import CorruptError, DamagedError
-from tests.support.coordinator_in_thread import group_of
-from tests.support.save_without_ray import save_state
+from tests.support.processes.coordinator_in_thread import group_of
+from tests.support.processes.save_without_ray import save_state
 
 KEY = "step-000000007-a1-s1"
 

@@ -9,9 +9,9 @@ import yaml
 import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError
-from tests.support.command_line import raycheck as command
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Driver
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.command_line import raycheck as command
+from tests.support.samples.sample_checkpoints import Driver
 
 
 def trained(uri: str, saves: int, *, finishes: bool = False) -> None:

@@ -16,8 +16,8 @@ import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.local import LocalStore
 from raycheck.errors import ConfigError
-from tests.support.invariants import assert_invariants
-from tests.support.save_without_ray import save_state
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.save_without_ray import save_state
 
 STEP = 9
 WRITES = ("put_parts", "put_if_absent", "put_if_match")

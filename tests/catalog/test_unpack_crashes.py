@@ -13,10 +13,10 @@ from raycheck.catalog.archive.files import Place
 from raycheck.catalog.archive.unpack import unpack_into
 from raycheck.errors import ConfigError, StoreError
 from tests.catalog.conftest import make_sample
-from tests.support.crash_enumeration import Scenario, explore, run
-from tests.support.fault_injection import Mode, Wire
-from tests.support.sample_runs import new
-from tests.support.stepped_processes import Clock, simulated
+from tests.support.histories.crash_enumeration import Scenario, explore, run
+from tests.support.histories.stepped_processes import Clock, simulated
+from tests.support.samples.sample_runs import new
+from tests.support.servers.fault_injection import Mode, Wire
 
 pytestmark = pytest.mark.enumeration
 

@@ -10,9 +10,9 @@ import torch
 
 from raycheck.bucket.store import open_store
 from raycheck.run import open_run
-from tests.support.command_line import raycheck
-from tests.support.invariants import assert_invariants
-from tests.support.save_without_ray import save_state
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.command_line import raycheck
+from tests.support.processes.save_without_ray import save_state
 
 
 @pytest.fixture

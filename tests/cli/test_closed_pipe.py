@@ -18,8 +18,8 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.cli import app
-from tests.support.ports import free_ports, wait_until_up
-from tests.support.save_without_ray import ME, save_state
+from tests.support.processes.save_without_ray import ME, save_state
+from tests.support.servers.ports import free_ports, wait_until_up
 
 # Each command is a child of one process, which has loaded the package: a process of its own costs seconds.
 RUN_EACH = """

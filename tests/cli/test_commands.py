@@ -28,11 +28,11 @@ from raycheck.bucket.store.address import join_uri
 from raycheck.errors import NotFoundError
 from raycheck.run import open_run
 from raycheck.views.in_words import age
-from tests.support import hf_models
-from tests.support.command_line import raycheck
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Driver, write_export
-from tests.support.save_without_ray import save_state
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.command_line import raycheck
+from tests.support.processes.save_without_ray import save_state
+from tests.support.samples import hf_models
+from tests.support.samples.sample_checkpoints import Driver, write_export
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.errors import NotFoundError
-from tests.support.command_line import raycheck
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Driver, everything
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.command_line import raycheck
+from tests.support.samples.sample_checkpoints import Driver, everything
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 
 from raycheck.bucket.store import open_store
 from raycheck.data.batches import Batches
-from tests.support.command_line import raycheck
-from tests.support.save_without_ray import Own, save_state
+from tests.support.processes.command_line import raycheck
+from tests.support.processes.save_without_ray import Own, save_state
 
 
 @pytest.fixture

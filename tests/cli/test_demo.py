@@ -11,11 +11,11 @@ import pytest
 
 import raycheck
 from raycheck.bucket.store import open_store
-from tests.support.forked_ray_workers import SOCKET
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.forked_ray_workers import SOCKET
 
 WITH_FORKS = """
-from tests.support.forked_ray_workers import stand_in
+from tests.support.processes.forked_ray_workers import stand_in
 from raycheck.cli import main
 stand_in()
 main()

@@ -9,8 +9,8 @@ import raycheck as raycheck_api
 from raycheck.bucket.attempt_records import ResumeRecord, record_resume
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import NotFoundError
-from tests.support.command_line import raycheck
-from tests.support.sample_checkpoints import Driver, everything
+from tests.support.processes.command_line import raycheck
+from tests.support.samples.sample_checkpoints import Driver, everything
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import torch
 import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from tests.support.command_line import raycheck as command
-from tests.support.http_fault_proxy import FaultProxy
-from tests.support.save_without_ray import save_state
+from tests.support.processes.command_line import raycheck as command
+from tests.support.processes.save_without_ray import save_state
+from tests.support.servers.http_fault_proxy import FaultProxy
 
 
 def done_with(code: int, *args: str):

@@ -18,8 +18,8 @@ from raycheck.bucket.store import open_store
 from raycheck.cli import app
 from raycheck.settings import Retention
 from tests.cli.test_commands import run as run_fixture
-from tests.support import hf_models
-from tests.support.save_without_ray import save_state
+from tests.support.processes.save_without_ray import save_state
+from tests.support.samples import hf_models
 
 run = run_fixture
 PACKAGE = Path(raycheck.__file__).parent

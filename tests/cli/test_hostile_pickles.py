@@ -26,9 +26,9 @@ from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store, open_store
 from raycheck.cli import app
 from raycheck.state.train_state import TrainState
-from tests.support import hf_models
-from tests.support.sample_checkpoints import latest_tree, put_latest_tree
-from tests.support.save_without_ray import save_state
+from tests.support.processes.save_without_ray import save_state
+from tests.support.samples import hf_models
+from tests.support.samples.sample_checkpoints import latest_tree, put_latest_tree
 
 _watching: list[list[str]] = []
 

@@ -34,9 +34,9 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.cli import main
 from raycheck.errors import CorruptError
 from raycheck.run import open_run
-from tests.support import hf_models
-from tests.support.sample_checkpoints import sealed
-from tests.support.save_without_ray import Own, save_state
+from tests.support.processes.save_without_ray import Own, save_state
+from tests.support.samples import hf_models
+from tests.support.samples.sample_checkpoints import sealed
 
 STEP = 6
 DOCUMENTS = ("latest", "manifest", "end", "start", "index header", "plan header", "plan lines", "values")

@@ -17,8 +17,8 @@ import torch
 from raycheck.bucket.protocol.commit import finish
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
-from tests.support.command_line import raycheck
-from tests.support.save_without_ray import ME, save_state
+from tests.support.processes.command_line import raycheck
+from tests.support.processes.save_without_ray import ME, save_state
 
 
 class Terminal(io.StringIO):

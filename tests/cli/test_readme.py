@@ -11,7 +11,7 @@ import pytest
 import raycheck
 from raycheck.bucket.run_status import read_status
 from raycheck.bucket.store import open_store
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 

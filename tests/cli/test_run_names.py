@@ -22,9 +22,9 @@ from raycheck.bucket.store.address import join_uri, parse_uri
 from raycheck.errors import ConfigError
 from raycheck.page.pages import PageScope
 from raycheck.page.server import serve
-from tests.support.command_line import raycheck
-from tests.support.coordinator_in_thread import group_of
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.command_line import raycheck
+from tests.support.processes.coordinator_in_thread import group_of
 
 NAMES = {
     "unicode": "größe 学習 🚀 ",

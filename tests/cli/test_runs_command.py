@@ -14,9 +14,9 @@ from raycheck.bucket.store.address import join_uri, shown_uri
 from raycheck.terminal import printable
 from tests.catalog.test_listing import HOSTILE_NAMES, STATES
 from tests.cli.test_terminal import is_fit
-from tests.support.command_line import raycheck
-from tests.support.http_fault_proxy import FaultProxy
-from tests.support.many_runs import MIXED, a_run, place
+from tests.support.processes.command_line import raycheck
+from tests.support.samples.many_runs import MIXED, a_run, place
+from tests.support.servers.http_fault_proxy import FaultProxy
 
 
 @pytest.fixture(params=["file", "s3"])

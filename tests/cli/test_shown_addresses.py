@@ -9,8 +9,8 @@ import torch
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import bare_uri, join_uri, shown_uri
 from raycheck.cli import app
-from tests.support.command_line import raycheck
-from tests.support.save_without_ray import save_state
+from tests.support.processes.command_line import raycheck
+from tests.support.processes.save_without_ray import save_state
 
 WITHOUT_RUN = {"submit", "watch-node", "page", "demo", "docs"}
 """Commands that take no run, or do not end by themselves. What they print of one goes through the same function."""

@@ -8,8 +8,8 @@ import torch
 
 from raycheck.bucket.store import open_store
 from tests.cli.test_terminal import is_fit
-from tests.support.command_line import raycheck
-from tests.support.save_without_ray import save_state
+from tests.support.processes.command_line import raycheck
+from tests.support.processes.save_without_ray import save_state
 
 HOSTILE = "a\x1b]0;owned\x07[bold]b"
 

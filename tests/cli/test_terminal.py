@@ -21,7 +21,7 @@ from raycheck.bucket.store import open_store
 from raycheck.cli.options import Text
 from raycheck.log import logger
 from raycheck.terminal import printable, printable_lines
-from tests.support.sample_checkpoints import Driver, latest_tree, put_latest_tree
+from tests.support.samples.sample_checkpoints import Driver, latest_tree, put_latest_tree
 
 HOSTILE = {
     "clears the screen": "\x1b[2J\x1b[H",

@@ -17,9 +17,9 @@ from raycheck.bucket.attempt_records import record_failure
 from raycheck.bucket.format.object_keys import checkpoint_prefix
 from raycheck.bucket.store import open_store
 from raycheck.views.live import RunWatch
-from tests.support.command_line import raycheck
-from tests.support.http_fault_proxy import FaultProxy
-from tests.support.sample_checkpoints import Driver
+from tests.support.processes.command_line import raycheck
+from tests.support.samples.sample_checkpoints import Driver
+from tests.support.servers.http_fault_proxy import FaultProxy
 
 ENDED = re.compile(r"\x1b\[\?1049l")
 DEADLINE_S = 60.0

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from raycheck.bucket.store import open_store
-from tests.support.debian_packages import prepare_programs
-from tests.support.sample_checkpoints import Driver
+from tests.support.samples.sample_checkpoints import Driver
+from tests.support.servers.debian_packages import prepare_programs
 
 pytestmark = pytest.mark.slow
 DEADLINE_S = 60.0

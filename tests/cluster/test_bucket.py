@@ -27,9 +27,9 @@ from raycheck.bucket.protocol.preflight import probe, probe_node
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
 from raycheck.bucket.store import open_store
 from tests.bucket.protocol.test_iam_policy import leave_holds, reads, sweeps
-from tests.support.cluster_files import CLUSTER
-from tests.support.http_fault_proxy import FaultProxy, fault_proxy
-from tests.support.sample_checkpoints import Driver, write_export
+from tests.support.processes.cluster_files import CLUSTER
+from tests.support.samples.sample_checkpoints import Driver, write_export
+from tests.support.servers.http_fault_proxy import FaultProxy, fault_proxy
 
 BUCKET = CLUSTER / "bucket"
 LARGE = 16 * 1024 * 1024 + 1  # bytes: more than one part, so a resumable upload

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.support.cluster_files import CLUSTER, JOB, KUBERAY, RAY_UP, ROOT, environment, head_pod, objects
+from tests.support.processes.cluster_files import CLUSTER, JOB, KUBERAY, RAY_UP, ROOT, environment, head_pod, objects
 
 FOLDERS = ("bucket", "kuberay", "autoscaler")
 TEXTS = [CLUSTER / "README.md", *(path for name in FOLDERS for path in (CLUSTER / name).rglob("*") if path.is_file())]

@@ -21,8 +21,8 @@ from raycheck.bucket.store.address import join_uri
 from raycheck.on_ray.reports.ray_metrics import COUNTERS, GAUGES
 from raycheck.page.pages import PageScope
 from raycheck.page.server import make_app
-from tests.support.http_fault_proxy import fault_proxy
-from tests.support.interrupted_run import RUN
+from tests.support.processes.interrupted_run import RUN
+from tests.support.servers.http_fault_proxy import fault_proxy
 
 ROOT = Path(__file__).parents[2]
 BOARD: dict[str, Any] = json.loads((ROOT / "cluster/grafana/raycheck.json").read_text())
@@ -148,7 +148,14 @@ def hurt_run(storage: str, folder: Path, config: dict[str, Any]) -> Iterator[Exp
         "RAY_metrics_report_interval_ms": "1000",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", "tests.support.interrupted_run", str(folder), storage, json.dumps(config)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.processes.interrupted_run",
+        str(folder),
+        storage,
+        json.dumps(config),
+    ]
     with (
         (folder / "driver.log").open("wb") as log,
         subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=log) as process,

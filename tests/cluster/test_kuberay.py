@@ -12,7 +12,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscali
 from ray.runtime_env import RuntimeEnv
 from ray.train.v2._internal import constants as train_constants
 
-from tests.support.cluster_files import (
+from tests.support.processes.cluster_files import (
     JOB,
     KUBERAY,
     PAGE,

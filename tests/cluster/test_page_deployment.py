@@ -17,10 +17,10 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.cli.views.page import TOKEN_VARIABLE
 from tests.bucket.protocol.test_iam_policy import refused
-from tests.support.cluster_files import CLUSTER, PAGE, ROOT, objects
-from tests.support.http_fault_proxy import FaultProxy
-from tests.support.ports import free_ports
-from tests.support.sample_checkpoints import Driver
+from tests.support.processes.cluster_files import CLUSTER, PAGE, ROOT, objects
+from tests.support.samples.sample_checkpoints import Driver
+from tests.support.servers.http_fault_proxy import FaultProxy
+from tests.support.servers.ports import free_ports
 
 POD: dict[str, Any] = objects(PAGE)["Deployment"]["spec"]["template"]
 (PAGE_CONTAINER,) = POD["spec"]["containers"]

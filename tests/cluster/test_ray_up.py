@@ -16,7 +16,7 @@ from botocore.validate import ParamValidator
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.train.v2._internal import constants as train_constants
 
-from tests.support.cluster_files import AWS, GCP, RAY_UP, RAY_VERSION
+from tests.support.processes.cluster_files import AWS, GCP, RAY_UP, RAY_VERSION
 
 each_file = pytest.mark.parametrize("path", RAY_UP, ids=lambda path: path.name)
 WAIT_S = 90.0

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from raycheck.cli.tinker import KEY_VARIABLE
-from tests.support.cluster_files import CLUSTER, ROOT, TINKER, cluster_spec, head_pod, objects, worker_pod
-from tests.support.ports import free_ports
-from tests.support.tinker_server import write_base_model
+from tests.support.processes.cluster_files import CLUSTER, ROOT, TINKER, cluster_spec, head_pod, objects, worker_pod
+from tests.support.servers.ports import free_ports
+from tests.support.servers.tinker_server import write_base_model
 
 JOB = objects(TINKER)["RayJob"]["spec"]
 (HEAD,) = head_pod(TINKER)["spec"]["containers"]

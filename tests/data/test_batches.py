@@ -18,7 +18,7 @@ from raycheck.bucket.store import Store
 from raycheck.data.batches import Batches
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.group.worker.training_progress import ProgressCounter
-from tests.support.save_without_ray import restore_state, save_state
+from tests.support.processes.save_without_ray import restore_state, save_state
 
 # torch warns of more loader workers than cores
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

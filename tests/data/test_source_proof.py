@@ -30,7 +30,7 @@ from raycheck.data.source_proof import MAX_SAMPLES
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.group.worker.training_progress import ProgressCounter
 from raycheck.state.train_state import TrainState
-from tests.support.coordinator_in_thread import group_of
+from tests.support.processes.coordinator_in_thread import group_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),

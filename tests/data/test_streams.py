@@ -19,7 +19,7 @@ from raycheck.data.step_history import MAX_ENTRIES, StepHistory
 from raycheck.data.step_samples import samples_of, skip_of
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.state.train_state import TrainState
-from tests.support.save_without_ray import agreed, save
+from tests.support.processes.save_without_ray import agreed, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 

@@ -27,9 +27,10 @@ from raycheck.settings import HFExport
 from raycheck.state.preview import Preview
 from raycheck.state.restore_result import RestoreReport
 from tests.cli.test_hints import CALLS
-from tests.support import hf_models
-from tests.support.coordinator_in_thread import group_of
-from tests.support.documents import (
+from tests.support.processes.coordinator_in_thread import group_of
+from tests.support.processes.save_without_ray import save_state
+from tests.support.samples import hf_models
+from tests.support.samples.documents import (
     GUIDES,
     PACKAGE,
     README,
@@ -42,8 +43,7 @@ from tests.support.documents import (
     prose,
     spans,
 )
-from tests.support.ports import free_ports
-from tests.support.save_without_ray import save_state
+from tests.support.servers.ports import free_ports
 
 BUCKET = "s3://bucket"
 KINDS = {"python", "sh", "console", "diff", "text"}
@@ -256,7 +256,7 @@ def test_the_architecture_shows_the_folders_that_there_are() -> None:
             assert (PACKAGE / (parent if is_inside else "") / name).exists(), name
             shown.add(f"{parent if is_inside else ''}{name}".rstrip("/"))
             parent = parent if is_inside else name
-    here = {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.glob("*/__init__.py")} - {"cli", "demo", "nodes"}
+    here = {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.glob("*/__init__.py")} - {"cli", "demo"}
     below = {str(path.parent.relative_to(PACKAGE)) for name in here for path in (PACKAGE / name).glob("*/__init__.py")}
 
     assert here | below <= shown

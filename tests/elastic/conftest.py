@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 
 from raycheck.bucket.store.address import join_uri
-from tests.support.ray_cluster import Arena, Driver, arena
+from tests.support.processes.ray_cluster import Arena, Driver, arena
 
 _ROWS = pytest.StashKey[list[str]]()
 

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raycheck
 from raycheck.bucket.store.address import join_uri
-from tests.support.ray_cluster import Arena, drain
+from tests.support.processes.ray_cluster import Arena, drain
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 NOTICE_S = 12

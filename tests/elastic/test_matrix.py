@@ -13,9 +13,9 @@ import raycheck
 from raycheck.bucket.attempt_records import read_resumes
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from tests.support.http_fault_proxy import fault_proxy
-from tests.support.invariants import assert_invariants
-from tests.support.ray_cluster import ROOT, Arena, Driver, arena, wait_for
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.ray_cluster import ROOT, Arena, Driver, arena, wait_for
+from tests.support.servers.http_fault_proxy import fault_proxy
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 EVERY = 5
@@ -44,7 +44,7 @@ def ends_well(driver: Driver, *, steps: int) -> None:
     driver.story.assert_order(steps)
 
 
-# By default train/test_resume.py and the demo kill one, and the row below kills it with its node.
+# By default on_ray/test_resume.py and the demo kill one, and the row below kills it with its node.
 @pytest.mark.parametrize(
     ("kind", "cause"),
     [
@@ -202,7 +202,7 @@ def test_four_ranks_then_three_then_two(nodes: Arena, drive: Drive, row: Row) ->
     assert [told.start["world_size"] for told in driver.story.attempts.values()][:3] == [4, 3, 2]
 
 
-@pytest.mark.slow  # train/test_finish.py kills one of a Ray without a dashboard
+@pytest.mark.slow  # on_ray/test_finish.py kills one of a Ray without a dashboard
 def test_a_controller_that_is_gone_is_started_again(s3: str, tmp_path: Path, row: Row) -> None:
     with arena(include_dashboard=True) as nodes:  # Ray asks it before it gives a dead controller's nodes free
         nodes.add(2)

@@ -10,9 +10,9 @@ import pytest
 
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
-from tests.support.invariants import assert_invariants
-from tests.support.node_memory import agents, shared_memory
-from tests.support.ray_cluster import Arena, Driver, wait_for
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.node_memory import agents, shared_memory
+from tests.support.processes.ray_cluster import Arena, Driver, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 BOUND_S = 120.0
@@ -80,7 +80,7 @@ def damage(pid: int) -> None:
             memory.write(flipped)
 
 
-# By default group/worker/test_memory_checkpoints.py kills a worker, and has one actor copy to another.
+# By default on_ray/nodes/test_memory_checkpoints.py kills a worker, and has one actor copy to another.
 @pytest.mark.slow
 def test_a_node_that_is_gone_is_restored_from_its_neighbours_memory_on_fewer_ranks(
     nodes: Arena, drive: Drive, row: Row

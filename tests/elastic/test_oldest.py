@@ -9,9 +9,9 @@ import pytest
 
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from tests.support import oldest_ray
-from tests.support.invariants import assert_invariants
-from tests.support.ray_cluster import ENV, Story
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes import oldest_ray
+from tests.support.processes.ray_cluster import ENV, Story
 
 
 @pytest.mark.ray
@@ -24,7 +24,7 @@ def test_a_killed_rank_on_the_oldest_ray(s3: str, tmp_path: Path) -> None:
     environment = {**os.environ, **ENV, "RAYCHECK_TEST_LOCAL_CPUS": "3"}
 
     done = subprocess.run(
-        [oldest_ray.PYTHON, "-m", "tests.support.driver_process", json.dumps(config)],
+        [oldest_ray.PYTHON, "-m", "tests.support.processes.driver_process", json.dumps(config)],
         env=environment,
         capture_output=True,
         text=True,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import raycheck
-from tests.support.ray_cluster import Arena, Driver, wait_for
+from tests.support.processes.ray_cluster import Arena, Driver, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 

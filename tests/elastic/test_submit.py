@@ -19,11 +19,11 @@ from raycheck.bucket.attempt_records import record_failure
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.cli.submit import _reason_to_stop, _SubmittedJob
-from tests.support.ports import free_ports
-from tests.support.ray_cluster import Arena, Story, arena, wait_for
-from tests.support.sample_checkpoints import Driver
+from tests.support.processes.ray_cluster import Arena, Story, arena, wait_for
+from tests.support.samples.sample_checkpoints import Driver
+from tests.support.servers.ports import free_ports
 
-SCRIPT = "from tests.support.driver_process import main\nmain()\n"
+SCRIPT = "from tests.support.processes.driver_process import main\nmain()\n"
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from raycheck.demo.server import s3_server
-from tests.support import tinker_cookbook as cookbook
-from tests.support.ports import free_ports
+from tests.support.frameworks import tinker_cookbook as cookbook
+from tests.support.servers.ports import free_ports
 
 START_S = 120.0
 RECIPE_S = 240.0

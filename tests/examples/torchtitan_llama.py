@@ -3,7 +3,7 @@
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from tests.support.torchtitan_on_cpu import make_run_on_cpu
+from tests.support.frameworks.torchtitan_on_cpu import make_run_on_cpu
 
 
 def train_func(config: dict) -> None:

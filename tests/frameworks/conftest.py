@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.gloo_ranks import Ranks
+from tests.support.processes.gloo_ranks import Ranks
 
 
 @pytest.fixture(scope="package")

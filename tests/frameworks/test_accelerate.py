@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 import raycheck
 from raycheck.errors import ConfigError, StateMismatchError
-from tests.support.accelerate_training import Job, accelerator_of, train
-from tests.support.coordinator_in_thread import group_of
-from tests.support.gloo_ranks import Ranks
+from tests.support.frameworks.accelerate_training import Job, accelerator_of, train
+from tests.support.processes.coordinator_in_thread import group_of
+from tests.support.processes.gloo_ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Accelerate and torch warn
 

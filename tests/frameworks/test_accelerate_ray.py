@@ -15,9 +15,9 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from tests.examples import accelerate_bert_with_raycheck as example
 from tests.on_ray.test_examples import train_workers
-from tests.support.background_call import InThread
-from tests.support.http_fault_proxy import fault_proxy
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread
+from tests.support.servers.http_fault_proxy import fault_proxy
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray and Accelerate warn
 

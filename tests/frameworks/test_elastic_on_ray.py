@@ -10,7 +10,7 @@ import pytest
 
 import raycheck
 from tests.frameworks.test_transformers_on_ray import restored, wait_for_commit
-from tests.support.ray_cluster import arena
+from tests.support.processes.ray_cluster import arena
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 

@@ -17,9 +17,9 @@ import raycheck
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import open_store
 from tests.group.worker.test_damaged_restore import damage
-from tests.support.coordinator_in_thread import group_of
-from tests.support.invariants import assert_invariants
-from tests.support.lightning_training import QUIET, Killed, Regression, Training, samples
+from tests.support.frameworks.lightning_training import QUIET, Killed, Regression, Training, samples
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.coordinator_in_thread import group_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # Lightning itself warns
 

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 
 import raycheck
 from raycheck.bucket.store import open_store
-from tests.support import gloo_ranks
-from tests.support.gloo_ranks import Ranks
-from tests.support.invariants import assert_invariants
-from tests.support.lightning_training import Killed, Regression, Training, samples
+from tests.support.frameworks.lightning_training import Killed, Regression, Training, samples
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes import gloo_ranks
+from tests.support.processes.gloo_ranks import Ranks
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
@@ -147,7 +147,7 @@ import sys, warnings; warnings.simplefilter("ignore")
 import pytorch_lightning as pl, torch
 from torch.utils.data import DataLoader, TensorDataset
 import raycheck
-from tests.support.coordinator_in_thread import group_of
+from tests.support.processes.coordinator_in_thread import group_of
 torch.set_num_threads(1)
 class Net(pl.LightningModule):
     def __init__(self):

@@ -14,9 +14,9 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from tests.examples import lightning_ddp, lightning_ddp_with_raycheck
 from tests.on_ray.test_examples import changes, train_workers
-from tests.support.background_call import InThread
-from tests.support.http_fault_proxy import fault_proxy
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread
+from tests.support.servers.http_fault_proxy import fault_proxy
 
 of_ray = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
 

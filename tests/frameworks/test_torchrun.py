@@ -14,8 +14,8 @@ from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.errors import NotFoundError
 from raycheck.group import served_group
-from tests.support.documents import PACKAGE, blocks
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.documents import PACKAGE, blocks
 
 GUIDE = PACKAGE / "docs/torchrun.md"
 WITHIN_S = 240.0

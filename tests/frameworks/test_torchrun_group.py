@@ -14,9 +14,9 @@ from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError, RaycheckError, StoreError
 from raycheck.group.coordinator.messages import RankFailure
 from raycheck.group.served_group import Served, ServedGroup, serve
-from tests.support import hf_models
-from tests.support.gloo_ranks import Ranks
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.gloo_ranks import Ranks
+from tests.support.samples import hf_models
 
 
 def train(rank: int, world_size: int, uri: str) -> tuple[int, list[Any]]:

@@ -20,14 +20,14 @@ import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.errors import ConfigError, StateMismatchError
-from tests.support.coordinator_in_thread import group_of
-from tests.support.documents import PACKAGE, blocks
-from tests.support.invariants import assert_invariants
-from tests.support.torchtitan_on_cpu import make_assets
+from tests.support.frameworks.torchtitan_on_cpu import make_assets
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.coordinator_in_thread import group_of
+from tests.support.samples.documents import PACKAGE, blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchtitan and torch warn
 
-SCRIPT = Path(__file__).parents[1] / "support/torchtitan_on_cpu.py"
+SCRIPT = Path(__file__).parents[1] / "support/frameworks/torchtitan_on_cpu.py"
 SEQUENCE = 16
 
 
@@ -161,7 +161,7 @@ def loader_of(assets: tuple[Path, Path], rank: int, size: int, **options: Any) -
 @pytest.fixture(scope="module", autouse=True)
 def on_cpu() -> Iterator[None]:
     """What torchtitan lacks on this machine is given to it for this module."""
-    from tests.support.torchtitan_on_cpu import make_run_on_cpu
+    from tests.support.frameworks.torchtitan_on_cpu import make_run_on_cpu
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
@@ -349,7 +349,7 @@ def test_a_step_of_another_number_of_tokens_is_refused_and_tokens_are_counted_ov
 
 def debug_model(assets: Path | None = None, *, seed: int = 0) -> tuple[nn.Module, Any]:
     """Returns torchtitan's debug model with random weights, and its adapter to Hugging Face's names."""
-    from tests.support.torchtitan_on_cpu import debug_model as debug_config
+    from tests.support.frameworks.torchtitan_on_cpu import debug_model as debug_config
 
     job = debug_config()
     job.training.seq_len = 32
@@ -429,7 +429,7 @@ def test_hugging_face_files_that_cannot_be_read_are_refused_with_the_way_to_read
 def test_the_guides_way_from_a_run_to_hugging_face_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    from tests.support.torchtitan_on_cpu import debug_model as debug_config
+    from tests.support.frameworks.torchtitan_on_cpu import debug_model as debug_config
 
     monkeypatch.chdir(tmp_path)
     source, adapter = debug_model()

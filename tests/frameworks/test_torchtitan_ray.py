@@ -15,10 +15,10 @@ from raycheck.bucket.store.address import join_uri
 from tests.examples import torchtitan_llama_with_raycheck as example
 from tests.frameworks.test_torchtitan import weights
 from tests.on_ray.test_examples import train_workers
-from tests.support.background_call import InThread
-from tests.support.http_fault_proxy import fault_proxy
-from tests.support.invariants import assert_invariants
-from tests.support.torchtitan_on_cpu import make_assets
+from tests.support.frameworks.torchtitan_on_cpu import make_assets
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread
+from tests.support.servers.http_fault_proxy import fault_proxy
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray and torchtitan warn
 

@@ -16,9 +16,7 @@ from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError, NotFoundError, StateMismatchError
 from raycheck.frameworks.transformers.training_data import held_accumulation
 from raycheck.frameworks.transformers.unsaved_counts import UnsavedCounts
-from tests.support.coordinator_in_thread import group_of
-from tests.support.invariants import assert_invariants
-from tests.support.tiny_trainers import (
+from tests.support.frameworks.tiny_trainers import (
     CrashAfter,
     CrashError,
     Texts,
@@ -28,6 +26,8 @@ from tests.support.tiny_trainers import (
     tiny_llama,
     weights,
 )
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.coordinator_in_thread import group_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers and torch warn of each other
 

@@ -15,8 +15,8 @@ import raycheck
 from raycheck.errors import NotFoundError
 from tests.examples import hf_trainer_with_raycheck, trl_sft_with_raycheck
 from tests.on_ray.test_examples import train_workers
-from tests.support.background_call import InThread
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 

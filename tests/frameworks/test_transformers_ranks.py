@@ -14,10 +14,7 @@ from transformers import LlamaForCausalLM, Trainer
 
 import raycheck
 from raycheck.bucket.store import open_store
-from tests.support import gloo_ranks
-from tests.support.gloo_ranks import Ranks
-from tests.support.invariants import assert_invariants
-from tests.support.tiny_trainers import (
+from tests.support.frameworks.tiny_trainers import (
     CrashAfter,
     CrashError,
     Texts,
@@ -27,6 +24,9 @@ from tests.support.tiny_trainers import (
     tiny_llama,
     weights,
 )
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes import gloo_ranks
+from tests.support.processes.gloo_ranks import Ranks
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 Outcome = tuple[dict[int, Any], dict[str, np.ndarray], list[int]]

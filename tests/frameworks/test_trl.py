@@ -16,10 +16,18 @@ from transformers import PreTrainedTokenizerFast, Trainer
 import raycheck
 from raycheck.errors import ConfigError
 from raycheck.frameworks.transformers.generation_data import hold_generation_batch
-from tests.support import gloo_ranks
-from tests.support.coordinator_in_thread import group_of
-from tests.support.gloo_ranks import Ranks
-from tests.support.tiny_trainers import CrashAfter, CrashError, arguments, fresh_accelerate, losses, tiny_llama, weights
+from tests.support.frameworks.tiny_trainers import (
+    CrashAfter,
+    CrashError,
+    arguments,
+    fresh_accelerate,
+    losses,
+    tiny_llama,
+    weights,
+)
+from tests.support.processes import gloo_ranks
+from tests.support.processes.coordinator_in_thread import group_of
+from tests.support.processes.gloo_ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL and transformers warn of each other
 

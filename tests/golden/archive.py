@@ -9,7 +9,7 @@ import torch
 
 import raycheck
 from raycheck.bucket.store import open_store
-from tests.support.save_without_ray import save_state
+from tests.support.processes.save_without_ray import save_state
 
 FILE = Path(__file__).parent / "archive.tar"
 ENTRY = "a_reference_policy_whose_name_is_as_long_as_names_are_where_they_say_all_of_it"

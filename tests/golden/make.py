@@ -9,12 +9,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from raycheck.bucket.protocol import commit as protocol
-from raycheck.bucket.protocol.removal import pin_and_evict
+from raycheck.bucket.protocol import pin_and_evict
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
 from tests.golden import state
-from tests.support.gloo_ranks import Ranks
-from tests.support.save_without_ray import ME, claimed, committed
+from tests.support.processes.gloo_ranks import Ranks
+from tests.support.processes.save_without_ray import ME, claimed, committed
 
 VERSION = "v3"
 

@@ -20,10 +20,10 @@ from raycheck.bucket.store import open_store
 from raycheck.run import open_run
 from raycheck.state.entries.per_rank_entries import PerRank
 from raycheck.state.train_state import Progress
-from tests.support.fsdp_training import Tensors
-from tests.support.gloo_ranks import mesh_of
-from tests.support.parallel_shapes import Tied, settled
-from tests.support.save_without_ray import Own, Uploaded, upload
+from tests.support.frameworks.fsdp_training import Tensors
+from tests.support.processes.gloo_ranks import mesh_of
+from tests.support.processes.save_without_ray import Own, Uploaded, upload
+from tests.support.samples.parallel_shapes import Tied, settled
 
 STEPS = (2, 4)
 WORLD_SIZE = 2

@@ -8,7 +8,7 @@ import torch
 import raycheck
 from raycheck.bucket.store import open_store
 from tests.golden.archive import ENTRY, FILE, STEP, model
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
 
 
 def test_it_is_unpacked_to_the_state_that_was_packed() -> None:

@@ -18,8 +18,8 @@ from raycheck.bucket.reading import Checkpoint
 from raycheck.state.train_state import TrainState
 from raycheck.transfer.stage.local_box import TRAIN
 from tests.golden import state as golden
-from tests.support import fsdp_training
-from tests.support.invariants import assert_invariants
+from tests.support.frameworks import fsdp_training
+from tests.support.histories.invariants import assert_invariants
 
 FOLDERS = sorted(Path(__file__).parent.glob("v*/run"))
 no_group = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")

@@ -14,13 +14,13 @@ import raycheck
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.index_codec import MAGIC
-from raycheck.bucket.protocol.removal import pin_and_evict
+from raycheck.bucket.protocol import pin_and_evict
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import Store, open_store
 from raycheck.settings import Retention
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import sealed
-from tests.support.save_without_ray import claimed, save_state
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.save_without_ray import claimed, save_state
+from tests.support.samples.sample_checkpoints import sealed
 
 NEW = {"of a newer writer": [1, {"deep": None}]}
 

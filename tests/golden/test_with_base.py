@@ -13,9 +13,9 @@ from raycheck.bucket.format.latest import dump_latest, load_latest
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from tests.golden.with_base import FOLDER, STEPS, model
-from tests.support.command_line import raycheck as command
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import sealed
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.command_line import raycheck as command
+from tests.support.samples.sample_checkpoints import sealed
 
 RUN, BASE = f"file://{FOLDER}/run", f"file://{FOLDER}/base"
 

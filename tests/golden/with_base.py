@@ -10,7 +10,7 @@ import torch
 
 import raycheck
 from raycheck.bucket.store import open_store
-from tests.support.coordinator_in_thread import group_of
+from tests.support.processes.coordinator_in_thread import group_of
 
 FOLDER = Path(__file__).parent / "with_base"
 STEPS = 2

@@ -27,8 +27,8 @@ from raycheck.transfer.incremental_upload import StagedState
 from raycheck.transfer.stage.local_box import box_of
 from raycheck.transfer.stage.stager import Stager
 from raycheck.transfer.tensor_digest import digests
-from tests.support.background_call import InThread
-from tests.support.save_without_ray import claimed, committed, restore_state, save_state, upload
+from tests.support.processes.background_call import InThread
+from tests.support.processes.save_without_ray import claimed, committed, restore_state, save_state, upload
 
 pytestmark = pytest.mark.gpu
 LONG = 400_000_000

@@ -40,11 +40,11 @@ from raycheck.huggingface.lora import as_saved
 from raycheck.huggingface.weight_stream import WeightSource, _boxes
 from raycheck.settings import ExportOptions
 from raycheck.state.train_state import TrainState
-from tests.support import hf_models
-from tests.support.gloo_ranks import mesh_of
-from tests.support.invariants import assert_invariants
-from tests.support.played_ranks import playing, save_played
-from tests.support.save_without_ray import save, save_state
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.gloo_ranks import mesh_of
+from tests.support.processes.played_ranks import playing, save_played
+from tests.support.processes.save_without_ray import save, save_state
+from tests.support.samples import hf_models
 
 MODELS = {
     "llama": hf_models.llama,

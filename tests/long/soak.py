@@ -24,7 +24,7 @@ import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.demo.server import s3_server
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
 
 RANKS = 2
 STEPS = 20  # of a round, each of them saved

@@ -14,8 +14,8 @@ import torch
 
 import raycheck
 from raycheck.bucket.store.address import join_uri
-from tests.support.coordinator_in_thread import group_of
-from tests.support.http_fault_proxy import FaultProxy
+from tests.support.processes.coordinator_in_thread import group_of
+from tests.support.servers.http_fault_proxy import FaultProxy
 
 
 def train_on_ray_data(config: dict[str, Any]) -> None:

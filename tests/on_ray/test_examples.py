@@ -29,10 +29,10 @@ from tests.examples import (
     trl_sft,
     trl_sft_with_raycheck,
 )
-from tests.support.background_call import InThread
-from tests.support.documents import GUIDES, README, blocks
-from tests.support.http_fault_proxy import fault_proxy
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread
+from tests.support.samples.documents import GUIDES, README, blocks
+from tests.support.servers.http_fault_proxy import fault_proxy
 
 MAX_CHANGED = 9
 DIFFS = [block.text for path in (README, *GUIDES) for block in blocks(path) if block.kind == "diff"]

@@ -22,9 +22,9 @@ from raycheck.bucket.reading import read_latest
 from raycheck.bucket.run_status import read_status
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from tests.support.background_call import InThread
-from tests.support.invariants import assert_invariants
-from tests.support.ray_jobs import story, tell
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread
+from tests.support.processes.ray_jobs import story, tell
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 

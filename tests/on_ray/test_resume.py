@@ -12,10 +12,10 @@ import raycheck
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from tests.support.background_call import InThread
-from tests.support.http_fault_proxy import fault_proxy
-from tests.support.invariants import assert_invariants
-from tests.support.ray_jobs import BATCH, SAMPLES, story
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread
+from tests.support.processes.ray_jobs import BATCH, SAMPLES, story
+from tests.support.servers.http_fault_proxy import fault_proxy
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 STEPS = 2 * SAMPLES // BATCH

@@ -15,8 +15,8 @@ from ray.train import TrainingFailedError
 import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from tests.support.http_fault_proxy import fault_proxy
-from tests.support.ray_fixtures import SECRETS
+from tests.support.processes.ray_fixtures import SECRETS
+from tests.support.servers.http_fault_proxy import fault_proxy
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 

@@ -19,9 +19,9 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import folder_uri, path_uri
 from raycheck.page.rendering import without_settings
 from tests.page.test_page import Browser
-from tests.support.invariants import assert_invariants
-from tests.support.page_server import page_server
-from tests.support.save_without_ray import save_state
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.save_without_ray import save_state
+from tests.support.servers.page_server import page_server
 
 DEADLINE_S = 60.0
 

@@ -22,10 +22,10 @@ from raycheck.errors import ConfigError
 from raycheck.page.pages import PageScope, freed_view, run_view, runs_view
 from raycheck.page.rendering import render
 from raycheck.page.server import serve
-from tests.support.command_line import raycheck
-from tests.support.many_runs import MIXED, place
-from tests.support.sample_checkpoints import Driver, write_checkpoint
-from tests.support.save_without_ray import save_state
+from tests.support.processes.command_line import raycheck
+from tests.support.processes.save_without_ray import save_state
+from tests.support.samples.many_runs import MIXED, place
+from tests.support.samples.sample_checkpoints import Driver, write_checkpoint
 
 TOKEN = "a-token-of-this-test"
 HOSTILE = "<img src=x onerror=alert(1)>\u202e"

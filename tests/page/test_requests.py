@@ -11,8 +11,8 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.page import pages
 from raycheck.page.pages import PageScope
-from tests.support.http_fault_proxy import FaultProxy
-from tests.support.save_without_ray import save_state
+from tests.support.processes.save_without_ray import save_state
+from tests.support.servers.http_fault_proxy import FaultProxy
 
 KEYS = ("step-000000001-a1-s1", "step-000000002-a1-s2")
 

@@ -13,8 +13,8 @@ from raycheck.errors import StoreError
 from raycheck.page.view_threads import BusyError, LiveAnswers, ViewThreads
 from raycheck.views.context_pool import reads_for
 from raycheck.views.history import read_history
-from tests.support.distant_bucket import distant_bucket, traffic
-from tests.support.many_runs import a_run
+from tests.support.samples.many_runs import a_run
+from tests.support.servers.distant_bucket import distant_bucket, traffic
 
 DEADLINE_S = 30.0
 

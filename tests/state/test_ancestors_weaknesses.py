@@ -25,10 +25,10 @@ from raycheck.settings import SaveSettings
 from raycheck.state.train_state import TrainState
 from tests.bench.coordinator import simulated
 from tests.group.coordinator.test_plan_cache import WORLD_SIZE, reports, tell
-from tests.support.background_call import InThread
-from tests.support.http_fault_proxy import FaultProxy
-from tests.support.sample_checkpoints import Around, Driver, everything
-from tests.support.save_without_ray import claimed, committed, restore_state, save_state, upload
+from tests.support.processes.background_call import InThread
+from tests.support.processes.save_without_ray import claimed, committed, restore_state, save_state, upload
+from tests.support.samples.sample_checkpoints import Around, Driver, everything
+from tests.support.servers.http_fault_proxy import FaultProxy
 
 PACKAGE = Path(raycheck.__file__).parent
 

@@ -11,8 +11,8 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, SaveFailedError
 from raycheck.state.train_state import TrainState
-from tests.support.invariants import assert_invariants
-from tests.support.save_without_ray import upload
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.save_without_ray import upload
 
 
 def reports(store: Store, *states: dict[str, object]) -> list[Report]:

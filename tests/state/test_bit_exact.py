@@ -26,8 +26,8 @@ from raycheck.bucket.store import Store
 from raycheck.state.restore_selection import Selection
 from raycheck.state.train_state import TrainState
 from tests.state.test_train_state import SCHEDULERS, draws
-from tests.support import hf_models
-from tests.support.save_without_ray import save, save_state
+from tests.support.processes.save_without_ray import save, save_state
+from tests.support.samples import hf_models
 
 State = dict[str, Any]
 Build = Callable[[int], State]

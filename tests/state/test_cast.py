@@ -19,10 +19,10 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.errors import StateMismatchError
 from raycheck.state.train_state import TrainState
 from tests.state.entries.test_meta_tensors import place_of
-from tests.support import fsdp_training
-from tests.support.gloo_ranks import Ranks
-from tests.support.rank_fixtures import Trained
-from tests.support.save_without_ray import restore_state, save_state
+from tests.support.frameworks import fsdp_training
+from tests.support.processes.gloo_ranks import Ranks
+from tests.support.processes.rank_fixtures import Trained
+from tests.support.processes.save_without_ray import restore_state, save_state
 
 no_group = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -17,7 +17,7 @@ from raycheck.state.preview import Preview
 from raycheck.state.restore_result import RestoreReport
 from raycheck.state.restore_selection import EVERYTHING, Selection
 from raycheck.state.train_state import TrainState
-from tests.support.save_without_ray import save_state
+from tests.support.processes.save_without_ray import save_state
 
 
 class CentersAtFirstForward(torch.nn.Module):

@@ -15,7 +15,7 @@ from torch import nn
 from raycheck.bucket.format.index import Index
 from raycheck.errors import ConfigError
 from raycheck.state.train_state import Progress, TrainState
-from tests.support.save_without_ray import shard_bytes
+from tests.support.processes.save_without_ray import shard_bytes
 
 
 @dataclass

@@ -13,10 +13,10 @@ import torch
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.huggingface.export import export_hf
-from tests.support.hf_models import llama
-from tests.support.http_fault_proxy import FaultProxy, fault_proxy
-from tests.support.s3_engines import by_s3fs_alone
-from tests.support.save_without_ray import restore_state, save_state
+from tests.support.processes.save_without_ray import restore_state, save_state
+from tests.support.samples.hf_models import llama
+from tests.support.servers.http_fault_proxy import FaultProxy, fault_proxy
+from tests.support.servers.s3_engines import by_s3fs_alone
 
 ENGINES = ["memory", "file", "s3fs", "obstore", "gs"]
 

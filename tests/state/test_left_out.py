@@ -14,7 +14,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError
 from raycheck.state.train_state import TrainState
-from tests.support.save_without_ray import restore_state, save_state
+from tests.support.processes.save_without_ray import restore_state, save_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
 

@@ -15,7 +15,7 @@ from raycheck.state.entries.per_rank_entries import PerRank
 from raycheck.state.restore_result import Restored, RestoreReport
 from raycheck.state.restore_selection import Selection
 from raycheck.state.train_state import TrainState
-from tests.support.save_without_ray import save_state
+from tests.support.processes.save_without_ray import save_state
 
 State = dict[str, Any]
 OWN = ("progress", "rng")

@@ -15,7 +15,7 @@ from raycheck.state.entries.per_rank_entries import PerRank
 from raycheck.state.preview import Preview
 from raycheck.state.restore_selection import EVERYTHING, Selection
 from raycheck.state.train_state import TrainState
-from tests.support.save_without_ray import agreed, save
+from tests.support.processes.save_without_ray import agreed, save
 
 WHERE = Progress(step=7, epoch=2, epoch_step=1, samples=56, tokens=700, episodes=3)
 

@@ -13,9 +13,9 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError
 from raycheck.state.train_state import TrainState
-from tests.support.background_call import InThread
-from tests.support.coordinator_in_thread import InProcess, group_of
-from tests.support.save_without_ray import agreed, save
+from tests.support.processes.background_call import InThread
+from tests.support.processes.coordinator_in_thread import InProcess, group_of
+from tests.support.processes.save_without_ray import agreed, save
 
 
 class WithQueue(nn.Module):

@@ -20,7 +20,7 @@ from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError
 from raycheck.state.entries.per_rank_entries import PerRank
 from raycheck.state.train_state import TrainState
-from tests.support.save_without_ray import Own, agreed, claimed, save, upload
+from tests.support.processes.save_without_ray import Own, agreed, claimed, save, upload
 
 State = dict[str, Any]
 MIB = 1 << 20

@@ -10,7 +10,7 @@ from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError
 from raycheck.transfer.read.restore_proof import WrittenBytes, written_bytes
 from raycheck.transfer.stage.local_box import box_of
-from tests.support.save_without_ray import restore_state, save_state
+from tests.support.processes.save_without_ray import restore_state, save_state
 
 
 class Halved(nn.Linear):

@@ -26,7 +26,7 @@ from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.state.random_state import apply_rng, rng_values
 from raycheck.state.restore_selection import Selection
 from raycheck.state.train_state import TrainState
-from tests.support.save_without_ray import Own, restore_state, save, save_state
+from tests.support.processes.save_without_ray import Own, restore_state, save, save_state
 
 State = dict[str, Any]
 

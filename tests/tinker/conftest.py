@@ -13,7 +13,7 @@ os.environ["TINKER_TELEMETRY"] = "0"  # read when the SDK is imported
 
 import tinker
 
-from tests.support.tinker_server import RunningServer, tinker_server, write_base_model
+from tests.support.servers.tinker_server import RunningServer, tinker_server, write_base_model
 
 KEY = "tml-for-tests-only"
 HERE = Path(__file__).parent

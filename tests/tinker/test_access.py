@@ -13,8 +13,8 @@ import pytest
 import tinker
 
 from raycheck.http_server import HttpLimits
-from tests.support.tinker_client import ask, new_model, train
-from tests.support.tinker_server import RunningServer, tinker_server
+from tests.support.frameworks.tinker_client import ask, new_model, train
+from tests.support.servers.tinker_server import RunningServer, tinker_server
 
 JSON = {"Content-Type": "application/json"}
 SIMPLE = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x")

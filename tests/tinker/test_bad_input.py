@@ -11,8 +11,8 @@ from tinker.proto import tinker_public_pb2 as public_pb
 
 from raycheck.tinker.wire.tensors import MalformedDataError, cells_in_json, cells_in_protobuf
 from raycheck.tinker.wire.training_data import MAX_SPARSE_CELLS, Limits, batch_in_protobuf
-from tests.support.tinker_client import TIMEOUT_S, ask, datum, new_model, result_of, train
-from tests.support.tinker_server import tinker_server
+from tests.support.frameworks.tinker_client import TIMEOUT_S, ask, datum, new_model, result_of, train
+from tests.support.servers.tinker_server import tinker_server
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import raycheck
 from raycheck.tinker.checkpoint_paths import folder_of
-from tests.support.tinker_client import TIMEOUT_S, ask, datum, loss_of, new_model, result_of, train
-from tests.support.tinker_server import RunningServer, tinker_server, write_base_model
+from tests.support.frameworks.tinker_client import TIMEOUT_S, ask, datum, loss_of, new_model, result_of, train
+from tests.support.servers.tinker_server import RunningServer, tinker_server, write_base_model
 from tests.tinker.conftest import KEY
 
 

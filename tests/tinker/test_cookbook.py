@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import tinker
 
-from tests.support import tinker_cookbook as cookbook
-from tests.support.tinker_server import RunningServer, tinker_server, wait_until
+from tests.support.frameworks import tinker_cookbook as cookbook
+from tests.support.servers.tinker_server import RunningServer, tinker_server, wait_until
 
 pytestmark = pytest.mark.slow
 RECIPE_S = 150.0

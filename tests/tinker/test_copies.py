@@ -14,8 +14,8 @@ import raycheck
 from raycheck.bucket.store.local import LocalStore
 from raycheck.tinker.checkpoint_paths import CheckpointPath, folder_of
 from raycheck.tinker.checkpoint_store import CheckpointStore
-from tests.support.tinker_client import TIMEOUT_S, ask, loss_of, new_model, train
-from tests.support.tinker_server import RunningServer, tinker_server
+from tests.support.frameworks.tinker_client import TIMEOUT_S, ask, loss_of, new_model, train
+from tests.support.servers.tinker_server import RunningServer, tinker_server
 from tests.tinker.conftest import KEY
 
 PROJECT = "any"  # the SDK asks for one, and the server has none

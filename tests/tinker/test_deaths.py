@@ -10,9 +10,9 @@ import tinker
 import raycheck
 from raycheck.tinker.checkpoint_paths import folder_of
 from raycheck.tinker.journal import Journal
-from tests.support.ports import free_ports
-from tests.support.tinker_client import TIMEOUT_S, ask, datum, new_model, result_of, train
-from tests.support.tinker_server import tinker_server, wait_until
+from tests.support.frameworks.tinker_client import TIMEOUT_S, ask, datum, new_model, result_of, train
+from tests.support.servers.ports import free_ports
+from tests.support.servers.tinker_server import tinker_server, wait_until
 from tests.tinker.conftest import KEY
 
 

@@ -18,8 +18,8 @@ import raycheck
 from raycheck.bucket.store.address import join_uri
 from raycheck.tinker.checkpoint_paths import folder_of
 from raycheck.tinker.routes import downloads
-from tests.support.tinker_client import TIMEOUT_S, ask, new_model, train
-from tests.support.tinker_server import RunningServer, tinker_server
+from tests.support.frameworks.tinker_client import TIMEOUT_S, ask, new_model, train
+from tests.support.servers.tinker_server import RunningServer, tinker_server
 from tests.tinker.conftest import KEY
 
 

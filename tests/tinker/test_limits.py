@@ -11,8 +11,8 @@ import tinker
 
 from raycheck.tinker.journal import KEPT_SAMPLES, SAMPLING_LANE, Journal, LoggedRequest
 from raycheck.tinker.service import KEPT_S
-from tests.support.tinker_client import TIMEOUT_S, ask, new_model
-from tests.support.tinker_server import tinker_server, wait_until
+from tests.support.frameworks.tinker_client import TIMEOUT_S, ask, new_model
+from tests.support.servers.tinker_server import tinker_server, wait_until
 
 HALF = "\ud800"
 PATH = "tinker://s:train:0/weights/x"

@@ -13,9 +13,9 @@ import pytest
 import tinker
 
 from raycheck.tinker.journal import Journal
-from tests.support.await_points import watch
-from tests.support.tinker_client import TIMEOUT_S, ask, batch, datum, new_model, result_of, train
-from tests.support.tinker_server import tinker_server
+from tests.support.frameworks.tinker_client import TIMEOUT_S, ask, batch, datum, new_model, result_of, train
+from tests.support.processes.await_points import watch
+from tests.support.servers.tinker_server import tinker_server
 
 STEP = tinker.types.AdamParams(learning_rate=1e-2)
 

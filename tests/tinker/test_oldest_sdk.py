@@ -7,8 +7,8 @@ import subprocess
 import pytest
 
 from raycheck.tinker.routes import sessions
-from tests.support import tinker_oldest_sdk
-from tests.support.tinker_client import new_model, train
+from tests.support.frameworks import tinker_oldest_sdk
+from tests.support.frameworks.tinker_client import new_model, train
 
 pytestmark = pytest.mark.slow
 FLAGS = ("proto_write_fwdbwd", "fwd_via_fwdbwd", "create_model_via_load_weights")

@@ -14,9 +14,9 @@ import ray
 import tinker
 
 from raycheck.tinker.engine.actor import EngineGoneError, RayEngine
-from tests.support.ports import free_ports
-from tests.support.tinker_client import TIMEOUT_S, batch, new_model, train
-from tests.support.tinker_server import tinker_server, wait_until
+from tests.support.frameworks.tinker_client import TIMEOUT_S, batch, new_model, train
+from tests.support.servers.ports import free_ports
+from tests.support.servers.tinker_server import tinker_server, wait_until
 from tests.tinker.conftest import KEY
 
 pytestmark = pytest.mark.ray

@@ -11,8 +11,8 @@ import tinker
 
 from raycheck.tinker.engine import actor
 from raycheck.tinker.engine.actor import RayEngine
-from tests.support.tinker_client import TIMEOUT_S, datum, new_model, train
-from tests.support.tinker_server import RunningServer, tinker_server
+from tests.support.frameworks.tinker_client import TIMEOUT_S, datum, new_model, train
+from tests.support.servers.tinker_server import RunningServer, tinker_server
 from tests.tinker.test_sampling import sampled
 
 pytestmark = pytest.mark.ray

@@ -9,9 +9,9 @@ from transformers import AutoTokenizer
 
 from raycheck.tinker import sampling
 from raycheck.tinker.engine.base_model import BaseModel
-from tests.support import tinker_cookbook
-from tests.support.tinker_client import TIMEOUT_S, ask, new_model, result_of, train
-from tests.support.tinker_server import base_model, tinker_server
+from tests.support.frameworks import tinker_cookbook
+from tests.support.frameworks.tinker_client import TIMEOUT_S, ask, new_model, result_of, train
+from tests.support.servers.tinker_server import base_model, tinker_server
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 

@@ -9,8 +9,8 @@ from tinker import types
 from raycheck.tinker.engine.base_model import fingerprint_of
 from raycheck.tinker.engine.lora_model import LoraModel
 from raycheck.tinker.engine.lora_shape import LoraShape
-from tests.support.tinker_client import TIMEOUT_S, ask, datum, loss_of, new_model, result_of, train
-from tests.support.tinker_server import base_model
+from tests.support.frameworks.tinker_client import TIMEOUT_S, ask, datum, loss_of, new_model, result_of, train
+from tests.support.servers.tinker_server import base_model
 
 IN_JSON = {
     "data": [

@@ -20,10 +20,10 @@ from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.part_sizes import PART_SIZES, PartSizes
 from raycheck.errors import RaycheckError, SaveFailedError, StoreError
 from raycheck.state.train_state import TrainState
-from tests.support.http_fault_proxy import FaultProxy, fault_proxy
-from tests.support.invariants import assert_invariants
-from tests.support.s3_engines import by_s3fs_alone
-from tests.support.save_without_ray import ME, conclude, upload
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.save_without_ray import ME, conclude, upload
+from tests.support.servers.http_fault_proxy import FaultProxy, fault_proxy
+from tests.support.servers.s3_engines import by_s3fs_alone
 
 SAVES = 5
 SHAPE = (1024, 1500)  # 6 MB: two parts

@@ -16,9 +16,9 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
 from raycheck.errors import CorruptError, DamagedError, SupersededError
 from raycheck.state.train_state import TrainState
-from tests.support.played_ranks import check_restore, save_played
-from tests.support.sample_checkpoints import Around
-from tests.support.save_without_ray import claimed, committed, save_state, upload
+from tests.support.processes.played_ranks import check_restore, save_played
+from tests.support.processes.save_without_ray import claimed, committed, save_state, upload
+from tests.support.samples.sample_checkpoints import Around
 
 ROWS = 2 * 1024 * 5  # of 1 KiB: two ranks have 5 MiB of it each, two sub-blocks
 WEIGHTS = {"a": torch.rand(ROWS, 256), "b": torch.rand(8)}

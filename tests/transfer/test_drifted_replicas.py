@@ -8,10 +8,10 @@ import torch
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.errors import SaveFailedError
-from tests.support import drifted_shapes, parallel_shapes
-from tests.support.fsdp_training import Tensors
-from tests.support.gloo_ranks import Ranks
-from tests.support.save_without_ray import claimed, committed, restore_state
+from tests.support.frameworks.fsdp_training import Tensors
+from tests.support.processes.gloo_ranks import Ranks
+from tests.support.processes.save_without_ray import claimed, committed, restore_state
+from tests.support.samples import drifted_shapes, parallel_shapes
 
 
 def save(

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.s3.s3fs_store import S3Store
-from tests.support.s3_engines import by_s3fs_alone
+from tests.support.servers.s3_engines import by_s3fs_alone
 
 S3FS_BYTES = S3Store.get_range, S3Store.put
 URI = sys.argv[1]

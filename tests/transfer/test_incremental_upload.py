@@ -27,7 +27,7 @@ from raycheck.state.train_state import TrainState
 from raycheck.transfer.incremental_upload import RestoredShards, frozen_component
 from raycheck.transfer.stage.local_box import TRAIN
 from raycheck.transfer.tensor_digest import digests, weighted_sums
-from tests.support.save_without_ray import agreed, claimed, committed, upload
+from tests.support.processes.save_without_ray import agreed, claimed, committed, upload
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"

@@ -19,7 +19,7 @@ from raycheck.transfer.stage.local_box import LocalBox, box_of, without_memory
 from raycheck.transfer.stage.staged_shard import Staged
 from raycheck.transfer.stage.stager import Leaves, Stager
 from tests.conftest import GOOGLES
-from tests.support.s3_engines import by_s3fs_alone
+from tests.support.servers.s3_engines import by_s3fs_alone
 
 NAME = "step-000000001-a1-s1"
 LEAVES: Leaves = {

@@ -21,7 +21,7 @@ from raycheck.bucket.reading import Checkpoint, Documents
 from raycheck.bucket.store import Store
 from raycheck.errors import NotFoundError, SaveFailedError
 from raycheck.state.train_state import TrainState
-from tests.support.save_without_ray import agreed, save
+from tests.support.processes.save_without_ray import agreed, save
 
 BASE = "model.frozen"
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from raycheck.errors import ConfigError
 from raycheck.state.train_state import TrainState
 from raycheck.transfer.stage.local_box import box_of
-from tests.support.gloo_ranks import Ranks
+from tests.support.processes.gloo_ranks import Ranks
 
 ROWS = 16
 PLACEMENTS: list[list[Placement]] = [

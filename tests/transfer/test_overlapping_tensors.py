@@ -11,7 +11,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import Store
 from raycheck.errors import StateMismatchError
 from raycheck.state.train_state import TrainState
-from tests.support.save_without_ray import restore_state, save_state
+from tests.support.processes.save_without_ray import restore_state, save_state
 
 SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "expanded rows": lambda base: base[:6].view(1, 6).expand(4, 6),

@@ -19,10 +19,11 @@ from raycheck.bucket.store import Store
 from raycheck.errors import StateMismatchError
 from raycheck.state.train_state import TrainState
 from raycheck.transfer.stage.local_box import TRAIN
-from tests.support import fsdp_training, parallel_shapes
-from tests.support.gloo_ranks import Ranks
-from tests.support.played_ranks import check_restore, local, playing, save_played
-from tests.support.save_without_ray import agreed, claimed, committed, restore_state, save, save_state
+from tests.support.frameworks import fsdp_training
+from tests.support.processes.gloo_ranks import Ranks
+from tests.support.processes.played_ranks import check_restore, local, playing, save_played
+from tests.support.processes.save_without_ray import agreed, claimed, committed, restore_state, save, save_state
+from tests.support.samples import parallel_shapes
 
 
 def save_by(

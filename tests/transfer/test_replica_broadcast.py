@@ -8,9 +8,9 @@ from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.state.train_state import Progress, TrainState
 from raycheck.transfer.stage.local_box import TRAIN
-from tests.support import replicated_modules
-from tests.support.gloo_ranks import Ranks
-from tests.support.save_without_ray import save
+from tests.support.processes.gloo_ranks import Ranks
+from tests.support.processes.save_without_ray import save
+from tests.support.samples import replicated_modules
 
 NOTHING_SKIPPED = ((), (), ())
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from raycheck.bucket.assembly.replica_comparison import DIGEST_BYTES, Replica, digest_of
+from raycheck.transfer.replica_digests import ReplicaDigests, SharedBox
 from raycheck.transfer.stage.local_box import TRAIN, LocalBox, box_of
-from raycheck.transfer.stage.replica_digests import ReplicaDigests, SharedBox
 from raycheck.transfer.tensor_digest import digests
 
 

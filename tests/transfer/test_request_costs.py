@@ -17,9 +17,9 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.settings import Retention
 from raycheck.state.train_state import Progress, TrainState
-from tests.support.http_fault_proxy import FaultProxy, fault_proxy
-from tests.support.invariants import assert_invariants
-from tests.support.save_without_ray import ME, claimed, save_state, upload
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.save_without_ray import ME, claimed, save_state, upload
+from tests.support.servers.http_fault_proxy import FaultProxy, fault_proxy
 
 WORLD_SIZE = 2
 

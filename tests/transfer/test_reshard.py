@@ -24,11 +24,11 @@ from raycheck.errors import CorruptError, NotFoundError
 from raycheck.state.train_state import TrainState
 from raycheck.transfer.read.reader import REQUEST_BYTES
 from raycheck.transfer.stage.local_box import TRAIN
-from tests.support import fsdp_training
-from tests.support.gloo_ranks import Ranks
-from tests.support.played_ranks import assert_equal, check_restore, playing, save_played
-from tests.support.rank_fixtures import Trained
-from tests.support.save_without_ray import agreed, restore_state, save, save_state
+from tests.support.frameworks import fsdp_training
+from tests.support.processes.gloo_ranks import Ranks
+from tests.support.processes.played_ranks import assert_equal, check_restore, playing, save_played
+from tests.support.processes.rank_fixtures import Trained
+from tests.support.processes.save_without_ray import agreed, restore_state, save, save_state
 
 MIB = 1024 * 1024
 # aiohttp says so of every body over 1 MiB that the S3 store sends

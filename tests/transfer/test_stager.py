@@ -23,7 +23,7 @@ from raycheck.state.train_state import TrainState
 from raycheck.transfer.stage.local_box import TRAIN, LocalBox, box_of
 from raycheck.transfer.stage.staged_shard import Staged
 from raycheck.transfer.stage.stager import ALIGN, Leaves, Stager
-from tests.support.save_without_ray import agreed, restore_state, save, save_state, shard_bytes
+from tests.support.processes.save_without_ray import agreed, restore_state, save, save_state, shard_bytes
 
 
 def boxes_of(tensors: dict[str, torch.Tensor]) -> list[LocalBox]:

@@ -21,10 +21,10 @@ from raycheck.bucket.format.object_keys import component_prefix
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.transfer.stage.local_box import TRAIN
-from tests.support import fsdp_training
-from tests.support.gloo_ranks import Ranks
-from tests.support.rank_fixtures import Trained
-from tests.support.save_without_ray import restore_state, save_state
+from tests.support.frameworks import fsdp_training
+from tests.support.processes.gloo_ranks import Ranks
+from tests.support.processes.rank_fixtures import Trained
+from tests.support.processes.save_without_ray import restore_state, save_state
 
 no_group = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
 

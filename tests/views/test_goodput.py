@@ -15,9 +15,9 @@ from raycheck.views.attempts import AttemptHistory, Ending
 from raycheck.views.goodput import goodput_limit
 from raycheck.views.history import read_history
 from raycheck.views.in_words import goodput_text
-from tests.support.many_runs import place
-from tests.support.memory_store import DictStore
-from tests.support.sample_checkpoints import Driver, latest_tree, put_latest_tree
+from tests.support.samples.many_runs import place
+from tests.support.samples.sample_checkpoints import Driver, latest_tree, put_latest_tree
+from tests.support.servers.memory_store import DictStore
 
 
 def attempt(number: int, ending: Ending, *, seconds: float | None, restore_s: float | None = None) -> AttemptHistory:

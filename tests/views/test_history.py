@@ -12,9 +12,9 @@ from raycheck.errors import DeniedError
 from raycheck.group.coordinator.lost_work import LostWork
 from raycheck.views.attempts import AttemptHistory
 from raycheck.views.history import read_history
-from tests.support.many_runs import a_run
-from tests.support.memory_store import DictStore
-from tests.support.sample_checkpoints import Around, Driver
+from tests.support.samples.many_runs import a_run
+from tests.support.samples.sample_checkpoints import Around, Driver
+from tests.support.servers.memory_store import DictStore
 
 
 def attempt_of(number: int, *, owner: str = "ann", world_size: int = 2) -> Attempt:

@@ -14,9 +14,9 @@ from raycheck.bucket.attempt_records import ResumeRecord, record_end, record_res
 from raycheck.bucket.store import open_store
 from raycheck.views.charts import LEFT, RIGHT, WIDTH, steps_of
 from raycheck.views.history import read_history
-from tests.support.memory_store import DictStore
-from tests.support.sample_checkpoints import Driver
-from tests.support.save_without_ray import save_state
+from tests.support.processes.save_without_ray import save_state
+from tests.support.samples.sample_checkpoints import Driver
+from tests.support.servers.memory_store import DictStore
 
 HOSTILE = '<img src=x onerror=alert(1)>"&\u202e'
 TIME = re.compile(r"\d{4}-\d\d-\d\d|\d\d:\d\d|\d ?(s|ms|min|h|d)\b| ago\b")

@@ -15,7 +15,7 @@ from raycheck.cli import app
 from raycheck.errors import ConfigError, DamagedError, NotFoundError
 from raycheck.run import CommittedCheckpoint, open_run
 from raycheck.views.tensor_change import compare_tensor
-from tests.support.save_without_ray import save_state
+from tests.support.processes.save_without_ray import save_state
 
 
 def two(folder: Path, before: torch.Tensor, after: torch.Tensor) -> tuple[CommittedCheckpoint, CommittedCheckpoint]:

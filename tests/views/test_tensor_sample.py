@@ -9,7 +9,7 @@ from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError, DamagedError, NotFoundError
 from raycheck.run import CommittedCheckpoint, open_run
 from raycheck.views.element_types import decode
-from tests.support.save_without_ray import save_state
+from tests.support.processes.save_without_ray import save_state
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 OTHERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64]

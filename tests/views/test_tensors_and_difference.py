@@ -9,7 +9,7 @@ import torch
 from raycheck.bucket.format.checksum import SUB_BLOCK
 from raycheck.bucket.store import open_store
 from raycheck.run import CommittedCheckpoint, open_run
-from tests.support.save_without_ray import save_state
+from tests.support.processes.save_without_ray import save_state
 
 
 def saved(folder: Path, state: dict[str, Any], *, number: int) -> CommittedCheckpoint:

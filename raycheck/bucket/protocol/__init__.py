@@ -4,12 +4,14 @@
 - preflight.py: the proof on a scratch object that the store honours conditional writes, step 6.
 - claim.py: a group becomes the live attempt and fences the older ones, steps 8 to 12 and 28.
 - resume.py: what `resume` asks for, and the checkpoint that a new owner's first attempt restores, step 9.
-- write_once.py: small objects that never change, by put-if-absent, step 16.
+- write_once.py: small objects that never change, by put-if-absent; the manifest, step 16.
 - object_copy.py: copies of objects, verified on both sides, several at a time, steps 16, 30 and 38.
 - referred_objects.py: whether what a commit refers to is still there, step 16.
-- commit.py: THE commit point, step 17; the manifest before it, step 16; the end of the run, step 33.
+- commit.py: THE commit point, step 17; the end of the run, step 33.
 - retention.py: which checkpoints stay, a pure decision, step 19.
-- removal/: what leaves a run, by its own rules or by hand, and its deletion, steps 19 to 23, 29, 34 and 37.
+- pin_and_evict.py: pin, unpin, evict and forget, steps 19, 21 and 29.
+- name_and_score.py: names of single checkpoints, and scores that come later, steps 17 and 29.
+- removal/: the deletes of what has left a run, steps 19 to 23, 34 and 37.
 - damage.py: going back from a damaged checkpoint, step 26.
 - rewind.py, repair.py: going back by hand, step 31; rebuilding a lost `latest`, step 32.
 - sharing/: forks, borrowed directories, bases and mirrors, steps 30, 38 and 39.

@@ -9,32 +9,18 @@ no clock.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
-from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.latest import Entry, Finished, Latest, Trained, listed_metrics, shrink_metrics
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import MAX_STEP, CheckpointName
 from raycheck.bucket.protocol.claim import Identity, check_current, check_owner, claimed_body
-from raycheck.bucket.protocol.removal.name_and_score import with_name_of_save
-from raycheck.bucket.protocol.removal.pin_and_evict import with_evicted
+from raycheck.bucket.protocol.name_and_score import with_name_of_save
+from raycheck.bucket.protocol.pin_and_evict import with_evicted
 from raycheck.bucket.protocol.retention import dropped_keys
 from raycheck.bucket.protocol.sharing.base_run import without_reservation
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.protocol.write_once import put_once
-from raycheck.bucket.store import Store
 from raycheck.errors import SaveFailedError, SupersededError
 from raycheck.settings import Retention
-
-
-def write_manifest(store: Store, manifest: Manifest) -> bytes:
-    """Write the manifest by put-if-absent, and return its bytes. Step 16.
-
-    Equal bytes that are there already were written by an earlier start of this coordinator, and are accepted.
-    """
-    data = dump(manifest)
-    put_once(store, object_keys.manifest_key(manifest.key), data)
-    return data
 
 
 def commit(

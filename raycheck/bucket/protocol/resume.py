@@ -11,7 +11,7 @@ from operator import index
 from raycheck.bucket.format.label import is_name
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.protocol.removal.name_and_score import names_in
+from raycheck.bucket.protocol.name_and_score import names_in
 from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import ConfigError
 

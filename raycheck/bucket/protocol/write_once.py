@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 
+from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import READS
+from raycheck.bucket.format.document import dump
+from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import MAX_CONDITIONAL_BYTES
 from raycheck.bucket.store.jitter import CHANCE
@@ -59,3 +62,13 @@ def _holds(store: Store, key: str, data: bytes) -> bool:
             if store.get(key, len(data)).data == data:
                 return True
     return False
+
+
+def write_manifest(store: Store, manifest: Manifest) -> bytes:
+    """Write the manifest by put-if-absent, and return its bytes. Step 16.
+
+    Equal bytes that are there already were written by an earlier start of this coordinator, and are accepted.
+    """
+    data = dump(manifest)
+    put_once(store, object_keys.manifest_key(manifest.key), data)
+    return data

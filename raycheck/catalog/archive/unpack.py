@@ -16,7 +16,6 @@ from raycheck.bucket.format.index_codec import load_index
 from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
 from raycheck.bucket.format.manifest import Blob, Manifest, load_manifest
 from raycheck.bucket.format.object_keys import INDEX, MANIFEST, CheckpointName
-from raycheck.bucket.protocol.commit import write_manifest
 from raycheck.bucket.protocol.sharing.new_run import (
     Origin,
     begin_run,
@@ -26,6 +25,7 @@ from raycheck.bucket.protocol.sharing.new_run import (
     reserve_name,
 )
 from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.protocol.write_once import write_manifest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer
 from raycheck.catalog.archive.files import ArchiveStream, Place, opened

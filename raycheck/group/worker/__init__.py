@@ -23,7 +23,7 @@
 
 What is uploaded when: the save thread (save_thread) has this rank's shards uploaded as soon as they are copied, one
 save after the other, by itself or by its node's actor (node_uploads). Who uploads them also reports them to the
-coordinator (upload_and_report). That commits the checkpoint once all ranks have reported (train/coordinator). Only
+coordinator (upload_and_report). That commits the checkpoint once all ranks have reported (group/coordinator). Only
 afterwards rank 0's save thread writes the small pointer object by which Ray knows the checkpoint (ray_reports).
 
 `Checkpointer.close` saves the last step if it is not saved, waits for its commit, and writes into `latest` that the run

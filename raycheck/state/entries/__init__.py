@@ -28,5 +28,5 @@ To add a kind of object:
    values back. State in the module's docstring what a restore with another number of ranks does.
 3. Recognise the object in `_make_entry` of make_entries.py, before the kinds that would also take it. Do not import its
    library: look at attributes, or at the names of its module and class.
-4. Test it in tests/shards/entries: saved and restored exactly, every difference named, nothing changed when refused.
+4. Test it in tests/state/entries: saved and restored exactly, every difference named, nothing changed when refused.
 """

@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 
 import raycheck
-from tests.support.coordinator_in_thread import group_of
+from tests.support.processes.coordinator_in_thread import group_of
 
 SAVES = 5
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import raycheck
-from tests.support.ports import free_ports
-from tests.support.torchtitan_on_cpu import debug_model, make_assets, make_run_on_cpu
+from tests.support.frameworks.torchtitan_on_cpu import debug_model, make_assets, make_run_on_cpu
+from tests.support.servers.ports import free_ports
 
 LAYERS, STEPS = 25, 6
 

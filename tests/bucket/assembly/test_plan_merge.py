@@ -13,8 +13,8 @@ from raycheck.bucket.format.checksum import SUB_BLOCK
 from raycheck.bucket.format.index import Chunk, Index, Tensor, index_of
 from raycheck.bucket.format.index_codec import dump_index, load_index
 from raycheck.errors import ConfigError
-from tests.support.hostile_documents import thorough
-from tests.support.sample_checkpoints import tiny_index
+from tests.support.samples.hostile_documents import thorough
+from tests.support.samples.sample_checkpoints import tiny_index
 
 
 def test_of_a_box_that_ranks_wrote_twice_the_first_copy_and_its_checksums_are_kept():

@@ -28,7 +28,7 @@ from raycheck.bucket.format.manifest import ShardRecord
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import open_store
 from raycheck.errors import SaveFailedError
-from tests.support.hostile_documents import thorough
+from tests.support.samples.hostile_documents import thorough
 
 BOTH: Cure = "RankZero or PerRank"
 

@@ -25,9 +25,9 @@ from raycheck.bucket.format.manifest import Blob, Component, Manifest, RankRecor
 from raycheck.bucket.format.plan_codec import dump_plan
 from raycheck.bucket.format.values import encode
 from raycheck.errors import ConfigError, CorruptError
-from tests.support.hostile_documents import ONE, TWO, mutated_bytes, mutated_tree, thorough
-from tests.support.sample_checkpoints import resealed, sealed, tiny_index
-from tests.support.sample_values import (
+from tests.support.samples.hostile_documents import ONE, TWO, mutated_bytes, mutated_tree, thorough
+from tests.support.samples.sample_checkpoints import resealed, sealed, tiny_index
+from tests.support.samples.sample_values import (
     values,
 )
 

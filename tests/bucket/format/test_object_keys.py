@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.object_keys import CheckpointName
-from tests.support.hostile_documents import HOSTILE_NAMES, ONE, thorough
+from tests.support.samples.hostile_documents import HOSTILE_NAMES, ONE, thorough
 
 names = st.builds(
     CheckpointName,

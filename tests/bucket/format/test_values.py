@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from raycheck.bucket.format.class_values import loaded
 from raycheck.bucket.format.values import MAX_DEPTH, decode, encode
 from raycheck.errors import ConfigError, CorruptError, StateMismatchError
-from tests.support.hostile_documents import mutated_tree, thorough
-from tests.support.sample_values import (
+from tests.support.samples.hostile_documents import mutated_tree, thorough
+from tests.support.samples.sample_values import (
     Flags,
     Frozen,
     Level,
@@ -187,17 +187,20 @@ def forged(name: str, fields: list[str] | None = None) -> Any:
     ("tree", "message"),
     [
         (forged("subprocess:Popen"), "no plain dataclass here"),
-        (forged("tests.support.sample_values:Level"), "no plain dataclass here"),
-        (forged("tests.support.sample_values:Frozen", ["other"]), "has the fields inner here, and other when saved"),
-        ({"$namedtuple": ["tests.support.sample_values:Frozen", ["inner"], [1]]}, "no named tuple here"),
+        (forged("tests.support.samples.sample_values:Level"), "no plain dataclass here"),
         (
-            {"$namedtuple": ["tests.support.sample_values:Point", ["x"], [1]]},
+            forged("tests.support.samples.sample_values:Frozen", ["other"]),
+            "has the fields inner here, and other when saved",
+        ),
+        ({"$namedtuple": ["tests.support.samples.sample_values:Frozen", ["inner"], [1]]}, "no named tuple here"),
+        (
+            {"$namedtuple": ["tests.support.samples.sample_values:Point", ["x"], [1]]},
             "has the fields x, y here, and x when saved",
         ),
-        ({"$enum": ["tests.support.sample_values:Point", "x", 1]}, "no enum here"),
-        ({"$enum": ["tests.support.sample_values:Level", "NONE", 1]}, "has no member 'NONE' here"),
-        ({"$enum": ["tests.support.sample_values:Level", "LOW", 7]}, "has another value here"),
-        ({"$enum": ["tests.support.sample_values:Level", "LOW", True]}, "has another value here"),
+        ({"$enum": ["tests.support.samples.sample_values:Point", "x", 1]}, "no enum here"),
+        ({"$enum": ["tests.support.samples.sample_values:Level", "NONE", 1]}, "has no member 'NONE' here"),
+        ({"$enum": ["tests.support.samples.sample_values:Level", "LOW", 7]}, "has another value here"),
+        ({"$enum": ["tests.support.samples.sample_values:Level", "LOW", True]}, "has another value here"),
     ],
 )
 def test_a_class_that_is_not_alike_here_is_a_mismatch(tree, message):
@@ -206,7 +209,7 @@ def test_a_class_that_is_not_alike_here_is_a_mismatch(tree, message):
 
 
 def test_a_class_is_found_among_the_loaded_ones_and_nothing_is_imported():
-    assert loaded("tests.support.sample_values:Options") is Options
+    assert loaded("tests.support.samples.sample_values:Options") is Options
     assert "this" not in sys.modules
     module = ModuleType("lazy_for_raycheck")
     module.__getattr__ = lambda name: pytest.fail(f"{name} was asked for")  # type: ignore[method-assign]
@@ -216,8 +219,8 @@ def test_a_class_is_found_among_the_loaded_ones_and_nothing_is_imported():
         "this:anything",
         "lazy_for_raycheck:Model",
         "os:system",
-        "tests.support.sample_values:np.ndarray",
-        "tests.support.sample_values:Nope",
+        "tests.support.samples.sample_values:np.ndarray",
+        "tests.support.samples.sample_values:Nope",
         "",
     ]
     found = [loaded(name) for name in names]
@@ -348,13 +351,13 @@ def test_a_list_that_holds_itself_is_refused_by_its_path():
         {"$size": [1.5]},
         {"$size": "ab"},
         {"$enum": []},
-        {"$enum": ["tests.support.sample_values:Level"]},
-        {"$namedtuple": ["tests.support.sample_values:Point", ["x", "y"]]},
-        {"$namedtuple": ["tests.support.sample_values:Point", ["x", "y"], [1]]},
-        {"$dataclass": ["tests.support.sample_values:Frozen", ["inner"], {"$dict": [[1, 2]]}]},
-        {"$dataclass": ["tests.support.sample_values:Frozen", ["inner"], {"other": 2}]},
-        {"$dataclass": ["tests.support.sample_values:Frozen", ["inner"], [1]]},
-        {"$dataclass": ["tests.support.sample_values:Frozen", 5, {}]},
+        {"$enum": ["tests.support.samples.sample_values:Level"]},
+        {"$namedtuple": ["tests.support.samples.sample_values:Point", ["x", "y"]]},
+        {"$namedtuple": ["tests.support.samples.sample_values:Point", ["x", "y"], [1]]},
+        {"$dataclass": ["tests.support.samples.sample_values:Frozen", ["inner"], {"$dict": [[1, 2]]}]},
+        {"$dataclass": ["tests.support.samples.sample_values:Frozen", ["inner"], {"other": 2}]},
+        {"$dataclass": ["tests.support.samples.sample_values:Frozen", ["inner"], [1]]},
+        {"$dataclass": ["tests.support.samples.sample_values:Frozen", 5, {}]},
         {"$held": 1},
     ],
     ids=lambda tree: str(tree)[:40],

@@ -25,8 +25,8 @@ from raycheck.bucket.format.document import FORMAT_VERSION, Document, dump
 from raycheck.bucket.format.latest import load_latest
 from raycheck.bucket.format.manifest import load_manifest
 from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
+from raycheck.bucket.protocol import pin_and_evict
 from raycheck.bucket.protocol.object_copy import Job, copy_objects
-from raycheck.bucket.protocol.removal import pin_and_evict
 from raycheck.bucket.protocol.removal.prune_and_sweep import plan_sweep, prune, sweep
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.rewind import rewind
@@ -40,11 +40,11 @@ from raycheck.bucket.store.s3.s3fs_store import S3Store
 from raycheck.errors import ConfigError, CorruptError, DamagedError, StoreError
 from raycheck.settings import Retention
 from tests.bucket.format.test_documents import a_latest, a_manifest
-from tests.support.hostile_documents import TWO
-from tests.support.http_fault_proxy import FaultProxy, Head, fault_proxy
-from tests.support.invariants import assert_invariants
-from tests.support.memory_store import DictStore
-from tests.support.sample_checkpoints import Around, Driver, everything, latest_tree, put_latest_tree
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.hostile_documents import TWO
+from tests.support.samples.sample_checkpoints import Around, Driver, everything, latest_tree, put_latest_tree
+from tests.support.servers.http_fault_proxy import FaultProxy, Head, fault_proxy
+from tests.support.servers.memory_store import DictStore
 
 
 def a_record() -> AttemptRecord:

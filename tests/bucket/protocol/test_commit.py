@@ -19,8 +19,8 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import FORMAT_VERSION, dump
 from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, Latest
 from raycheck.bucket.protocol import commit, write_once
+from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.preflight import probe
-from raycheck.bucket.protocol.removal.pin_and_evict import pin
 from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, prune
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import put_all_once, put_once
@@ -37,9 +37,16 @@ from raycheck.errors import (
     SupersededError,
 )
 from raycheck.settings import Retention
-from tests.support.invariants import assert_invariants
-from tests.support.memory_store import DictStore
-from tests.support.sample_checkpoints import Around, Driver, everything, latest_tree, put_latest_tree, write_checkpoint
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.sample_checkpoints import (
+    Around,
+    Driver,
+    everything,
+    latest_tree,
+    put_latest_tree,
+    write_checkpoint,
+)
+from tests.support.servers.memory_store import DictStore
 
 WAIT_S = 60.0
 

@@ -14,11 +14,11 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.errors import SupersededError
-from tests.support.concurrent_driver import digest
-from tests.support.concurrent_drivers import Reader, Rivals
-from tests.support.invariants import assert_invariants
-from tests.support.latest_history import assert_linear, read_logs, walk
-from tests.support.sample_checkpoints import Around, Driver
+from tests.support.histories.concurrent_driver import digest
+from tests.support.histories.concurrent_drivers import Reader, Rivals
+from tests.support.histories.invariants import assert_invariants
+from tests.support.histories.latest_history import assert_linear, read_logs, walk
+from tests.support.samples.sample_checkpoints import Around, Driver
 
 pytestmark = pytest.mark.enumeration
 

@@ -12,9 +12,9 @@ import pytest
 
 from raycheck.bucket.format.label import Label
 from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.protocol import name_and_score
 from raycheck.bucket.protocol.damage import go_back
-from raycheck.bucket.protocol.removal import name_and_score
-from raycheck.bucket.protocol.removal.pin_and_evict import pin
+from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.rewind import rewind
@@ -25,11 +25,20 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.errors import ConfigError, ConflictError, SaveFailedError, StoreError
 from tests.bucket.conftest import share
-from tests.support.crash_enumeration import Restarted, Scenario, claim, explore, only_train, restarting, restore, run
-from tests.support.fault_injection import Mode, Wire, World
-from tests.support.invariants import assert_invariants, assert_write
-from tests.support.sample_checkpoints import Driver, write_checkpoint
-from tests.support.sample_runs import (
+from tests.support.histories.crash_enumeration import (
+    Restarted,
+    Scenario,
+    claim,
+    explore,
+    only_train,
+    restarting,
+    restore,
+    run,
+)
+from tests.support.histories.invariants import assert_invariants, assert_write
+from tests.support.histories.stepped_processes import Clock, simulated
+from tests.support.samples.sample_checkpoints import Driver, write_checkpoint
+from tests.support.samples.sample_runs import (
     GRACE_S,
     TORN,
     WHOLE,
@@ -43,7 +52,7 @@ from tests.support.sample_runs import (
     old,
     rolled_back,
 )
-from tests.support.stepped_processes import Clock, simulated
+from tests.support.servers.fault_injection import Mode, Wire, World
 
 pytestmark = pytest.mark.enumeration
 

@@ -7,7 +7,7 @@ import pytest
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Entry, Latest, load_latest
 from raycheck.bucket.protocol.damage import ancestors, go_back
-from raycheck.bucket.protocol.removal.pin_and_evict import pin
+from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
@@ -22,8 +22,8 @@ from raycheck.errors import (
     StoreError,
     SupersededError,
 )
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Around, Driver, everything, latest_tree, put_latest_tree
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.sample_checkpoints import Around, Driver, everything, latest_tree, put_latest_tree
 
 PROBLEM = "rank 3: tensor model.w, sub-block 0"
 

@@ -6,20 +6,20 @@ import pytest
 
 import raycheck
 from raycheck.bucket.format import object_keys
+from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.removal.delete import delete_checkpoint, delete_run, mark_lost
-from raycheck.bucket.protocol.removal.pin_and_evict import pin
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune
 from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, ConflictError, FencedError, NotFoundError, StoreError
-from tests.support.crash_enumeration import claim, run
-from tests.support.fault_injection import Wire, World
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Driver, everything, write_checkpoint
-from tests.support.stepped_processes import Clock, simulated
-from tests.support.two_runs import HOME, Placed
+from tests.support.histories.crash_enumeration import claim, run
+from tests.support.histories.invariants import assert_invariants
+from tests.support.histories.stepped_processes import Clock, simulated
+from tests.support.histories.two_runs import HOME, Placed
+from tests.support.samples.sample_checkpoints import Driver, everything, write_checkpoint
+from tests.support.servers.fault_injection import Wire, World
 
 SOURCE = "runs/source"
 

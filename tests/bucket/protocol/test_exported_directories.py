@@ -9,6 +9,8 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import NewerFormatError, dump
 from raycheck.bucket.format.label import Label
 from raycheck.bucket.format.object_keys import EXPORT_ENDS, EXPORT_RECORD, EXPORTS_PREFIX, export_key, exports_prefix
+from raycheck.bucket.protocol.name_and_score import name, unname
+from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.removal.exported_directories import (
     ExportRecord,
     check_not_being_pruned,
@@ -17,13 +19,11 @@ from raycheck.bucket.protocol.removal.exported_directories import (
     load_export_record,
     prune_exports,
 )
-from raycheck.bucket.protocol.removal.name_and_score import name, unname
-from raycheck.bucket.protocol.removal.pin_and_evict import pin
 from raycheck.bucket.store import Got, Store, open_store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Written
 from raycheck.errors import ConfigError, CorruptError, StoreError
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Around, Driver, everything, sealed, write_export
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.sample_checkpoints import Around, Driver, everything, sealed, write_export
 
 
 def run_of(store: Store, *, saves: int = 3) -> tuple[Driver, list[str]]:

@@ -8,16 +8,16 @@ from raycheck.bucket.attempt_records import AttemptRecord, read_record, record_e
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.latest import load_latest
 from raycheck.bucket.protocol.damage import go_back
-from raycheck.bucket.protocol.removal.pin_and_evict import pin
+from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.run_status import SILENT_S, read_status, status_of
 from raycheck.bucket.store import open_store
 from raycheck.errors import CorruptError, FencedError, SupersededError
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Driver, latest_tree, put_latest_tree
-from tests.support.sample_runs import B, F, current, finished, old
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.sample_checkpoints import Driver, latest_tree, put_latest_tree
+from tests.support.samples.sample_runs import B, F, current, finished, old
 
 
 @pytest.fixture

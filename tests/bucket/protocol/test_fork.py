@@ -15,8 +15,8 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
-from tests.support.invariants import assert_invariants
-from tests.support.save_without_ray import save_state
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.save_without_ray import save_state
 
 ME = Identity(owner="me", coordinator="one")
 

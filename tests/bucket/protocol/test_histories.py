@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from raycheck.errors import RaycheckError
-from tests.support import stepped_processes
-from tests.support.broken_protocols import MUTANTS, Mutant
-from tests.support.history_rules import Histories
+from tests.support.histories import stepped_processes
+from tests.support.histories.broken_protocols import MUTANTS, Mutant
+from tests.support.histories.history_rules import Histories
 
 pytestmark = pytest.mark.enumeration
 

@@ -12,8 +12,8 @@ from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.store import Got, Store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Written
 from raycheck.errors import CorruptError, StoreError, SupersededError
-from tests.support.memory_store import DictStore
-from tests.support.sample_checkpoints import Around, Driver
+from tests.support.samples.sample_checkpoints import Around, Driver
+from tests.support.servers.memory_store import DictStore
 
 
 class Creates(Around):

@@ -17,13 +17,13 @@ from raycheck.bucket.reading import Checkpoint, list_directories, read_latest
 from raycheck.bucket.store import Got
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Written
 from raycheck.errors import DeniedError, NotFoundError, RaycheckError, StoreError
-from tests.support.crash_enumeration import claim, restore, run
-from tests.support.fault_injection import Wire, World, Write
-from tests.support.invariants import assert_invariants
-from tests.support.order_enumeration import Orders
-from tests.support.sample_checkpoints import Driver, everything, write_checkpoint
-from tests.support.stepped_processes import Clock, simulated
-from tests.support.two_runs import HOME, Placed
+from tests.support.histories.crash_enumeration import claim, restore, run
+from tests.support.histories.invariants import assert_invariants
+from tests.support.histories.order_enumeration import Orders
+from tests.support.histories.stepped_processes import Clock, simulated
+from tests.support.histories.two_runs import HOME, Placed
+from tests.support.samples.sample_checkpoints import Driver, everything, write_checkpoint
+from tests.support.servers.fault_injection import Wire, World, Write
 
 SOURCE, THIRD = "runs/source", "teams/x/third"
 

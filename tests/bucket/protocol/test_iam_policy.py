@@ -26,8 +26,8 @@ from raycheck.cli import app
 from raycheck.errors import StoreError
 from raycheck.settings import Retention
 from tests.bucket.store.test_conformance import begin_upload
-from tests.support.s3_engines import by_s3fs_alone
-from tests.support.sample_checkpoints import Driver, sealed, write_export
+from tests.support.samples.sample_checkpoints import Driver, sealed, write_export
+from tests.support.servers.s3_engines import by_s3fs_alone
 
 POLICY = json.loads((Path(__file__).parents[3] / "cluster/bucket/policy.json").read_text())
 NEVER_ASKED = {"ReaderListings"}

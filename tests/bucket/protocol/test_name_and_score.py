@@ -6,9 +6,9 @@ import pytest
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.label import MAX_NOTE_BYTES, RESERVED, Label, label_of
-from raycheck.bucket.protocol.removal import name_and_score
-from raycheck.bucket.protocol.removal.name_and_score import name, rename, score, unname
-from raycheck.bucket.protocol.removal.pin_and_evict import evict
+from raycheck.bucket.protocol import name_and_score
+from raycheck.bucket.protocol.name_and_score import name, rename, score, unname
+from raycheck.bucket.protocol.pin_and_evict import evict
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.protocol.swap import Register
@@ -18,8 +18,8 @@ from raycheck.errors import ConfigError, ConflictError, NotFoundError
 from raycheck.run import open_run
 from raycheck.settings import Retention
 from tests.bucket.protocol.test_retention import aged
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Around, Driver, write_checkpoint
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.sample_checkpoints import Around, Driver, write_checkpoint
 
 
 @pytest.fixture

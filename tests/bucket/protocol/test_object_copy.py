@@ -11,8 +11,8 @@ from raycheck.bucket.protocol.object_copy import AT_ONCE
 from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.store import open_store
 from raycheck.errors import DamagedError, StoreError
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Around, Driver, everything
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.sample_checkpoints import Around, Driver, everything
 
 
 @pytest.fixture

@@ -4,20 +4,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from raycheck.bucket.protocol.removal.pin_and_evict import pin
+from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.errors import FencedError, NotFoundError, RaycheckError, SaveFailedError, SupersededError
 from raycheck.settings import Retention
-from tests.support.crash_enumeration import Scenario, Tally, assert_kept, claim, only_train, restarts
-from tests.support.fault_injection import Wire
-from tests.support.invariants import assert_invariants
-from tests.support.order_enumeration import Orders
-from tests.support.sample_checkpoints import Driver, write_checkpoint
-from tests.support.sample_runs import B, F, current, old
-from tests.support.stepped_processes import Clock, simulated
+from tests.support.histories.crash_enumeration import Scenario, Tally, assert_kept, claim, only_train, restarts
+from tests.support.histories.invariants import assert_invariants
+from tests.support.histories.order_enumeration import Orders
+from tests.support.histories.stepped_processes import Clock, simulated
+from tests.support.samples.sample_checkpoints import Driver, write_checkpoint
+from tests.support.samples.sample_runs import B, F, current, old
+from tests.support.servers.fault_injection import Wire
 
 pytestmark = pytest.mark.enumeration
 

@@ -14,8 +14,8 @@ from raycheck import ConfigError, StorageSettings, StoreError
 from raycheck.bucket.protocol.preflight import probe, probe_node
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from tests.support.http_fault_proxy import fault_proxy
-from tests.support.ports import free_ports, wait_until_up
+from tests.support.servers.http_fault_proxy import fault_proxy
+from tests.support.servers.ports import free_ports, wait_until_up
 
 
 def test_a_node_with_all_rights_passes_and_leaves_nothing(store):

@@ -20,7 +20,7 @@ from raycheck.bucket.format.latest import (
     shrink_metrics,
 )
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.protocol.removal.pin_and_evict import evict, pin
+from raycheck.bucket.protocol.pin_and_evict import evict, pin
 from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, MAX_EVICTED, plan_prune, plan_sweep, prune, sweep
 from raycheck.bucket.protocol.retention import decide_retention, dropped_keys
 from raycheck.bucket.protocol.swap import Register
@@ -29,8 +29,8 @@ from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError, SupersededError
 from raycheck.settings import Retention, SaveSettings
 from tests.bucket.store.test_conformance import begin_upload
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Around, Driver, everything, write_checkpoint
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.sample_checkpoints import Around, Driver, everything, write_checkpoint
 
 
 def keys(entries) -> list[str]:

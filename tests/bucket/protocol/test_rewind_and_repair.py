@@ -9,7 +9,7 @@ from raycheck.bucket.attempt_records import record_end
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import FORMAT_VERSION
 from raycheck.bucket.format.latest import dump_latest
-from raycheck.bucket.protocol.removal.pin_and_evict import pin
+from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.retention import dropped_keys
@@ -28,8 +28,15 @@ from raycheck.errors import (
     SupersededError,
 )
 from raycheck.settings import Retention
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Around, Driver, everything, latest_tree, put_latest_tree, write_checkpoint
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.sample_checkpoints import (
+    Around,
+    Driver,
+    everything,
+    latest_tree,
+    put_latest_tree,
+    write_checkpoint,
+)
 
 
 def run_of(store: Store, *, saves: int = 3) -> Driver:

@@ -17,9 +17,9 @@ from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, MAX_EVICTE
 from raycheck.bucket.store import Got, Store, open_store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
 from raycheck.errors import ConfigError, SaveFailedError
-from tests.support.concurrent_driver import drop_evicted
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Around, Driver
+from tests.support.histories.concurrent_driver import drop_evicted
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.sample_checkpoints import Around, Driver
 
 COMMITS = 1000
 PRUNE_EVERY_S = GRACE_S / 4  # as the coordinator does

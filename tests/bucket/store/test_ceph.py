@@ -21,11 +21,11 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.errors import FencedError, StoreError
-from tests.support.ceph_server import ceph_server
-from tests.support.http_fault_proxy import fault_proxy
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Driver
-from tests.support.sample_checkpoints import write_checkpoint as write
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.sample_checkpoints import Driver
+from tests.support.samples.sample_checkpoints import write_checkpoint as write
+from tests.support.servers.ceph_server import ceph_server
+from tests.support.servers.http_fault_proxy import fault_proxy
 
 pytestmark = pytest.mark.slow
 ROUNDS = 9

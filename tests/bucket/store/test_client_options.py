@@ -27,8 +27,8 @@ from raycheck.bucket.store.s3.obstore_store import FastS3Store
 from raycheck.bucket.store.s3.private_obstore import own_obstore
 from raycheck.bucket.store.s3.s3fs_store import S3Store
 from raycheck.errors import ConfigError, RaycheckError, StoreError
-from tests.support.http_fault_proxy import FaultProxy, Head, fault_proxy
-from tests.support.s3_engines import forbid_s3fs_bytes
+from tests.support.servers.http_fault_proxy import FaultProxy, Head, fault_proxy
+from tests.support.servers.s3_engines import forbid_s3fs_bytes
 
 Drive = Callable[[str], None]
 PART = 5 * 1024 * 1024

@@ -24,10 +24,10 @@ from raycheck.bucket.store.retry import ATTEMPTS
 from raycheck.bucket.store.upload_parts import send_parts
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, StoreError
 from raycheck.storage_settings import StorageSettings
-from tests.support.gcs_server import gcs_server, inject
-from tests.support.http_fault_proxy import FaultProxy, fault_proxy
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Driver, everything
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.sample_checkpoints import Driver, everything
+from tests.support.servers.gcs_server import gcs_server, inject
+from tests.support.servers.http_fault_proxy import FaultProxy, fault_proxy
 
 WAIT_S = 60.0
 PART = 16 * 1024 * 1024

@@ -11,7 +11,7 @@ import pytest
 from raycheck import ConfigError, StorageSettings, StoreError
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
-from tests.support.http_fault_proxy import FaultProxy
+from tests.support.servers.http_fault_proxy import FaultProxy
 
 ROLE = "arn:aws:iam::123456789012:role/train"
 

@@ -21,8 +21,8 @@ from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.part_sizes import PART_SIZES, PartSizes
 from raycheck.bucket.store.retry import ATTEMPTS
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, StoreError
-from tests.support.http_fault_proxy import Answer, FaultProxy, fault_proxy, of_s3
-from tests.support.s3_engines import by_s3fs_alone
+from tests.support.servers.http_fault_proxy import Answer, FaultProxy, fault_proxy, of_s3
+from tests.support.servers.s3_engines import by_s3fs_alone
 
 PART = 5 * 1024 * 1024
 SECRET = "c2VjcmV0LW9mLXRoZS1iYXRjaA=="  # base64, as Azure's keys are

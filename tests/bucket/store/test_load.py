@@ -17,11 +17,11 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.errors import NotFoundError
 from tests.bucket.protocol.test_thousand_commits import Clock
-from tests.support.concurrent_driver import drop_evicted
-from tests.support.http_fault_proxy import FaultProxy, fault_proxy
-from tests.support.invariants import assert_invariants
-from tests.support.memory_store import DictStore
-from tests.support.sample_checkpoints import Around, Driver
+from tests.support.histories.concurrent_driver import drop_evicted
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.sample_checkpoints import Around, Driver
+from tests.support.servers.http_fault_proxy import FaultProxy, fault_proxy
+from tests.support.servers.memory_store import DictStore
 
 RUNS = 200
 CHECKPOINTS = 5000

@@ -13,7 +13,7 @@ import pytest
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.interface import MAX_CONDITIONAL_BYTES
-from tests.support.racing_writers import Outcome, Processes, Threads, race_once
+from tests.support.histories.racing_writers import Outcome, Processes, Threads, race_once
 
 SMALL = 24
 FEW = {SMALL: 10, MAX_CONDITIONAL_BYTES: 4}

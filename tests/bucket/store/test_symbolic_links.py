@@ -14,8 +14,8 @@ from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, ConflictError, CorruptError
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Driver, everything, write_checkpoint
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.sample_checkpoints import Driver, everything, write_checkpoint
 
 RACE_S = 1.5
 

@@ -26,8 +26,8 @@ from raycheck.bucket.store.s3.buffer_loan import BufferLoan
 from raycheck.bucket.store.s3.obstore_store import FastS3Store
 from raycheck.bucket.store.upload_parts import RequestBody
 from raycheck.errors import ConfigError, NotFoundError, StoreError
-from tests.support.http_fault_proxy import FaultProxy
-from tests.support.s3_engines import by_s3fs_alone, forbid_s3fs_bytes
+from tests.support.servers.http_fault_proxy import FaultProxy
+from tests.support.servers.s3_engines import by_s3fs_alone, forbid_s3fs_bytes
 
 PART = 5 * 1024 * 1024
 SIZE = 3 * PART + 5

@@ -31,9 +31,9 @@ from raycheck.group.worker.save_triggers import SaveTriggers
 from raycheck.on_ray.ray_tasks import _dealt, _spread
 from raycheck.settings import AfterCommit, HFExport, Retention, SaveSettings
 from tests.group.worker import test_save_triggers
-from tests.support.coordinator_in_thread import group_of
-from tests.support.invariants import assert_invariants
-from tests.support.save_without_ray import save_state
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.coordinator_in_thread import group_of
+from tests.support.processes.save_without_ray import save_state
 
 TOKENS = torch.arange(8).reshape(1, 8)
 

@@ -14,10 +14,10 @@ import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.on_ray.api.failure_causes import final_error
-from tests.support.background_call import InThread
-from tests.support.http_fault_proxy import fault_proxy
-from tests.support.invariants import assert_invariants
-from tests.support.ray_jobs import story, wait_for_commit
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread
+from tests.support.processes.ray_jobs import story, wait_for_commit
+from tests.support.servers.http_fault_proxy import fault_proxy
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 

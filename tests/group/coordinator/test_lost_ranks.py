@@ -14,8 +14,8 @@ import torch
 import raycheck
 from raycheck.errors import ConfigError
 from raycheck.group.coordinator.messages import BaseWish, RankFailure, RankProof
-from tests.support.background_call import InThread
-from tests.support.coordinator_in_thread import InProcess, group_of
+from tests.support.processes.background_call import InThread
+from tests.support.processes.coordinator_in_thread import InProcess, group_of
 
 WITHIN_S = 60.0
 

@@ -13,7 +13,7 @@ from raycheck.bucket.store.interface import Written
 from raycheck.group.coordinator.lost_work import LostWork
 from raycheck.group.coordinator.messages import Arrival, HeartbeatMessage
 from raycheck.group.coordinator.run_log import RunLog
-from tests.support.sample_checkpoints import Around
+from tests.support.samples.sample_checkpoints import Around
 
 FIRST = Attempt(
     number=1, owner="me", coordinator="c", group="g1", world_size=4, restore_key=None, last_save=3, claimed_at=1000.0

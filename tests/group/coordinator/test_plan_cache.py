@@ -16,8 +16,8 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.group.coordinator.actor import Coordinator
 from raycheck.group.coordinator.messages import Outcome, PlanWanted
 from tests.bench.coordinator import simulated
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import everything
+from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.sample_checkpoints import everything
 
 WORLD_SIZE = 3
 

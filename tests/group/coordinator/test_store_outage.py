@@ -9,11 +9,11 @@ import pytest
 import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from tests.support.background_call import on_all, start_on_all
-from tests.support.coordinator_in_thread import group_of
-from tests.support.http_fault_proxy import FaultProxy
-from tests.support.invariants import assert_invariants
-from tests.support.replicated_rank import Holder
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import on_all, start_on_all
+from tests.support.processes.coordinator_in_thread import group_of
+from tests.support.processes.replicated_rank import Holder
+from tests.support.servers.http_fault_proxy import FaultProxy
 
 SAVE_TIMEOUT_S = 8.0
 BOUND_S = 90.0

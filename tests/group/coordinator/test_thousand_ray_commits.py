@@ -19,8 +19,8 @@ import torch
 import raycheck
 from raycheck.bucket.format.latest import MAX_BYTES
 from raycheck.bucket.store import open_store
-from tests.support.background_call import InThread
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 STEPS = 1000

@@ -13,9 +13,9 @@ from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol.referred_objects import ReferenceLostError
 from raycheck.bucket.store import open_store
 from raycheck.state.train_state import TrainState
-from tests.support.background_call import InThread, on_all
-from tests.support.coordinator_in_thread import group_of
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread, on_all
+from tests.support.processes.coordinator_in_thread import group_of
 
 
 @pytest.fixture

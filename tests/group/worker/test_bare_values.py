@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import raycheck
-from tests.support.coordinator_in_thread import group_of
+from tests.support.processes.coordinator_in_thread import group_of
 
 
 class Rank:

@@ -15,11 +15,11 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError
-from tests.support.background_call import InThread
-from tests.support.command_line import raycheck as command
-from tests.support.coordinator_in_thread import group_of
-from tests.support.hf_models import llama
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread
+from tests.support.processes.command_line import raycheck as command
+from tests.support.processes.coordinator_in_thread import group_of
+from tests.support.samples.hf_models import llama
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # peft asks for it

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 import raycheck
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
-from tests.support.gloo_ranks import Ranks, mesh_of
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.gloo_ranks import Ranks, mesh_of
 
 pytestmark = pytest.mark.slow
 

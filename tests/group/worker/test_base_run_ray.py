@@ -11,7 +11,7 @@ import torch
 import raycheck
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 

@@ -13,12 +13,12 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.group.worker import heartbeat
 from raycheck.group.worker.group_restore import RestoreResult, claim_run
-from tests.support.background_call import InThread, on_all, start_on_all
-from tests.support.coordinator_in_thread import again, group_of
-from tests.support.http_fault_proxy import FaultProxy, fault_proxy
-from tests.support.invariants import assert_invariants
-from tests.support.replicated_rank import Holder, train_once
-from tests.support.reused_processes import reused
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread, on_all, start_on_all
+from tests.support.processes.coordinator_in_thread import again, group_of
+from tests.support.processes.replicated_rank import Holder, train_once
+from tests.support.processes.reused_processes import reused
+from tests.support.servers.http_fault_proxy import FaultProxy, fault_proxy
 
 
 def pair_at(uri: str, **settings: object) -> list[Holder]:

@@ -12,12 +12,12 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.group.coordinator.messages import RankRestore
 from tests.on_ray.test_resume import losses
-from tests.support.background_call import InThread, on_all, start_on_all
-from tests.support.coordinator_in_thread import CoordinatorThread, group_of
-from tests.support.http_fault_proxy import fault_proxy
-from tests.support.invariants import assert_invariants
-from tests.support.ray_jobs import BATCH, SAMPLES, story
-from tests.support.replicated_rank import Holder
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread, on_all, start_on_all
+from tests.support.processes.coordinator_in_thread import CoordinatorThread, group_of
+from tests.support.processes.ray_jobs import BATCH, SAMPLES, story
+from tests.support.processes.replicated_rank import Holder
+from tests.support.servers.http_fault_proxy import fault_proxy
 
 OWN = "number.rank1.kept"
 """A tensor of rank 1 alone, which no other rank reads."""

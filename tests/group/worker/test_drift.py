@@ -15,10 +15,10 @@ from torch.optim.swa_utils import AveragedModel
 
 import raycheck
 from raycheck.bucket.store import open_store
-from tests.support.background_call import InThread
-from tests.support.coordinator_in_thread import group_of
-from tests.support.invariants import assert_invariants
-from tests.support.save_without_ray import Own
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread
+from tests.support.processes.coordinator_in_thread import group_of
+from tests.support.processes.save_without_ray import Own
 
 WIDE = 600  # a float32 matrix of this width is large enough to be spread over the ranks
 State = dict[str, Any]

@@ -13,8 +13,8 @@ from raycheck.errors import ConfigError
 from raycheck.group.coordinator import actor
 from raycheck.group.coordinator.messages import Claim, Pending
 from raycheck.group.worker.group_restore import claim_run
-from tests.support.coordinator_in_thread import group_of
-from tests.support.http_fault_proxy import fault_proxy
+from tests.support.processes.coordinator_in_thread import group_of
+from tests.support.servers.http_fault_proxy import fault_proxy
 
 
 def test_a_driver_with_a_node_that_may_not_write_fences_no_other(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:

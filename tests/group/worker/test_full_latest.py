@@ -16,9 +16,9 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, SaveFailedError
-from tests.support.background_call import InThread
-from tests.support.command_line import raycheck as command
-from tests.support.coordinator_in_thread import InProcess, again, group_of
+from tests.support.processes.background_call import InThread
+from tests.support.processes.command_line import raycheck as command
+from tests.support.processes.coordinator_in_thread import InProcess, again, group_of
 
 Steps = Callable[[raycheck.Checkpointer, int], object]
 

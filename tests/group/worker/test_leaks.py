@@ -3,7 +3,7 @@
 import pytest
 
 from tests.long.soak import Soaked, soak
-from tests.support.background_call import InThread
+from tests.support.processes.background_call import InThread
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 SAVES = 1000

@@ -19,8 +19,8 @@ from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import StoreError
-from tests.support.background_call import InThread
-from tests.support.coordinator_in_thread import InProcess, again, group_of
+from tests.support.processes.background_call import InThread
+from tests.support.processes.coordinator_in_thread import InProcess, again, group_of
 
 BASE = "model.frozen"
 Steps = Callable[[raycheck.Checkpointer, int], object]

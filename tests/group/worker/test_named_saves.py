@@ -9,8 +9,8 @@ import torch
 import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError
-from tests.support.coordinator_in_thread import group_of
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.coordinator_in_thread import group_of
 
 
 def checkpointer(uri: str, **settings: object) -> raycheck.Checkpointer:

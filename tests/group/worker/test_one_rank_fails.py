@@ -12,7 +12,7 @@ import raycheck
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError, SaveFailedError, StoreError
-from tests.support.coordinator_in_thread import InProcess, group_of
+from tests.support.processes.coordinator_in_thread import InProcess, group_of
 
 WITHIN_S = 60.0
 SETTINGS = raycheck.SaveSettings(every_steps=1, save_timeout_s=2 * WITHIN_S)

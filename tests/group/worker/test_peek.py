@@ -10,10 +10,10 @@ import raycheck
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
 from tests.group.worker.test_damaged_restore import damage
-from tests.support.background_call import InThread, on_all, start_on_all
-from tests.support.coordinator_in_thread import again, group_of
-from tests.support.http_fault_proxy import FaultProxy
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread, on_all, start_on_all
+from tests.support.processes.coordinator_in_thread import again, group_of
+from tests.support.servers.http_fault_proxy import FaultProxy
 
 
 class Late:

@@ -18,9 +18,9 @@ from raycheck.group.worker.periodic import Periodic, periodics_of
 from raycheck.group.worker.save_triggers import SaveTriggers
 from raycheck.settings import SaveSettings
 from tests.group.worker.test_save_triggers import Ranks, group
-from tests.support.background_call import InThread, start_on_all
-from tests.support.coordinator_in_thread import again, group_of
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread, start_on_all
+from tests.support.processes.coordinator_in_thread import again, group_of
 
 
 class Now:

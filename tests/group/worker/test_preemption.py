@@ -10,7 +10,7 @@ import torch
 
 import raycheck
 from raycheck.group.worker.preemption import Preemption
-from tests.support.coordinator_in_thread import group_of
+from tests.support.processes.coordinator_in_thread import group_of
 
 
 class Clock:

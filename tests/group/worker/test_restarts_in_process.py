@@ -12,9 +12,9 @@ from raycheck.bucket.store import open_store
 from raycheck.group.coordinator.messages import RankRestore
 from raycheck.group.worker.group_restore import RestoreResult
 from tests.group.worker.test_damaged_restore import damage
-from tests.support.background_call import InThread
-from tests.support.coordinator_in_thread import group_of
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread
+from tests.support.processes.coordinator_in_thread import group_of
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import torch
 import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from tests.support.background_call import InThread
-from tests.support.coordinator_in_thread import InProcess, group_of
-from tests.support.http_fault_proxy import FaultProxy, fault_proxy
-from tests.support.invariants import assert_invariants
-from tests.support.store_rounds import StoreRounds
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread
+from tests.support.processes.coordinator_in_thread import InProcess, group_of
+from tests.support.servers.http_fault_proxy import FaultProxy, fault_proxy
+from tests.support.servers.store_rounds import StoreRounds
 
 
 @pytest.fixture

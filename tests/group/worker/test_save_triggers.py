@@ -18,7 +18,7 @@ from raycheck.errors import ConfigError
 from raycheck.group.worker.save_triggers import SaveTriggers
 from raycheck.on_ray.actors.actor_checkpointer import settings_for_actors
 from raycheck.settings import AfterCommit, SaveSettings
-from tests.support.background_call import InThread
+from tests.support.processes.background_call import InThread
 
 
 class Ranks:

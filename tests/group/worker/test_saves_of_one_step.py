@@ -9,11 +9,11 @@ import torch
 import raycheck
 from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.protocol import commit as protocol
-from raycheck.bucket.protocol.removal.pin_and_evict import pin
+from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.store import open_store
-from tests.support.coordinator_in_thread import group_of
-from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Driver
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.coordinator_in_thread import group_of
+from tests.support.samples.sample_checkpoints import Driver
 
 
 def saved(

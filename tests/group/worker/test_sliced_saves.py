@@ -18,8 +18,8 @@ import torch
 import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from tests.support.http_fault_proxy import FaultProxy, fault_proxy
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
+from tests.support.servers.http_fault_proxy import FaultProxy, fault_proxy
 
 MIB = 1 << 20
 TRAINING = """
@@ -27,7 +27,7 @@ import json, resource, sys, time
 from pathlib import Path
 import torch
 import raycheck
-from tests.support.coordinator_in_thread import group_of
+from tests.support.processes.coordinator_in_thread import group_of
 from tests.group.worker.test_sliced_saves import model_of
 
 def status(name):

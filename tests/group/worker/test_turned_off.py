@@ -11,7 +11,7 @@ import torch
 
 import raycheck
 from raycheck.settings import SaveSettings
-from tests.support.ray_jobs import SAMPLES, story
+from tests.support.processes.ray_jobs import SAMPLES, story
 
 SCRIPT = """
 import sys, torch, raycheck

@@ -17,12 +17,12 @@ import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from tests.examples import grpo
-from tests.support.background_call import InThread
-from tests.support.http_fault_proxy import fault_proxy
-from tests.support.invariants import assert_invariants
-from tests.support.ray_cluster import wait_for
-from tests.support.replicated_rank import Holder
-from tests.support.reused_processes import reused
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread
+from tests.support.processes.ray_cluster import wait_for
+from tests.support.processes.replicated_rank import Holder
+from tests.support.processes.reused_processes import reused
+from tests.support.servers.http_fault_proxy import fault_proxy
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 STEPS = 30

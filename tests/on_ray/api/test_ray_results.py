@@ -17,7 +17,7 @@ import raycheck.on_ray.reports.ray_reports
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 

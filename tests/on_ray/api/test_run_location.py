@@ -19,7 +19,7 @@ from raycheck.bucket.store.address import join_uri, parse_uri, shown_uri
 from raycheck.errors import ConfigError, StoreError
 from raycheck.on_ray.api import run_location as ray_storage_module
 from raycheck.on_ray.api.run_location import check_ray_storage, ray_storage, storage_uri
-from tests.support.http_fault_proxy import FaultProxy, of_s3
+from tests.support.servers.http_fault_proxy import FaultProxy, of_s3
 
 HANGS_S = 6.0
 

@@ -15,7 +15,7 @@ import raycheck
 import raycheck.on_ray.reports.ray_reports
 from raycheck.bucket.format.object_keys import pointed_by
 from raycheck.bucket.store import open_store
-from tests.support.invariants import assert_invariants
+from tests.support.histories.invariants import assert_invariants
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 

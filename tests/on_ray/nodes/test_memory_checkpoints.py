@@ -32,8 +32,8 @@ from raycheck.on_ray.nodes.memory_shards import CHUNK_BYTES, CHUNKS_IN_FLIGHT, M
 from raycheck.on_ray.nodes.node_agents import NodeAgents
 from raycheck.on_ray.nodes.node_uploads import NodeAgent
 from tests.bench.coordinator import simulated
-from tests.support.invariants import assert_invariants
-from tests.support.ray_jobs import story, wait_for_memory
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.ray_jobs import story, wait_for_memory
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 IN_MEMORY = {"upload_by": "node", "memory_every_steps": 2}

@@ -18,9 +18,9 @@ from raycheck.group.coordinator.run_log import RunLog
 from raycheck.group.worker.group_restore import RestoreResult
 from raycheck.on_ray.nodes.memory_checkpoints import MemoryCheckpoints
 from raycheck.on_ray.nodes.node_agents import NodeAgents
-from tests.support.background_call import InThread
-from tests.support.command_line import raycheck as command
-from tests.support.coordinator_in_thread import InProcess, again, group_of
+from tests.support.processes.background_call import InThread
+from tests.support.processes.command_line import raycheck as command
+from tests.support.processes.coordinator_in_thread import InProcess, again, group_of
 
 WHY = "rank 1: model.frozen, which gets no gradient, is not in the bucket as it is now"
 

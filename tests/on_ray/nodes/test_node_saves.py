@@ -15,7 +15,7 @@ from raycheck.group.worker.group_restore import claim_run
 from raycheck.on_ray.nodes.node_uploads import NodeAgent
 from raycheck.state.train_state import TrainState
 from raycheck.transfer.incremental_upload import StagedState
-from tests.support.coordinator_in_thread import group_of
+from tests.support.processes.coordinator_in_thread import group_of
 
 
 def staged_and_reported(group: raycheck.Group, save: int) -> tuple[StagedState, Report]:

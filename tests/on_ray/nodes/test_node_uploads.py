@@ -20,10 +20,10 @@ from raycheck.group.worker import node_uploads
 from raycheck.group.worker.group_restore import claim_run
 from raycheck.on_ray.nodes.node_uploads import NodeUploads
 from tests.on_ray.nodes.test_node_saves import staged_and_reported
-from tests.support.background_call import InThread
-from tests.support.http_fault_proxy import Rule, fault_proxy
-from tests.support.invariants import assert_invariants
-from tests.support.ray_jobs import story
+from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.background_call import InThread
+from tests.support.processes.ray_jobs import story
+from tests.support.servers.http_fault_proxy import Rule, fault_proxy
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 BY_NODE = {"upload_by": "node"}

@@ -13,8 +13,8 @@ import pytest
 
 from raycheck.errors import ConfigError
 from raycheck.on_ray.watch_node import drain
-from tests.support.child_processes import python, watch_node
-from tests.support.metadata_servers import WAIT_S, Ec2Service, GceService, serving
+from tests.support.processes.child_processes import python, watch_node
+from tests.support.servers.metadata_servers import WAIT_S, Ec2Service, GceService, serving
 
 NOWHERE = "127.0.0.2:1"
 """Nobody listens there. (127.0.0.1 would become the machine's outer address: Ray takes it for that.)"""

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.child_processes import python, watch_node
-from tests.support.metadata_servers import Ec2Service, serving
+from tests.support.processes.child_processes import python, watch_node
+from tests.support.servers.metadata_servers import Ec2Service, serving
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 WAIT_S = 90.0
@@ -56,7 +56,7 @@ def environment() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def cluster(environment: dict[str, str]) -> Iterator[SpotCluster]:
-    with python(str(Path(__file__).parents[1] / "support/spot_cluster.py"), env=environment) as process:
+    with python(str(Path(__file__).parents[1] / "support/processes/spot_cluster.py"), env=environment) as process:
         yield SpotCluster(process)
         process.communicate(timeout=WAIT_S)
 

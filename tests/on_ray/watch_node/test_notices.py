@@ -9,8 +9,8 @@ from raycheck.errors import ConfigError
 from raycheck.on_ray.watch_node import cloud_notices
 from raycheck.on_ray.watch_node.cloud_notices import REBALANCE, Azure, Ec2, Gce, Notice, source_of
 from raycheck.on_ray.watch_node.metadata_service import ask
-from tests.support.metadata_servers import AzureService, Ec2Service, GceService, Reply, Service, serving
-from tests.support.ports import free_ports
+from tests.support.servers.metadata_servers import AzureService, Ec2Service, GceService, Reply, Service, serving
+from tests.support.servers.ports import free_ports
 
 AT = 1505722920.0
 """2017-09-18T08:22:00Z, AWS's own example."""

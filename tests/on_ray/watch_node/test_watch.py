@@ -6,7 +6,7 @@ import pytest
 
 from raycheck.on_ray.watch_node.cloud_notices import REBALANCE, Ec2, Notice
 from raycheck.on_ray.watch_node.watch import FALLBACK_S, INTERVAL_S, NodeWatch, watch
-from tests.support.metadata_servers import Ec2Service, serving
+from tests.support.servers.metadata_servers import Ec2Service, serving
 
 NOW = 1_700_000_000.0
 

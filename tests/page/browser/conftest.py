@@ -10,11 +10,11 @@ from playwright.sync_api import Browser
 from raycheck.bucket.attempt_records import ResumeRecord, record_end, record_resume
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from tests.support.chromium import Watched, chromium, watched_page
-from tests.support.many_runs import MIXED, place
-from tests.support.page_server import TOKEN, page_server
-from tests.support.sample_checkpoints import Driver
-from tests.support.save_without_ray import save_state
+from tests.support.processes.save_without_ray import save_state
+from tests.support.samples.many_runs import MIXED, place
+from tests.support.samples.sample_checkpoints import Driver
+from tests.support.servers.chromium import Watched, chromium, watched_page
+from tests.support.servers.page_server import TOKEN, page_server
 
 HOSTILE = "\"'><img src=x onerror=window.hacked=1><svg onload=window.hacked=1>{{7*7}}\u202e"
 HOSTILE_RUN = "<img src=x onerror=window.hacked=1>&amp;"

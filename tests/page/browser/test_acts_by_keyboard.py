@@ -9,8 +9,8 @@ import raycheck
 from raycheck.bucket.store.address import join_uri
 from tests.page.browser.conftest import KEYS, REAL
 from tests.page.browser.test_by_keyboard import tab_to, walk
-from tests.support.chromium import Watched, watched_page
-from tests.support.page_server import TOKEN, below_a_path, page_server
+from tests.support.servers.chromium import Watched, watched_page
+from tests.support.servers.page_server import TOKEN, below_a_path, page_server
 
 pytestmark = pytest.mark.slow
 

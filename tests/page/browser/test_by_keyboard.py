@@ -4,7 +4,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.page.browser.conftest import KEYS, REAL
-from tests.support.chromium import Watched
+from tests.support.servers.chromium import Watched
 
 pytestmark = pytest.mark.slow
 MAX_STOPS = 400

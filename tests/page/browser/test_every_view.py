@@ -7,9 +7,9 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.page.browser.conftest import HOSTILE, HOSTILE_RUN, HURT, KEYS, REAL
-from tests.support.chromium import Watched, watched_page
-from tests.support.command_line import raycheck
-from tests.support.page_server import TOKEN, below_a_path, site_with
+from tests.support.processes.command_line import raycheck
+from tests.support.servers.chromium import Watched, watched_page
+from tests.support.servers.page_server import TOKEN, below_a_path, site_with
 
 pytestmark = pytest.mark.slow
 VIEWS = {

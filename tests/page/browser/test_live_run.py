@@ -5,8 +5,8 @@ from playwright.sync_api import Browser, expect
 
 from raycheck.bucket.store.address import join_uri
 from tests.page.browser.conftest import hurt_run, lose_a_worker
-from tests.support.chromium import watched_page
-from tests.support.page_server import TOKEN, page_server
+from tests.support.servers.chromium import watched_page
+from tests.support.servers.page_server import TOKEN, page_server
 
 pytestmark = pytest.mark.slow
 MOVES_MS = 20_000

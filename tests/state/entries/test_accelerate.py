@@ -20,7 +20,7 @@ import raycheck
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
 from raycheck.state.train_state import TrainState
-from tests.support.save_without_ray import save_state
+from tests.support.processes.save_without_ray import save_state
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from torch import nn
 from raycheck.errors import ConfigError
 from raycheck.state.entries.per_rank_entries import PerRank, RankZero
 from raycheck.state.train_state import TrainState
-from tests.support.save_without_ray import Own
+from tests.support.processes.save_without_ray import Own
 
 
 def check(state: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.state.train_state import TrainState
-from tests.support.save_without_ray import Own, agreed, restore_state, save, save_state
+from tests.support.processes.save_without_ray import Own, agreed, restore_state, save, save_state
 
 Draw = Callable[[Any], list[float]]
 KINDS: dict[str, tuple[Callable[[int], Any], Draw]] = {

@@ -19,10 +19,10 @@ from raycheck.errors import ConfigError
 from raycheck.state.entries.hf_assets import FACTS, is_safe_file_name, module_assets
 from raycheck.state.train_state import TrainState
 from raycheck.transfer.stage.local_box import TRAIN
-from tests.support import hf_models
-from tests.support.gloo_ranks import mesh_of
-from tests.support.played_ranks import playing
-from tests.support.save_without_ray import restore_state, save_state
+from tests.support.processes.gloo_ranks import mesh_of
+from tests.support.processes.played_ranks import playing
+from tests.support.processes.save_without_ray import restore_state, save_state
+from tests.support.samples import hf_models
 
 
 def test_a_model_s_configuration_is_what_it_would_save_itself(tmp_path: Path):

@@ -14,7 +14,7 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.state.restore_selection import Selection
 from raycheck.state.train_state import TrainState
-from tests.support.save_without_ray import agreed, save
+from tests.support.processes.save_without_ray import agreed, save
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),

@@ -15,8 +15,8 @@ from raycheck.huggingface.export import export_hf
 from raycheck.settings import ExportOptions
 from raycheck.state.restore_selection import Selection
 from raycheck.state.train_state import TrainState
-from tests.support import hf_models
-from tests.support.save_without_ray import restore_state, save, save_state
+from tests.support.processes.save_without_ray import restore_state, save, save_state
+from tests.support.samples import hf_models
 
 # peft asks transformers by a name that transformers is about to drop, and warns of what the test wants.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning:peft")

@@ -11,7 +11,7 @@ from raycheck.bucket.store import Store
 from raycheck.errors import StateMismatchError
 from raycheck.on_ray.data.row_set import RowSet
 from raycheck.state.train_state import TrainState
-from tests.support.save_without_ray import agreed, save
+from tests.support.processes.save_without_ray import agreed, save
 
 
 class Consumed:

@@ -28,10 +28,10 @@ from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.state.restore_selection import Selection
 from raycheck.state.train_state import TrainState
 from raycheck.transfer.stage.local_box import TRAIN
-from tests.support import fsdp_training
-from tests.support.gloo_ranks import Ranks, mesh_of
-from tests.support.parallel_shapes import Tied
-from tests.support.save_without_ray import agreed, restore_state, save, save_state
+from tests.support.frameworks import fsdp_training
+from tests.support.processes.gloo_ranks import Ranks, mesh_of
+from tests.support.processes.save_without_ray import agreed, restore_state, save, save_state
+from tests.support.samples.parallel_shapes import Tied
 
 no_group = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
 

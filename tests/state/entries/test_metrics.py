@@ -13,7 +13,7 @@ from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.state.entries.per_rank_entries import PerRank
 from raycheck.state.train_state import TrainState
-from tests.support.save_without_ray import save, save_state
+from tests.support.processes.save_without_ray import save, save_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 

@@ -12,7 +12,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.state.train_state import TrainState
-from tests.support.save_without_ray import agreed, restore_state, save, save_state
+from tests.support.processes.save_without_ray import agreed, restore_state, save, save_state
 
 State = dict[str, Any]
 

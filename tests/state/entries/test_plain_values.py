@@ -17,8 +17,8 @@ from raycheck.state.entries.per_rank_entries import PerRank
 from raycheck.state.preview import Preview
 from raycheck.state.restore_selection import EVERYTHING
 from raycheck.state.train_state import TrainState
-from tests.support.sample_values import Frozen, Options, Phase, same
-from tests.support.save_without_ray import Own, save_state
+from tests.support.processes.save_without_ray import Own, save_state
+from tests.support.samples.sample_values import Frozen, Options, Phase, same
 
 State = dict[str, Any]
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from raycheck.bucket.store import Store
-from tests.support import odd_optimizers
-from tests.support.gloo_ranks import Ranks
-from tests.support.save_without_ray import claimed, committed
+from tests.support.processes.gloo_ranks import Ranks
+from tests.support.processes.save_without_ray import claimed, committed
+from tests.support.samples import odd_optimizers
 
 
 def save(ranks: Ranks, store: Store, kind: str, world_size: int) -> tuple[Any, list[Any], list[Any]]:

@@ -11,8 +11,8 @@ from torch import nn
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError
 from raycheck.state.train_state import TrainState
-from tests.support.sample_values import same
-from tests.support.save_without_ray import restore_state, save_state
+from tests.support.processes.save_without_ray import restore_state, save_state
+from tests.support.samples.sample_values import same
 
 PARAMETERS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
 SLOTS = [

@@ -21,10 +21,11 @@ from raycheck.state.entries.per_rank_entries import PerRank
 from raycheck.state.restore_selection import Selection
 from raycheck.state.train_state import TrainState
 from raycheck.transfer.stage.local_box import TRAIN
-from tests.support import fsdp_training, parallel_shapes
-from tests.support.gloo_ranks import Ranks
-from tests.support.parallel_shapes import Tied
-from tests.support.save_without_ray import agreed, claimed, committed, restore_state, save, save_state
+from tests.support.frameworks import fsdp_training
+from tests.support.processes.gloo_ranks import Ranks
+from tests.support.processes.save_without_ray import agreed, claimed, committed, restore_state, save, save_state
+from tests.support.samples import parallel_shapes
+from tests.support.samples.parallel_shapes import Tied
 
 compiling = pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
 no_group = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")

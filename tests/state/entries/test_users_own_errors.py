@@ -16,8 +16,8 @@ from raycheck.errors import ConfigError, StoreError
 from raycheck.state.train_state import TrainState
 from raycheck.transfer.read.replica_broadcast import errors_on_all_ranks, read_and_broadcast
 from raycheck.transfer.read.restore_proof import WrittenBytes
-from tests.support.gloo_ranks import Ranks
-from tests.support.save_without_ray import save_state
+from tests.support.processes.gloo_ranks import Ranks
+from tests.support.processes.save_without_ray import save_state
 
 
 class Own:

@@ -28,7 +28,8 @@ from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.state.entries.per_rank_entries import PerRank
 from raycheck.state.train_state import TrainState
 from raycheck.transfer.stage.local_box import TRAIN
-from tests.support.sample_values import (
+from tests.support.processes.save_without_ray import Own, save, save_state
+from tests.support.samples.sample_values import (
     Flags,
     Frozen,
     Level,
@@ -41,7 +42,6 @@ from tests.support.sample_values import (
     leaves,
     same,
 )
-from tests.support.save_without_ray import Own, save, save_state
 
 State = dict[str, Any]
 thorough = settings(

@@ -21,7 +21,7 @@ from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.state.train_state import TrainState
-from tests.support.save_without_ray import restore_state, save_state
+from tests.support.processes.save_without_ray import restore_state, save_state
 
 # importing inductor uses torch's own deprecated names
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")

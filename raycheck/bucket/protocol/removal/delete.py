@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Hold, Latest
-from raycheck.bucket.protocol.removal.pin_and_evict import with_evicted
+from raycheck.bucket.protocol.pin_and_evict import with_evicted
 from raycheck.bucket.protocol.removal.prune_and_sweep import delete_objects, prune
 from raycheck.bucket.protocol.rewind import attempt_by_hand
 from raycheck.bucket.protocol.sharing.base_run import without_reservation

@@ -18,7 +18,7 @@ from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.protocol.removal.pin_and_evict import evict, forget
+from raycheck.bucket.protocol.pin_and_evict import evict, forget
 from raycheck.bucket.protocol.retention import decide_retention
 from raycheck.bucket.protocol.sharing.holds import drop_orphans, settle
 from raycheck.bucket.protocol.swap import Register, lost_error

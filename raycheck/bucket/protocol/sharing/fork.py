@@ -13,7 +13,6 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Entry, Latest, Loan
 from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.protocol.commit import write_manifest
 from raycheck.bucket.protocol.object_copy import Job, copy_objects
 from raycheck.bucket.protocol.sharing.holds import Lenders, borrow, confirm, directory_from
 from raycheck.bucket.protocol.sharing.new_run import (
@@ -26,6 +25,7 @@ from raycheck.bucket.protocol.sharing.new_run import (
     reserve_name,
 )
 from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.protocol.write_once import write_manifest
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.address import bare_uri

@@ -1,0 +1,154 @@
+"""Has Ray's worker processes begin as forks of one process that has imported torch and what else they need.
+
+Ray starts a worker by two scripts of its own, one after the other. Both import Ray, and then come torch and whatever
+else the actor's class needs: two to five seconds of a core, for a process that mostly serves one test. Inside of
+`forked_workers`, this file stands in for the first script: it hands its arguments, environment and open files to a
+server that has imported MODULES. The server forks, and the fork runs the second script, which connects to Ray as ever.
+
+Such a worker differs from one of a user's in two ways: the modules are there before they are imported, and all workers
+hash strings alike. torch reads OMP_NUM_THREADS when it is imported, and Ray sets it when a worker gets its first actor
+or task: so the server has 1, as Ray gives to whoever asks for one CPU. With more, ranks that share the machine's cores
+wait for each other's threads at each small operation. With --all, Ray starts its workers itself.
+"""
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SOCKET = "RAYCHECK_TEST_FORKS"
+MODULES = (
+    "aiohttp",
+    "jsonschema",
+    "pandas",
+    "psutil",
+    "pyarrow.dataset",
+    "pyarrow.fs",
+    "pyarrow.parquet",
+    "pydantic",
+    "requests",
+    "s3fs",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "raycheck.bucket.protocol.claim",
+    "raycheck.state.entries.make_entries",
+)
+"""What workers import, but Ray: its library reads the environment of the process that loads it."""
+PR_SET_PDEATHSIG = 1
+
+
+@contextmanager
+def forked_workers() -> Iterator[None]:
+    """Makes each Ray that this process starts have forked workers. They have the environment that Ray gives them."""
+    from ray._private import ray_constants
+
+    with tempfile.TemporaryDirectory(prefix="rc-") as folder:
+        os.environ[SOCKET] = f"{folder}/socket"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(os.environ[SOCKET])
+            listener.listen(64)
+            server = subprocess.Popen(
+                [sys.executable, __file__, str(listener.fileno())],
+                pass_fds=[listener.fileno()],
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"},
+            )
+        name = ray_constants.SETUP_WORKER_FILENAME
+        stand_in()
+        try:
+            yield
+        finally:
+            ray_constants.SETUP_WORKER_FILENAME = name
+            server.kill()
+            server.wait()
+            del os.environ[SOCKET]
+
+
+def stand_in() -> None:
+    """Makes each Ray that this process starts ask the server, which may be another process's, for its workers."""
+    from ray._private import ray_constants
+
+    assert SOCKET in os.environ, "nobody has started the server"
+    ray_constants.SETUP_WORKER_FILENAME = __file__  # Ray joins it to a folder, which leaves an absolute path alone
+
+
+def ask_for_a_fork(arguments: list[str]) -> None:
+    """Asks the server for the worker that Ray wants this process to become, and ends once it has been forked.
+
+    A worker that is to have another Python, or begins with a shell's command, is left to Ray.
+    """
+    option = "--serialized-runtime-env-context="
+    runtime_env = json.loads(next((a.removeprefix(option) for a in arguments if a.startswith(option)), "{}"))
+    if runtime_env.get("command_prefix") or runtime_env.get("py_executable", sys.executable) != sys.executable:
+        setup = Path(arguments[0]).with_name("setup_worker.py")
+        os.execv(sys.executable, [sys.executable, str(setup), *arguments])
+    os.environ.update({name: os.path.expandvars(value) for name, value in runtime_env.get("env_vars", {}).items()})
+    wanted = {
+        "arguments": [a for a in arguments if not a.startswith((option, "--language="))],
+        "environment": dict(os.environ),
+        "folder": str(Path.cwd()),
+    }
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(os.environ[SOCKET])
+        socket.send_fds(link, [b"0"], [0, 1, 2])
+        link.sendall(json.dumps(wanted).encode() + b"\n")
+        link.recv(1)  # until the server closes it
+
+
+def serve(listener: socket.socket) -> None:
+    """Forks whenever a worker is asked for. Returns in the fork, once the worker has ended."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # forks do not inherit it: they end with their Ray
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    for module in MODULES:
+        importlib.import_module(module)
+    assert "ray" not in sys.modules
+    gc.collect()
+    gc.freeze()
+    while True:
+        link, _ = listener.accept()
+        with link:
+            _, files, _, _ = socket.recv_fds(link, 1, 3)
+            wanted = json.loads(link.makefile("rb").readline())
+            if not os.fork():
+                break
+        for file in files:
+            os.close(file)
+    listener.close()
+    become(wanted, files)
+
+
+def become(wanted: dict[str, Any], files: list[int]) -> None:
+    """Makes this fork what Ray wanted to start, and runs it to its end."""
+    import numpy as np
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for target, file in enumerate(files):
+        os.dup2(file, target)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(wanted["environment"])
+    os.chdir(wanted["folder"])
+    np.random.seed()  # noqa: NPY002  # Python's own generator is seeded anew by a fork, numpy's is not
+    sys.argv[:] = wanted["arguments"]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        serve(socket.socket(fileno=int(sys.argv[1])))
+    else:
+        ask_for_a_fork(sys.argv[1:])
