@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from raycheck.frameworks import lightning as lightning  # reached as raycheck.lightning
     from raycheck.frameworks import torchtitan as torchtitan
     from raycheck.frameworks import transformers as transformers  # reached as raycheck.transformers
-    from raycheck.group.group import Group, start_coordinator
+    from raycheck.group.group import Group
     from raycheck.group.served_group import torchrun_group
     from raycheck.group.worker.checkpointer import Checkpointer
     from raycheck.group.worker.periodic import Periodic
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from raycheck.on_ray.actors.actor_state import ActorState
     from raycheck.on_ray.data.ray_data import RayData
     from raycheck.on_ray.fit import fit
+    from raycheck.on_ray.ray_group import RayGroup, start_coordinator
     from raycheck.run import Run, export_hf, open_checkpoint, open_run
     from raycheck.settings import AfterCommit, SaveSettings
     from raycheck.state.entries.per_rank_entries import PerRank, RankZero
@@ -93,7 +94,8 @@ _HOMES = {
     "raycheck.data.data_stream": ("DataStream",),
     "raycheck.on_ray.data.ray_data": ("RayData",),
     "raycheck.on_ray.fit": ("fit",),
-    "raycheck.group.group": ("Group", "start_coordinator"),
+    "raycheck.group.group": ("Group",),
+    "raycheck.on_ray.ray_group": ("RayGroup", "start_coordinator"),
     "raycheck.group.served_group": ("torchrun_group",),
     "raycheck.group.worker.periodic": ("Periodic",),
     "raycheck.group.worker.checkpointer": ("Checkpointer",),
@@ -129,6 +131,7 @@ __all__ = [
     "Periodic",
     "RankZero",
     "RayData",
+    "RayGroup",
     "RaycheckError",
     "Run",
     "RunSummary",

@@ -15,7 +15,7 @@ from raycheck import errors
 PACKAGE = Path(raycheck.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 RINGS = (
-    ("terminal", "errors", "settings", "storage_settings", "show_progress"),
+    ("terminal", "errors", "settings", "storage_settings", "show_progress", "host"),
     ("bucket", "log"),
     ("views",),
     ("transfer",),
@@ -144,6 +144,34 @@ def test_browsing_imports_neither_torch_nor_ray() -> None:
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
 
     assert found.stdout.strip() == "[]"
+
+
+def imported(path: Path) -> set[str]:
+    """The top names of all that a file imports, also inside functions."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+    return names
+
+
+def test_ray_is_named_in_one_folder_and_in_the_faces_that_run_on_it() -> None:
+    naming = {path.relative_to(PACKAGE) for path in FILES if "ray" in imported(path)}
+
+    assert {path for path in naming if path.parts[0] not in ("on_ray", "tinker", "demo")} == {
+        Path("cli/submit.py"),
+        Path("frameworks/lightning/strategies.py"),
+    }
+
+
+def test_a_group_loads_no_ray() -> None:
+    code = "import sys, raycheck.group.worker.checkpointer, raycheck.group.served_group, raycheck.data.batches; print('ray' in sys.modules)"
+
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+
+    assert found.stdout.strip() == "False"
 
 
 def test_every_public_name_loads() -> None:

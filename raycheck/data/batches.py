@@ -22,8 +22,8 @@ from raycheck.data.proof_agreement import SourceProof
 from raycheck.data.stream_position import StreamPosition
 from raycheck.data.streamed_samples import StreamedSamples, is_stream
 from raycheck.errors import ConfigError, StateMismatchError
+from raycheck.host import host
 from raycheck.log import event, logger
-from raycheck.on_ray.api.train_context import rank_and_world_size
 from raycheck.state.entries.random_generators import generators_in, kind_of_generator
 
 _SET_BY_BATCHES = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"}
@@ -73,7 +73,7 @@ class Batches(SampleStream):
         batches_per_epoch: int | None = None,
         prove: bool = True,
     ) -> None:
-        here = rank_and_world_size()
+        here = host().rank_and_world_size()
         self._rank = here[0] if rank is None else rank
         self._world_size = here[1] if world_size is None else world_size
         self._dataset = dataset

@@ -26,6 +26,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from raycheck.host import host
+
 T = TypeVar("T")
 _CHUNK = 1 << 16
 _LENGTH = struct.Struct("<Q")
@@ -48,12 +50,6 @@ def can_isolate() -> bool:
     return sys.platform == "linux"
 
 
-def _is_driver_of_ray() -> bool:
-    """Returns whether this process is connected to Ray and is no actor of it."""
-    ray: Any = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized()) and ray.get_runtime_context().get_actor_id() is None
-
-
 def isolated(function: Callable[[], T], *, within_s: float) -> T:
     """Call a function in a forked child and return its result, which is pickled.
 
@@ -62,7 +58,7 @@ def isolated(function: Callable[[], T], *, within_s: float) -> T:
     """
     if not can_isolate():
         raise TrialError(f"no process can be forked on {sys.platform}")
-    if _is_driver_of_ray():
+    if not host().can_fork():
         raise TrialError("no process is forked in a driver of Ray, which may wait forever for its actors after that")
     receive, send = os.pipe()
     with warnings.catch_warnings():

@@ -7,6 +7,7 @@ ranks get from rank 0 by the process group that they have.
 
 import asyncio
 import os
+import pickle
 import secrets
 import socket
 import threading
@@ -123,6 +124,12 @@ class ServedGroup(Group):
                 "training again"
             ) from error
 
+    def pickled(self, name: str, function: Callable[..., Any]) -> bytes:
+        """Return what calls rank 0's function of this name: tasks run in its process."""
+        if self.rank == 0:
+            _functions[self.id, name] = function
+        return pickle.dumps(OfRankZero(group=self.id, name=name))
+
     def tell_failure(self, error: Exception, *, saves: int = 0) -> bool:
         """Tells the other ranks, and on rank 0 waits a while until they have heard: the coordinator ends with it."""
         is_told = super().tell_failure(error, saves=saves)
@@ -143,6 +150,21 @@ class ServedGroup(Group):
 
     def _call(self, method: str, args: tuple[Any, ...]) -> Any:
         return self._caller.call(method, args)
+
+
+_functions: dict[tuple[str, str], Callable[..., Any]] = {}
+"""The functions that follow commits of this process's groups, by group and name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfRankZero:
+    """Calls a function that rank 0's process has under a name."""
+
+    group: str
+    name: str
+
+    def __call__(self, *args: object) -> object:
+        return _functions[self.group, self.name](*args)
 
 
 def serve(uri: str, resume: Resume) -> Served:

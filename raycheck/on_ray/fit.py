@@ -15,7 +15,6 @@ from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri, kind_of, with_settings
 from raycheck.errors import NotFoundError
-from raycheck.group.group import start_coordinator
 from raycheck.log import event, logger, show_log
 from raycheck.on_ray.api.calls import call
 from raycheck.on_ray.api.controller_callbacks import RunGuard, guarded
@@ -24,6 +23,7 @@ from raycheck.on_ray.api.run_location import check_ray_storage, ray_storage, sto
 from raycheck.on_ray.api.trainer_checks import keep_collectives_whole, refuse_unsupported, release_nodes_of
 from raycheck.on_ray.api.tune_session import given_pointer, in_tune, report_commits_of, trial_id
 from raycheck.on_ray.driver_signals import saves_on_signals
+from raycheck.on_ray.ray_group import start_coordinator
 from raycheck.storage_settings import StorageSettings
 
 MAX_FAILURES = 3

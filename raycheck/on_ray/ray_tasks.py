@@ -14,8 +14,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.store import Store
 from raycheck.errors import NotFoundError, StoreError
-from raycheck.group.coordinator.commit_tasks import TaskRun
 from raycheck.group.coordinator.export_task import Note
+from raycheck.group.coordinator.task_run import TaskRun, called
 from raycheck.on_ray.api.calls import results
 
 if TYPE_CHECKING:
@@ -43,7 +43,14 @@ def _lead(job: TaskRun) -> list[Note]:
             _check_there(store, object_keys.export_key(place, file), size)
         return written
 
-    return job.run(write)
+    return job.run(write, _call)
+
+
+def _call(function: Any, *args: object) -> object:
+    """Call a function, or run one of Ray's remote functions."""
+    if hasattr(function, "remote"):
+        return results([function.remote(*args)])[0]
+    return called(function, *args)
 
 
 @ray.remote(num_cpus=0)

@@ -23,6 +23,8 @@ from raycheck.bucket.store import open_store
 from raycheck.cli import app
 from raycheck.errors import RaycheckError
 from raycheck.group.worker.group_restore import RestoreResult
+from raycheck.host import Host
+from raycheck.on_ray.ray_host import RayHost
 from raycheck.settings import HFExport
 from raycheck.state.preview import Preview
 from raycheck.state.restore_result import RestoreReport
@@ -126,7 +128,8 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     guide = next(path for path in GUIDES if path.stem == "catalog")
     policy = next(block.text for block in blocks(guide) if block.text.startswith("rules:"))
     Path("policy.yaml").write_text(policy)
-    monkeypatch.setattr(raycheck.Group, "of_ray_train", lambda: group_of(f"{uri}/runs/my-run")[0])
+    for host in (Host, RayHost):
+        monkeypatch.setattr(host, "group", lambda _: group_of(f"{uri}/runs/my-run")[0])
     return uri
 
 

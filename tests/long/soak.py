@@ -72,7 +72,7 @@ class Rank:
         self._model = torch.nn.Linear(PARAMETERS, 1, bias=False)
 
     def round(self, group: str) -> Held:
-        place = raycheck.Group(
+        place = raycheck.RayGroup(
             id=group, uri=self._uri, rank=self._rank, world_size=RANKS, coordinator=self._coordinator
         )
         weight = self._model.weight

@@ -165,7 +165,7 @@ def test_settings_that_were_changed_hold_and_are_named(cluster: None, tmp_path: 
     uri = f"file://{tmp_path}/run"
 
     def train(**settings) -> None:
-        place = raycheck.Group(
+        place = raycheck.RayGroup(
             id=uuid4().hex,
             uri=uri,
             rank=0,

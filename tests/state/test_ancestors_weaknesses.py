@@ -219,7 +219,7 @@ def test_10_no_code_comes_out_of_a_checkpoint(memory: Store) -> None:
         for path in PACKAGE.rglob("*.py")
         if path != PACKAGE / "bucket/store/ray_filesystem.py"  # a process gets it from the one that starts it
         and path != PACKAGE / "data/isolated_call.py"  # from its own child
-        and path != PACKAGE / "on_ray/api/calls.py"  # a function that a rank sends to its coordinator
+        and path != PACKAGE / "group/coordinator/task_run.py"  # a function that a rank sends to its coordinator
         and path != PACKAGE / "catalog/importing/torch_file.py"  # tests/catalog/test_import.py holds it to weights_only
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)

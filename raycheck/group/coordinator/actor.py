@@ -25,7 +25,9 @@ from raycheck.data.proof_agreement import SourceProof, agreed_data
 from raycheck.errors import ConfigError, DamagedError, RaycheckError, SaveFailedError, SupersededError
 from raycheck.group.coordinator.background_deletes import BackgroundDeletes
 from raycheck.group.coordinator.base_calls import BaseCalls
-from raycheck.group.coordinator.commit_tasks import CommitTasks, TaskRun
+from raycheck.group.coordinator.cluster import Cluster
+from raycheck.group.coordinator.commit_tasks import CommitTasks
+from raycheck.group.coordinator.memory_checkpoints import MemoryCheckpoints
 from raycheck.group.coordinator.messages import (
     Arrival,
     BaseAnswer,
@@ -42,15 +44,12 @@ from raycheck.group.coordinator.messages import (
     RankRestore,
     RestoreDecision,
 )
+from raycheck.group.coordinator.node_agents import NodeAgents
 from raycheck.group.coordinator.protocol_calls import ProtocolCalls
 from raycheck.group.coordinator.rendezvous import Kind, Rendezvous, RendezvousTable
 from raycheck.group.coordinator.requested_saves import RequestedSaves
 from raycheck.group.coordinator.run_log import RunLog
 from raycheck.log import event, logger, show_log
-from raycheck.on_ray.api.calls import in_actor
-from raycheck.on_ray.nodes.memory_checkpoints import MemoryCheckpoints
-from raycheck.on_ray.nodes.node_agents import NodeAgents
-from raycheck.on_ray.ray_tasks import run_in_ray
 from raycheck.settings import HFExport
 
 WAIT_S = 10.0
@@ -66,8 +65,10 @@ NOT_COMPARED = "this rank saved before the replicas were compared; they will be 
 class Coordinator:
     """Answers the calls of one driver's worker groups, its controller and its script. Every call may be repeated."""
 
-    def __init__(self, uri: str, owner: str, resume: Resume = AUTO) -> None:
-        """owner: the id of the driver in `latest`. resume: only the driver's first claim obeys it."""
+    def __init__(self, uri: str, owner: str, resume: Resume = AUTO, cluster: Cluster | None = None) -> None:
+        """owner: the id of the driver in `latest`. resume: only the driver's first claim obeys it. cluster: what this
+        process has of the system that started it; by default nothing."""
+        cluster = cluster or Cluster()
         show_log()
         self._store: Store = open_store(uri)
         register = Register(self._store)
@@ -79,21 +80,22 @@ class Coordinator:
         self._requested = RequestedSaves()
         # Asks for the save that cures a lost object. It is held here, since asyncio does not hold it.
         self._next_save: asyncio.Task[bool] | None = None
-        self._run_log = RunLog(self._store)
+        self._run_log = RunLog(self._store, cluster.metrics(uri))
         self._plans = PlanCache()
-        self._tasks = CommitTasks(self._store, uri, run_in_ray if in_actor() else TaskRun.run)
+        self._tasks = CommitTasks(self._store, uri, cluster.run_task)
         self._deletes = BackgroundDeletes(register, self._tasks)
         self._protocol = ProtocolCalls(
             register,
             Identity(owner=owner, coordinator=uuid4().hex[:16]),
             resume=resume,
             plans=self._plans,
+            cluster=cluster,
             tasks=self._tasks,
             deletes=self._deletes,
             run_log=self._run_log,
         )
         self._base = BaseCalls(register, self._protocol.me, self._table)
-        self._node_agents = NodeAgents()
+        self._node_agents = NodeAgents(cluster)
         self._memory = MemoryCheckpoints(self._store, self._node_agents, self._run_log)
         self._last_uploads: dict[str, asyncio.Task[None]] = {}  # the wait for them, by the group that claims
 
@@ -251,7 +253,7 @@ class Coordinator:
         await asyncio.to_thread(self._protocol.check_room, report, is_first=is_first)
 
     async def node_agent(self, kind: type, node: str) -> Any:
-        """Returns the actor, of this class, that uploads for the ranks on `node`; None where there is no Ray."""
+        """Returns the actor, of this class, that uploads for the ranks on `node`; None where none can run."""
         return self._node_agents.of(node, kind)
 
     async def handed_over(self, report: Report) -> None:

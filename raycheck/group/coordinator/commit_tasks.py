@@ -2,8 +2,7 @@
 
 Each task has one thread, which runs it on one checkpoint after the other; if it is due again before it has begun, the
 earlier checkpoint is given up. The objects that a task reads are not deleted. A failed task only logs a warning: its
-checkpoint is committed all the same. Where a task runs is a parameter: in Ray tasks (ray_tasks.py), or in the thread
-itself where there is no Ray.
+checkpoint is committed all the same. Where a task runs is a port (cluster.py): in Ray tasks, or in the thread itself.
 """
 
 import asyncio
@@ -11,49 +10,16 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Lock, Thread
 
-from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store
-from raycheck.group.coordinator.export_task import ExportTask, Note, WriteFiles
+from raycheck.group.coordinator.export_task import Note
+from raycheck.group.coordinator.task_run import TaskRun
 from raycheck.log import event, logger
-from raycheck.on_ray.api.calls import results, unpickled
 from raycheck.settings import HFExport
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskRun:
-    """Describes one task on one checkpoint to the processes that run it.
-
-    uri: the run's root. name: the task's. task: an export, or a pickled function. nodes: see `CommitTasks`.
-    """
-
-    uri: str
-    name: str
-    task: HFExport | bytes
-    entry: Entry
-    progress: Progress
-    nodes: Sequence[str]
-
-    @property
-    def export(self) -> ExportTask:
-        assert isinstance(self.task, HFExport), "only an export has files to write"
-        return ExportTask(uri=self.uri, entry=self.entry, progress=self.progress, settings=self.task)
-
-    def run(self, write: "WriteFiles | None" = None) -> list[Note]:
-        """Run the task in this process. write: writes the large files of an export. Returns what the log should say."""
-        if isinstance(self.task, HFExport):
-            return self.export.run(write)
-        function = unpickled(self.task)
-        if not hasattr(function, "remote"):
-            function(self.uri, self.entry.key)
-        else:
-            results([function.remote(self.uri, self.entry.key)])
-        return [Note(text=f"{self.name} of {self.entry.key} is done")]
 
 
 class CommitTasks:

@@ -12,8 +12,6 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-import ray
-
 from raycheck.bucket.assembly.assemble import Assembled, assemble
 from raycheck.bucket.assembly.plan_cache import PlanCache
 from raycheck.bucket.assembly.save_report import Report
@@ -31,6 +29,7 @@ from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store.retry import retry
 from raycheck.errors import CorruptError, FencedError, RaycheckError, SaveFailedError, StoreError, SupersededError
 from raycheck.group.coordinator.background_deletes import BackgroundDeletes
+from raycheck.group.coordinator.cluster import Cluster
 from raycheck.group.coordinator.commit_tasks import CommitTasks
 from raycheck.group.coordinator.messages import Claim, Outcome, RankRestore
 from raycheck.group.coordinator.run_log import RunLog
@@ -49,6 +48,7 @@ class ProtocolCalls:
         *,
         resume: Resume,
         plans: PlanCache,
+        cluster: Cluster,
         tasks: CommitTasks,
         deletes: BackgroundDeletes,
         run_log: RunLog,
@@ -59,6 +59,7 @@ class ProtocolCalls:
         self.me = me
         self._resume = resume
         self._plans = plans
+        self._cluster = cluster
         self._tasks = tasks
         self._deletes = deletes
         self._run_log = run_log
@@ -244,16 +245,16 @@ class ProtocolCalls:
         return entry, self.documents(entry)
 
     def documents(self, entry: Entry) -> list[Any]:
-        """Reads a checkpoint's documents once for all ranks, into Ray's object store; returns the reference in a list.
+        """Read a checkpoint's documents once for all ranks, and share them. Return the reference in a list.
 
-        Returns an empty list on an error: then each rank reads them, finds the error, and reports it. So it does in a
-        process that has no Ray.
+        Return an empty list on an error: then each rank reads them, finds the error, and reports it. So it does where
+        nothing can be shared.
         """
-        if not ray.is_initialized():
+        if not self._cluster.can_share:
             return []
         try:
-            return [ray.put(Checkpoint(self._store, entry).read_documents())]
-        except (RaycheckError, ray.exceptions.RayError) as error:
+            return self._cluster.share(Checkpoint(self._store, entry).read_documents())
+        except RaycheckError as error:
             logger.warning(event(f"each rank reads the index of {entry.key}: {error}", run=self._store.uri))
             return []
 

@@ -21,10 +21,10 @@ from raycheck.bucket.format.latest import Attempt, Entry, Latest
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.store import Store
 from raycheck.errors import RaycheckError
+from raycheck.group.coordinator.cluster import Metrics
 from raycheck.group.coordinator.lost_work import MAX_CAUSE, LostWork
 from raycheck.group.coordinator.messages import Arrival, HeartbeatMessage
 from raycheck.log import event, logger
-from raycheck.on_ray.reports.ray_metrics import RayMetrics
 
 TICK_S = 5.0
 """How often the metrics that change with time are brought up to date."""
@@ -33,10 +33,10 @@ TICK_S = 5.0
 class RunLog:
     """Writes the log lines, metrics and attempt documents of one run, as one coordinator sees it."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, metrics: Metrics | None = None) -> None:
         self._store = store
         self._lost_work = LostWork()
-        self._ray_metrics = RayMetrics(store.uri)
+        self._metrics = metrics or Metrics()
         self._ticking: asyncio.Task[None] | None = None
         self._documents = ThreadPoolExecutor(1, thread_name_prefix="raycheck-records")  # no rank waits for them
 
@@ -53,7 +53,7 @@ class RunLog:
         self._info(f"claimed the run, {then}{end}", attempt=attempt.number, world_size=attempt.world_size)
         record = self._record_of(before) if before and before.owner != attempt.owner else None
         self._lost_work.claimed(before, attempt, now=attempt.claimed_at, record=record, had_finished=had_finished)
-        self._ray_metrics.begin(attempt.number, entry, now=attempt.claimed_at)
+        self._metrics.begin(attempt.number, entry, now=attempt.claimed_at)
         if before and not record:
             cause = self._lost_work.cause
             self._record("end", before.number, lambda: record_end(self._store, before, by=attempt, cause=cause))
@@ -65,7 +65,7 @@ class RunLog:
         """
         self._lost_work.claimed(None, attempt, now=now)
         self._lost_work.has_trained = True
-        self._ray_metrics.begin(attempt.number, newest, now=now, is_adopted=True)
+        self._metrics.begin(attempt.number, newest, now=now, is_adopted=True)
 
     def resumed(
         self,
@@ -98,13 +98,13 @@ class RunLog:
                 bytes=resume.restore_bytes,
                 restore_s=resume.restore_s,
             )
-            self._ray_metrics.restored(resume)
+            self._metrics.restored(resume)
             self._record("start", resume.attempt, lambda: record_resume(self._store, resume))
         return resume
 
     def in_memory(self, step: int, size_bytes: int) -> None:
         """Takes that a memory checkpoint of so many bytes is listed."""
-        self._ray_metrics.in_memory(step, size_bytes)
+        self._metrics.in_memory(step, size_bytes)
 
     def heartbeat(self, group: str, message: HeartbeatMessage) -> None:
         """Takes a heartbeat of rank 0. Call it in the event loop."""
@@ -140,7 +140,7 @@ class RunLog:
 
     def committed(self, manifest: Manifest, *, seconds: float) -> None:
         """Logs a commit, and counts it. seconds: from the last rank's report to the commit."""
-        self._ray_metrics.committed(manifest, seconds=seconds)
+        self._metrics.committed(manifest, seconds=seconds)
         blocked, staged, sent = (
             max(manifest.ranks, key=lambda rank: getattr(rank, name)) for name in ("blocked_s", "staged_s", "upload_s")
         )
@@ -184,5 +184,5 @@ class RunLog:
 
     async def _tick(self) -> None:
         while True:
-            self._ray_metrics.tick(self._lost_work.newest, now=self._lost_work.now)
+            self._metrics.tick(self._lost_work.newest, now=self._lost_work.now)
             await asyncio.sleep(TICK_S)

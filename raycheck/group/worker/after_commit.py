@@ -6,8 +6,6 @@ The coordinator runs them (coordinator/commit_tasks.py).
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from ray.exceptions import RayError
-
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store.address import parse_uri
 from raycheck.errors import ConfigError, StoreError
@@ -15,7 +13,6 @@ from raycheck.group.group import Group
 from raycheck.group.worker.heartbeat import FencingWatch
 from raycheck.group.worker.save_queue import SaveQueue
 from raycheck.log import event, logger
-from raycheck.on_ray.api.calls import pickled
 from raycheck.settings import AfterCommit, HFExport
 
 WAIT_TIMEOUT_S = 3600.0
@@ -37,7 +34,7 @@ class AfterCommitTasks:
         self._group = group
         self._watch = watch
         self._newest: dict[str, tuple[str, Progress]] = {}  # by task, the newest checkpoint that it follows
-        self._sent = {name: _as_sent(task, models) for name, task in tasks.items()}
+        self._sent = {name: _as_sent(name, task, models, group) for name, task in tasks.items()}
 
     def of(self, names: Collection[str]) -> Mapping[str, HFExport | bytes]:
         """Return these tasks as the coordinator takes them."""
@@ -98,17 +95,17 @@ class AfterCommitTasks:
     def _ask(self, method: str, *args: object) -> int:
         try:
             return int(self._group.ask(method, *args, timeout_s=ASK_TIMEOUT_S, what="tasks after commits"))
-        except (StoreError, RayError) as error:
+        except StoreError as error:
             logger.warning(event("tasks after commits may be missing", cause=error, run=self._group.uri))
             return 0
 
 
-def _as_sent(item: AfterCommit, models: Sequence[str]) -> HFExport | bytes:
+def _as_sent(name: str, item: AfterCommit, models: Sequence[str], group: Group) -> HFExport | bytes:
     """Return what the coordinator is sent. Raises ConfigError for a task that could not run."""
     task = item.task
     if not isinstance(task, HFExport):
         try:
-            sent = pickled(task)
+            sent = group.pickled(name, task)
         except Exception as error:
             raise ConfigError(
                 f"{item.chosen} cannot run in another process: {type(error).__name__}: {error}. Open what the "

@@ -16,7 +16,7 @@ from raycheck.bucket.format.label import NO_LABEL, Label, NoteValue, label_of
 from raycheck.data.loader_checks import check_loaders
 from raycheck.errors import ConfigError
 from raycheck.group.coordinator.messages import Claim, OnCorrupt
-from raycheck.group.group import Group
+from raycheck.group.group import Group, alone
 from raycheck.group.worker.after_commit import AfterCommitTasks
 from raycheck.group.worker.base_run import refer_to_base
 from raycheck.group.worker.data_proof import prove_together
@@ -35,15 +35,14 @@ from raycheck.group.worker.restore_notices import (
     say_what_changed,
     warn_of_differences,
     warn_of_other_position,
-    warn_of_rays_checkpoint,
 )
 from raycheck.group.worker.save_kind import SaveKind, kind_asked_for
 from raycheck.group.worker.save_queue import SaveStatus
 from raycheck.group.worker.save_triggers import SaveTriggers
 from raycheck.group.worker.singleton import register_open
 from raycheck.group.worker.training_progress import ProgressCounter
+from raycheck.host import host
 from raycheck.log import event, logger, show_log
-from raycheck.on_ray.api.controller_callbacks import is_turned_off
 from raycheck.settings import SaveSettings
 from raycheck.state.entries.make_entries import ChainedState, objects_by_name
 from raycheck.state.preview import Preview
@@ -77,8 +76,8 @@ class Checkpointer:
     ) -> None:
         show_log()
         self.settings = settings or SaveSettings()
-        self._is_off = not self.settings.enabled or (group is None and is_turned_off())
-        group = self._group = group or (Group.alone() if self._is_off else Group.of_ray_train())
+        self._is_off = not self.settings.enabled or (group is None and host().is_turned_off())
+        group = self._group = group or (alone() if self._is_off else host().group())
         self._given = ChainedState()
         self._state: TrainState | None = None
         self._counter = position or ProgressCounter(())
@@ -286,7 +285,7 @@ class Checkpointer:
         self._begin(state, StartingPoint.fresh(claim, selection), tasks)
         if not self._has_data_position(state):
             say_what_begins_anew(self._group, None)
-        warn_of_rays_checkpoint(self._group, None)
+        self._triggers.reporter.restored(None)
         # An attempt that ended before its first commit is begun anew: its steps come again.
         self._furthest = _furthest_of(claim.resume)
         return RestoreResult(attempt=claim.attempt, resume=claim.resume)
@@ -322,7 +321,7 @@ class Checkpointer:
         self._begin(state, StartingPoint.restored(claim, done), tasks)
         progress = self._counter.progress
         say_what_changed(group, done.manifest, self.settings)
-        warn_of_rays_checkpoint(group, done.manifest)
+        self._triggers.reporter.restored(done.manifest)
         self._furthest = _furthest_of(resume)
         if not self._has_data_position(state):
             say_what_begins_anew(group, progress)

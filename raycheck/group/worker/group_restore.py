@@ -26,7 +26,6 @@ from raycheck.group.coordinator.messages import (
 )
 from raycheck.group.group import CLAIM_TIMEOUT_S, Group, ask_until_decided
 from raycheck.log import event, logger
-from raycheck.on_ray.nodes.memory_shards import MemoryReader
 from raycheck.state.preview import Preview
 from raycheck.state.random_state import rng_values
 from raycheck.state.restore_result import Restored, RestoreReport
@@ -232,7 +231,7 @@ def _checkpoint(group: Group, claim: Claim, entry: Entry) -> Checkpoint:
     """Returns what this rank is to read: the bucket's checkpoint, or one that the nodes hold in memory."""
     if claim.memory is None:
         return Checkpoint(group.store, entry, group.fetch(claim.documents))
-    reader = MemoryReader(group.store, claim.memory.holders, group.node)
+    reader = group.memory_reader(claim.memory.holders)
     return Checkpoint(group.store, entry, group.fetch(claim.memory.documents), shards=reader)
 
 

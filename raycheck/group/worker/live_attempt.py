@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn, Self
 
-from ray.exceptions import RayError
-
 from raycheck.bucket.format.label import NO_LABEL, Label
 from raycheck.errors import SaveFailedError, StoreError, SupersededError
 from raycheck.group.coordinator.messages import Claim, HeartbeatMessage
@@ -115,6 +113,7 @@ class LiveAttempt:
             partial=start.lineage,
             saved_step=counter.step if start.claim.memory is None else -1,
             began_at=start.began_at,
+            reporter=triggers.reporter,
             is_crowded=start.claim.is_crowded,
         )
         self._queue.check_room()
@@ -164,7 +163,7 @@ class LiveAttempt:
             self.save_as(kind, metrics, tasks=self._triggers.tasks, is_by_notice=self._triggers.is_by_notice)
         if self._triggers.must_leave:
             self._leave_node()
-        self._triggers.report_to_ray()
+        self._triggers.report_to_host()
         self._heartbeat.send(self._message)
         self._clock.go()
 
@@ -292,10 +291,10 @@ class LiveAttempt:
                 if queue.is_cured_by_next:
                     self._save(self._metrics, "keep")
             queue.finish(self._counter.step)
-            queue.point_ray_to_newest()
+            queue.point_to_newest()
             self._triggers.committed(queue.save_s)
-            self._triggers.ray_reports.committed(queue.pointers.pointed)
-            self._triggers.report_all_to_ray()
+            self._triggers.reporter.committed()
+            self._triggers.report_all_to_host()
             self._tasks.finish(queue.newest, self._counter.progress)
         self._raise_if_over()
         _write_finish(self._group, wait_s=self._settings.save_timeout_s)
@@ -336,7 +335,7 @@ class LiveAttempt:
         """Hand on what the queue has just said. committed: name of a checkpoint that was committed since."""
         if committed is not None:
             self._triggers.committed(self._queue.save_s)
-            self._triggers.ray_reports.committed(self._queue.pointers.pointed)
+            self._triggers.reporter.committed()
 
     def _raise_if_over(self) -> None:
         if self._watch.over is not None:
@@ -371,5 +370,5 @@ def _write_finish(group: Group, *, wait_s: float) -> None:
             what="end of the run",
             late=lambda missing: StoreError(f"{missing} within {wait_s:.0f} s"),
         )
-    except (StoreError, RayError) as error:
+    except StoreError as error:
         logger.warning(event(f"the run has finished, but latest does not say so: {error}", run=group.uri))

@@ -6,12 +6,10 @@ Each notice is a log line and changes nothing.
 from dataclasses import asdict
 
 from raycheck.bucket.format.manifest import Manifest
-from raycheck.bucket.format.object_keys import pointed_by
 from raycheck.bucket.format.progress import Progress
 from raycheck.group.group import Group
+from raycheck.host import host
 from raycheck.log import event, logger
-from raycheck.on_ray.api import train_context
-from raycheck.on_ray.api.train_context import dataset_names
 from raycheck.settings import SaveSettings
 from raycheck.state.preview import Preview
 from raycheck.state.restore_result import RestoreReport
@@ -25,26 +23,6 @@ def say_what_changed(group: Group, manifest: Manifest, settings: SaveSettings) -
         logger.info(
             event("settings since the save differ", checkpoint=manifest.key, now=new, before=old, run=group.uri)
         )
-
-
-def warn_of_rays_checkpoint(group: Group, restored: Manifest | None) -> None:
-    """Warn when a script that also reads ray.train.get_checkpoint() would mix two steps.
-
-    After a hard kill Ray is some commits behind, and it may have checkpoints that the script itself reported.
-    restored: None in a fresh run.
-    """
-    if group.rank or not group.is_ray_train:
-        return
-    path = train_context.checkpoint_path()
-    name = pointed_by(path) if path else None
-    if path is None if restored is None else name is not None and name.step == restored.step:
-        return
-    ours = "starts fresh" if restored is None else f"has restored step {restored.step}"
-    theirs = f"is of step {name.step}" if name else f"is {path}" if path else "is none"
-    text = (
-        f"raycheck {ours}, while ray.train.get_checkpoint() {theirs}: take step, epoch and weights from restore() alone"
-    )
-    logger.warning(event(text, run=group.uri))
 
 
 def warn_of_differences(group: Group, report: RestoreReport) -> None:
@@ -73,7 +51,7 @@ def say_what_begins_anew(group: Group, restored: Progress | None) -> None:
     run that is restarted at night is better off with some samples twice than with an end. restored: None in a fresh
     run.
     """
-    names = ", ".join(dataset_names())
+    names = ", ".join(host().dataset_names())
     if group.rank or (restored is not None and restored.epoch_step == 0) or not (names or restored):
         return
     counts = {"step": restored.step, "epoch": restored.epoch, "epoch_step": restored.epoch_step} if restored else {}

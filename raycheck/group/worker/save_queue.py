@@ -19,12 +19,12 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError, RaycheckError, SaveFailedError, StoreError
 from raycheck.group.coordinator.messages import Outcome
 from raycheck.group.group import Group, ask_until_decided
+from raycheck.group.ports import Reporter, UnreportedCommit
+from raycheck.group.worker.memory_saves import MemorySaves
 from raycheck.group.worker.save_kind import SaveKind
 from raycheck.group.worker.save_thread import UploadThread
 from raycheck.group.worker.training_progress import numbers_of
 from raycheck.log import event, logger
-from raycheck.on_ray.nodes.memory_saves import MemorySaves
-from raycheck.on_ray.reports.ray_reports import RayPointers, UnreportedCommit
 from raycheck.settings import HFExport, SaveSettings
 from raycheck.state.rank_buffers import advice_on
 from raycheck.state.train_state import TrainState
@@ -89,8 +89,7 @@ class SaveQueue:
 
     saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save. newest: name of the
     checkpoint that was committed or restored last. save_s: how long the newest commit took. saves: how many saves were
-    begun in this attempt. failed: how many of them have failed. pointers: the commits that Ray can be told of. unnamed:
-    see SaveStatus.
+    begun in this attempt. failed: how many of them have failed. unnamed: see SaveStatus.
     """
 
     def __init__(
@@ -104,15 +103,17 @@ class SaveQueue:
         partial: tuple[str, ...],
         saved_step: int,
         began_at: float,
+        reporter: Reporter,
         is_crowded: bool = False,
     ) -> None:
-        """restored_from: name of the restored checkpoint. partial, began_at: see Manifest. is_crowded: see Claim."""
+        """restored_from: name of the restored checkpoint. partial, began_at: see Manifest. reporter: tells the host of
+        commits. is_crowded: see Claim."""
         self.saved_step = saved_step
         self.newest = restored_from
         self.save_s = 0.0
         self.saves = self.failed = 0
         self.unnamed = ""
-        self.pointers = RayPointers(group)
+        self._reporter = reporter
         self._newest_commit: UnreportedCommit | None = None  # of this attempt
         self._has_agreed = group.world_size == 1
         self._has_named_buffers = False
@@ -228,7 +229,7 @@ class SaveQueue:
             staged,
             report,
             deadline=began + self._settings.save_timeout_s,
-            committed=lambda: self.pointers.point_to(commit) if is_reported else None,
+            committed=lambda: self._reporter.point_to(commit) if is_reported else None,
         )
         outcome.add_done_callback(lambda _: staged.let_slices_go())  # also if it ends before the upload begins
         save = _UnderWay(
@@ -335,11 +336,11 @@ class SaveQueue:
         """Call a function in the background once the saves begun so far have ended."""
         self._uploads.do_next(call)
 
-    def point_ray_to_newest(self) -> None:
-        """Make the newest commit one that Ray can be told of, so that it becomes Result.checkpoint."""
+    def point_to_newest(self) -> None:
+        """Make the newest commit one that the host can be told of, so that it becomes Ray's Result.checkpoint."""
         self._uploads.wait_until_idle(self._settings.save_timeout_s)
         if self._newest_commit is not None:
-            self.pointers.point_to(self._newest_commit)
+            self._reporter.point_to(self._newest_commit)
 
     def memory_saves(self) -> MemorySaves:
         """Returns what makes this rank's memory checkpoints."""

@@ -10,7 +10,6 @@ from raycheck.bucket.assembly.save_report import Report
 from raycheck.group.coordinator.messages import Outcome
 from raycheck.group.group import Group
 from raycheck.group.worker.upload_and_report import Uploader
-from raycheck.on_ray.nodes.node_uploads import NodeUploads
 from raycheck.transfer.incremental_upload import StagedState
 
 
@@ -20,7 +19,7 @@ class UploadThread:
     def __init__(self, group: Group, *, timeout_s: float, by_node: bool) -> None:
         """timeout_s: how long a save may take; errors name it. by_node: have the node's actor upload, if it can."""
         self._own = Uploader(group, timeout_s=timeout_s)
-        self._by_node = NodeUploads(group, timeout_s=timeout_s) if by_node else None
+        self._by_node = group.node_sink(timeout_s=timeout_s) if by_node else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raycheck-save")
         if self._by_node is not None:
             self._thread.submit(self._by_node.prepare)
@@ -37,7 +36,7 @@ class UploadThread:
             by_node = self._by_node if not staged.slices else None  # another process cannot read live tensors
             outcome = by_node.save(staged, report, deadline) if by_node is not None else None
             if outcome is None:
-                outcome = self._own.upload_and_report(staged, report, deadline)
+                outcome = self._own.save(staged, report, deadline)
             if outcome.kind == "committed":
                 committed()
             return outcome, time.monotonic()

@@ -17,7 +17,6 @@ from raycheck.group.worker.rank_zero_decision import DecisionBroadcast, RankZero
 from raycheck.group.worker.save_kind import SaveKind, strongest
 from raycheck.group.worker.young_daly import Interval
 from raycheck.log import event, logger
-from raycheck.on_ray.reports.ray_reports import RayReports
 from raycheck.settings import SaveSettings, function_name
 
 
@@ -28,7 +27,7 @@ class SaveTriggers:
     of training in this attempt, as all ranks heard them last. must_reach_memory: a node is about to go, and the memory
     checkpoint that this asks for was not begun yet. skipped: how many saves were skipped because the one
     before was under way. tasks: what is to follow the commit of the save that the last decision asks for, by name.
-    ray_reports: which commit Ray is told of.
+    reporter: tells the host of commits.
     """
 
     def __init__(self, settings: SaveSettings, group: Group) -> None:
@@ -52,7 +51,7 @@ class SaveTriggers:
         self._is_wanted = False
         self.must_reach_memory = False
         self._decision = RankZeroDecision(step=None)
-        self.ray_reports = RayReports(group)
+        self.reporter = group.reporter()
 
     def _refuse_what_needs_a_broadcast(self) -> None:
         settings = self._settings
@@ -254,7 +253,7 @@ class SaveTriggers:
         is_preempted = self._preemption.is_noticed
         saves_before_loss = self._decide_at_preemption(step, is_new_notice=is_new_notice, busy_s=busy_s)
         tasks = () if saves_before_loss else self._tasks_by_time(is_busy=is_busy)
-        commit = self.ray_reports.choose(began)
+        commit = self.reporter.choose(began)
         return RankZeroDecision(
             step=step,
             clock_s=began - self._started_at,
@@ -322,26 +321,26 @@ class SaveTriggers:
 
     def can_report_soon(self) -> bool:
         """Returns whether Ray can soon be told of a save that begins now, if rank 0 asks."""
-        return self.ray_reports.can_report_soon(self._decision.commit)
+        return self.reporter.can_report_soon(self._decision.commit)
 
-    def report_to_ray(self) -> None:
+    def report_to_host(self) -> None:
         """Report to Ray the commit that rank 0 named at this step, if any. Every rank calls it at every step."""
-        self.ray_reports.report(self._decision.commit)
+        self.reporter.report(self._decision.commit)
 
-    def report_all_to_ray(self) -> None:
+    def report_all_to_host(self) -> None:
         """Report to Ray what is unreported, the last commit last, so that Result.checkpoint is the newest.
 
         Every rank calls it once, at the end of training.
         """
-        if not self._group.is_ray_train or not self._broadcast.is_possible:
+        if not self.reporter.is_heard or not self._broadcast.is_possible:
             return
         while True:
-            commit = self.ray_reports.choose(time.monotonic(), is_last=True)
+            commit = self.reporter.choose(time.monotonic(), is_last=True)
             mine = RankZeroDecision(step=None, commit=commit.key if commit else None)
             self._decision = self._broadcast.share(mine, step=None)
             if self._decision.commit is None:
                 return
-            self.report_to_ray()
+            self.report_to_host()
 
 
 def _is_over(passed: float, every: float | None) -> bool:

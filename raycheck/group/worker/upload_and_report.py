@@ -41,7 +41,7 @@ class Uploader:
         self.refusal = ""
         self._known = (b"", b"")  # hashes of what the coordinator has, unless it was started again
 
-    def upload_and_report(self, staged: StagedState, report: Report, deadline: float) -> Outcome:
+    def save(self, staged: StagedState, report: Report, deadline: float) -> Outcome:
         """Upload a save, report it, and return the outcome that all ranks are told. deadline: by time.monotonic.
 
         Raises SaveFailedError at the deadline, StoreError when the coordinator does not answer at all, and FencedError

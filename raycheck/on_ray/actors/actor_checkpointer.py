@@ -22,7 +22,7 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import with_settings
 from raycheck.errors import ConfigError
 from raycheck.group.coordinator.messages import OnCorrupt
-from raycheck.group.group import Group, same, start_coordinator
+from raycheck.group.group import alone, same
 from raycheck.group.worker.checkpointer import RESTORE_FIRST
 from raycheck.group.worker.group_restore import RestoreResult
 from raycheck.group.worker.periodic import start_alone
@@ -36,6 +36,7 @@ from raycheck.on_ray.actors.driver_state import DriverState
 from raycheck.on_ray.actors.preemption_notices import PreemptionNotices
 from raycheck.on_ray.api.calls import results, run_in
 from raycheck.on_ray.fit import settle_resume
+from raycheck.on_ray.ray_group import RayGroup, start_coordinator
 from raycheck.settings import SaveSettings, function_name
 from raycheck.storage_settings import StorageSettings
 
@@ -87,7 +88,7 @@ class ActorCheckpointer:
         self._state = DriverState(state or {})
         self._counter = ProgressCounter((state or {}).values())
         self._store = open_store(self._uri)
-        self._triggers = SaveTriggers(self._settings, Group.alone())
+        self._triggers = SaveTriggers(self._settings, alone())
         self._clock = TrainingClock()
         self._status = SaveStatus()
         self._answers: list[Any] = []  # Ray's references to the actors' answers to the last decision
@@ -102,7 +103,7 @@ class ActorCheckpointer:
         driver_id = _driver_ids.setdefault((self._uri, resume), driver_id or uuid4().hex[:16])
         self._coordinator = start_coordinator(self._uri, owner=driver_id, resume=wish, suffix=f":{group_id}")
         nodes = results([run_in(actor, node_of) for actor in self._actors])
-        group = Group(
+        group = RayGroup(
             id=group_id,
             uri=self._uri,
             rank=0,
@@ -307,7 +308,7 @@ class ActorCheckpointer:
         if self._settings.enabled:
             ray.kill(self._coordinator)
 
-    def _join(self, group: Group, nodes: Sequence[str], state_of: Callable[[Any], Mapping[str, object]]) -> None:
+    def _join(self, group: RayGroup, nodes: Sequence[str], state_of: Callable[[Any], Mapping[str, object]]) -> None:
         joining, settings = [], settings_for_actors(self._settings)
         for rank, (actor, node) in enumerate(zip(self._actors, nodes, strict=True)):
             mine = replace(

@@ -1,6 +1,5 @@
 """Calls Ray's actors and tasks, with raycheck's errors as they were raised; and names the node of this process."""
 
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,21 +13,6 @@ from raycheck.errors import RaycheckError
 def this_node() -> str:
     """Returns the id of the node that this process runs on."""
     return str(ray.get_runtime_context().get_node_id())
-
-
-def in_actor() -> bool:
-    """Return whether this code runs in an actor of Ray's."""
-    return bool(ray.is_initialized() and ray.get_runtime_context().get_actor_id())
-
-
-def pickled(function: Callable[..., Any]) -> bytes:
-    """Return a function, also one of a script or a lambda, as bytes for `unpickled` in another process."""
-    return bytes(ray.cloudpickle.dumps(function))  # type: ignore[no-untyped-call]
-
-
-def unpickled(function: bytes) -> Callable[..., Any]:
-    """Return a function that a process of the same training has pickled. Never give it bytes from a bucket."""
-    return pickle.loads(function)  # type: ignore[no-any-return]  # noqa: S301  a rank has sent it
 
 
 def run_in(actor: Any, function: Callable[..., Any], *args: Any) -> Any:

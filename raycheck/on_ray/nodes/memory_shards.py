@@ -2,7 +2,7 @@
 
 A shard is byte for byte the object that a save would upload. So a restore reads it with the same index, checksums and
 resharding, at any world size. Which of these shards make a checkpoint, the coordinator knows
-(on_ray/nodes/memory_checkpoints.py).
+(group/coordinator/memory_checkpoints.py).
 """
 
 import threading

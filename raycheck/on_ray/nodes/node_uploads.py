@@ -2,7 +2,7 @@
 
 A rank tells the actor where its staged copy lies in shared memory; the actor maps it, uploads it and reports it. From
 then on the save no longer needs the rank. The coordinator starts the actor, and a claim waits for its saves
-(on_ray/nodes/node_agents.py). A rank whose node has no such actor, or cannot share memory with it, uploads itself.
+(group/coordinator/node_agents.py). A rank whose node has no such actor, or cannot share memory with it, uploads itself.
 """
 
 import threading
@@ -19,7 +19,8 @@ from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.errors import RaycheckError, SaveFailedError
 from raycheck.group.coordinator.messages import HeldShard, Outcome
-from raycheck.group.group import Group
+from raycheck.group.group import RANK_UPLOADS, Group
+from raycheck.group.ports import NO_AGENTS
 from raycheck.group.worker.upload_and_report import Uploader
 from raycheck.log import event, logger, show_log
 from raycheck.on_ray.api.calls import as_raised
@@ -29,8 +30,6 @@ from raycheck.transfer.stage.local_box import TRAIN
 from raycheck.transfer.stage.shard import Shard
 
 START_TIMEOUT_S = 60.0
-NO_RAY = "there is no Ray that could start an actor"
-RANK_UPLOADS = "this rank uploads itself from now on, in spite of upload_by='node'"
 LAST_ANSWER_S = 5.0
 """How much longer than a save may take the rank waits for the actor, which gives up a save by itself."""
 
@@ -83,13 +82,13 @@ class NodeAgent:
             problem = str(error).replace(group.uri, group.uri.partition("?")[0])
             return NodeAnswer(problem=f"the node's actor does not reach the run: {problem}")
         if report.is_in_memory:
-            return NodeAnswer(outcome=uploader.upload_and_report(staged, report, deadline))
+            return NodeAnswer(outcome=uploader.save(staged, report, deadline))
         at = (group.id, group.rank, report.save)
         with self._lock:
             self._under_way.add(at)
         try:
             group.tell("handed_over", report)
-            outcome = uploader.upload_and_report(staged, report, deadline)
+            outcome = uploader.save(staged, report, deadline)
         finally:
             with self._lock:
                 self._under_way.discard(at)
@@ -115,7 +114,7 @@ class NodeAgent:
         """Takes the bytes from `start` on of another node's shard. Raises ConfigError when there is no room for it."""
         self._shards.receive(key, size_bytes, start, chunk)
 
-    def send_shards(self, checkpoint: str, to: Any, *, timeout_s: float) -> str:
+    def send_shards(self, checkpoint: str, to: Any, timeout_s: float) -> str:
         """Copies the shards that ranks of this node have of a memory checkpoint to another node's actor.
 
         Returns why it could not; "" when it could.
@@ -184,7 +183,7 @@ class NodeUploads:
         try:
             self._start(time.monotonic() + 2 * START_TIMEOUT_S)
             if self._agent is None:
-                self._give_up(NO_RAY)
+                self._give_up(NO_AGENTS)
         except Exception as error:  # noqa: BLE001  the first save meets it again
             self._note_failure(error)
 
@@ -205,7 +204,7 @@ class NodeUploads:
             if self._agent is None:
                 self._start(deadline)
             if self._agent is None:
-                self._give_up(NO_RAY)
+                self._give_up(NO_AGENTS)
                 return None
         except ActorUnavailableError as error:  # Ray starts it again: that it takes a while says nothing against it
             self._warn(f"the actor that uploads for this node is being started again: {_first_line(error)}")

@@ -15,6 +15,7 @@ from raycheck.bucket.attempt_records import ResumeRecord
 from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.store.address import shown_uri
+from raycheck.group.coordinator.cluster import Metrics
 from raycheck.group.coordinator.messages import HeartbeatMessage
 
 GAUGES = {
@@ -43,7 +44,7 @@ COUNTERS = {
 }
 
 
-class RayMetrics:
+class RayMetrics(Metrics):
     """Sets the gauges and counters of one run. The counters start at zero when the coordinator starts."""
 
     def __init__(self, uri: str, clock: Callable[[], float] = time.monotonic) -> None:

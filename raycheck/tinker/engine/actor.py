@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 from uuid import uuid4
 
-from raycheck import ConfigError, FencedError, Group, RaycheckError, SupersededError, start_coordinator
+from raycheck import ConfigError, FencedError, RaycheckError, RayGroup, SupersededError, start_coordinator
 from raycheck.tinker.engine.ranks import Ranks
 
 logger = logging.getLogger("raycheck.tinker")
@@ -120,10 +120,10 @@ class EngineActor:
     def call(self, method: str, args: tuple[Any, ...]) -> EngineAnswer:
         return answer_of(lambda: getattr(self._tenants, method)(*args))
 
-    def _group(self, uri: str) -> Group:
+    def _group(self, uri: str) -> RayGroup:
         rank = self._ranks.rank
         start, coordinator = self._ranks.from_first(lambda: self._new_group(uri))
-        return Group(
+        return RayGroup(
             id=start,
             uri=uri,
             rank=rank,

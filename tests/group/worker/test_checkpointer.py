@@ -51,7 +51,7 @@ def test_a_group_of_plain_actors_saves_and_another_world_size_restores(cluster: 
 
     def group(name: str, world_size: int) -> list[raycheck.Group]:
         return [
-            raycheck.Group(id=name, uri=uri, rank=rank, world_size=world_size, coordinator=coordinator)
+            raycheck.RayGroup(id=name, uri=uri, rank=rank, world_size=world_size, coordinator=coordinator)
             for rank in range(world_size)
         ]
 

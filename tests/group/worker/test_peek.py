@@ -124,7 +124,7 @@ def test_an_entry_comes_once_and_a_state_must_not_stay_empty(uri: str) -> None:
     with pytest.raises(raycheck.ConfigError, match="raycheck's own"):
         rank.add_twice("rng")
 
-    place = raycheck.Group(id="g", uri=f"memory://{uuid4().hex}", rank=0, world_size=1, coordinator=None)
+    place = raycheck.RayGroup(id="g", uri=f"memory://{uuid4().hex}", rank=0, world_size=1, coordinator=None)
     with pytest.raises(raycheck.ConfigError, match="the state is empty"):
         raycheck.Checkpointer(group=place).restore()
 

@@ -57,7 +57,7 @@ class Ranks:
 
 
 def group(rank: int, world_size: int, broadcast: Callable[[Any], Any] | None) -> raycheck.Group:
-    return raycheck.Group(
+    return raycheck.RayGroup(
         id="g", uri="memory://r", rank=rank, world_size=world_size, coordinator=None, broadcast=broadcast
     )
 

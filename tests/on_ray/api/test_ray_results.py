@@ -13,7 +13,7 @@ from ray.train import CheckpointConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.validation_config import ValidationConfig
 
 import raycheck
-import raycheck.on_ray.reports.ray_reports
+import raycheck.on_ray.reports.ray_reporter
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
@@ -38,7 +38,7 @@ def names(result: Any) -> list[str]:
 
 def test_ray_ranks_commits_by_their_metrics_and_its_result_has_those_of_the_last(cluster: None, tmp_path: Path) -> None:
     def train_fn(config: dict) -> None:
-        raycheck.on_ray.reports.ray_reports.RAY_REPORT_PAUSE_S = 0.0
+        raycheck.on_ray.reports.ray_reporter.RAY_REPORT_PAUSE_S = 0.0
         model = torch.nn.Linear(2, 1, bias=False)
         metrics: list[dict] = [{"loss": 3.0}, {"loss": float("nan")}, {"loss": 1.0}, {"other": 7}, {"loss": 2.0}]
         with raycheck.Checkpointer({"model": model}, raycheck.SaveSettings(every_steps=1)) as ckpt:

@@ -12,7 +12,7 @@ from ray.train import RunConfig, ScalingConfig
 from ray.tune.integration.ray_train import TuneReportCallback
 
 import raycheck
-import raycheck.on_ray.reports.ray_reports
+import raycheck.on_ray.reports.ray_reporter
 from raycheck.bucket.format.object_keys import pointed_by
 from raycheck.bucket.store import open_store
 from tests.support.histories.invariants import assert_invariants
@@ -59,7 +59,7 @@ def test_every_trial_of_ray_tune_is_a_run_with_a_name_of_its_own(cluster: None, 
 
 def reporting(config: dict) -> None:
     """Saves at every step, tells Ray of each commit, and reports a loss at every second step, as Ray's guide has it."""
-    raycheck.on_ray.reports.ray_reports.RAY_REPORT_PAUSE_S = 0.0
+    raycheck.on_ray.reports.ray_reporter.RAY_REPORT_PAUSE_S = 0.0
     with raycheck.Checkpointer({"model": torch.nn.Linear(4, 1)}, raycheck.SaveSettings(every_steps=1)) as ckpt:
         for step in range(ckpt.restore().step, 6):
             ckpt.end_step({"unscored": step})
@@ -102,7 +102,7 @@ def test_what_tune_counts_and_scores_is_what_the_script_reports(cluster: None, t
 
 def growing(config: dict) -> None:
     """Its weight grows by lr per step; the loss that it reports is the negative of it."""
-    raycheck.on_ray.reports.ray_reports.RAY_REPORT_PAUSE_S = 0.0
+    raycheck.on_ray.reports.ray_reporter.RAY_REPORT_PAUSE_S = 0.0
     torch.set_num_threads(1)
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)

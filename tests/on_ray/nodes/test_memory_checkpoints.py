@@ -25,12 +25,13 @@ from raycheck.bucket.format.object_keys import shard_key
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
+from raycheck.group.coordinator.memory_checkpoints import MemoryCheckpoints
 from raycheck.group.coordinator.messages import Holder, Outcome
+from raycheck.group.coordinator.node_agents import NodeAgents
 from raycheck.group.coordinator.run_log import RunLog
-from raycheck.on_ray.nodes.memory_checkpoints import MemoryCheckpoints
 from raycheck.on_ray.nodes.memory_shards import CHUNK_BYTES, CHUNKS_IN_FLIGHT, MemoryReader, send
-from raycheck.on_ray.nodes.node_agents import NodeAgents
 from raycheck.on_ray.nodes.node_uploads import NodeAgent
+from raycheck.on_ray.ray_cluster import RayCluster
 from tests.bench.coordinator import simulated
 from tests.support.histories.invariants import assert_invariants
 from tests.support.processes.ray_jobs import story, wait_for_memory
@@ -101,7 +102,7 @@ def test_what_changes_without_a_gradient_is_in_memory_too_and_the_next_save_uplo
 ) -> None:
     def attempt(steps: range) -> tuple[Any, Averaged]:
         model = Averaged()
-        group = raycheck.Group(
+        group = raycheck.RayGroup(
             id=uuid4().hex, uri=f"file://{tmp_path}/run", rank=0, world_size=1, coordinator=coordinator
         )
         settings = raycheck.SaveSettings(every_steps=4, upload_by="node", memory_every_steps=1)
@@ -145,7 +146,7 @@ def test_a_group_that_leaves_a_node_at_once_leaves_a_memory_checkpoint_of_its_la
 
     def attempt(steps: range) -> tuple[Any, Averaged]:
         model = Averaged()
-        group = raycheck.Group(
+        group = raycheck.RayGroup(
             id=uuid4().hex,
             uri=f"file://{tmp_path}/run",
             rank=0,
@@ -207,7 +208,7 @@ def reports_of(step: int) -> list[Report]:
 @pytest.fixture
 def memory(cluster: None, tmp_path: Path) -> Iterator[tuple[MemoryCheckpoints, Any]]:
     """Yields the list of memory checkpoints of two ranks on this node, and the node's actor."""
-    store, agents = open_store(f"file://{tmp_path}"), NodeAgents()
+    store, agents = open_store(f"file://{tmp_path}"), NodeAgents(RayCluster())
     actor = agents.of(ray.get_runtime_context().get_node_id(), HoldingAgent)
     found = MemoryCheckpoints(store, agents, RunLog(store))
     for report in reports_of(0):
@@ -338,7 +339,7 @@ def test_a_copy_that_pauses_goes_on_at_once_when_it_has_to_hurry(nodes: list[Any
     ray.get(source.hurry.remote(2), timeout=30)  # another attempt's
     if is_asked_before:
         ray.get(source.hurry.remote(3), timeout=30)
-    sending = source.send_shards.remote(name, target, timeout_s=60.0)
+    sending = source.send_shards.remote(name, target, 60.0)
     ray.get(source.wait_for_pause.remote(3), timeout=90)
     if not is_asked_before:
         assert not ray.wait([sending], timeout=0)[0]
@@ -356,7 +357,7 @@ def test_a_shard_is_copied_in_chunks_and_read_from_whoever_has_it(cluster: None,
     first, second = actors
     try:
         ray.get(first.hold.remote(key, shard), timeout=60)
-        assert ray.get(first.send_shards.remote(name, second, timeout_s=60.0), timeout=90) == ""
+        assert ray.get(first.send_shards.remote(name, second, 60.0), timeout=90) == ""
         held = ray.get(second.held_shards.remote(), timeout=30)[key]
         assert held.size_bytes == len(shard)
         holders = [Holder(node="a", actor=first), Holder(node="b", actor=second, place=held.place)]

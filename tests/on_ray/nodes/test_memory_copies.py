@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import raycheck
-from raycheck.on_ray.nodes.memory_checkpoints import neighbours
+from raycheck.group.coordinator.memory_checkpoints import neighbours
 from raycheck.on_ray.nodes.memory_shards import MemoryShards
 
 

@@ -13,11 +13,12 @@ from raycheck.bucket.attempt_records import ResumeRecord, read_resumes
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import open_store
+from raycheck.group.coordinator.cluster import Cluster
+from raycheck.group.coordinator.memory_checkpoints import MemoryCheckpoints
 from raycheck.group.coordinator.messages import Outcome
+from raycheck.group.coordinator.node_agents import NodeAgents
 from raycheck.group.coordinator.run_log import RunLog
 from raycheck.group.worker.group_restore import RestoreResult
-from raycheck.on_ray.nodes.memory_checkpoints import MemoryCheckpoints
-from raycheck.on_ray.nodes.node_agents import NodeAgents
 from tests.support.processes.background_call import InThread
 from tests.support.processes.command_line import raycheck as command
 from tests.support.processes.coordinator_in_thread import InProcess, again, group_of
@@ -27,7 +28,7 @@ WHY = "rank 1: model.frozen, which gets no gradient, is not in the bucket as it 
 
 def test_the_reason_of_the_newest_failure_is_kept_for_the_next_start(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     store = open_store(f"file://{tmp_path}/run")
-    memory = MemoryCheckpoints(store, NodeAgents(), RunLog(store))
+    memory = MemoryCheckpoints(store, NodeAgents(Cluster()), RunLog(store))
     report = Report(
         group="g", rank=1, world_size=2, attempt=1, save=0, progress=Progress(step=4), failure=WHY, is_in_memory=True
     )
@@ -47,7 +48,7 @@ def test_the_reason_of_the_newest_failure_is_kept_for_the_next_start(tmp_path: P
 @pytest.mark.parametrize(("step", "problem"), [(3, f"rank 1: {WHY}"), (4, ""), (5, "")])
 def test_a_reason_is_over_once_the_bucket_has_the_step(tmp_path: Path, step: int, problem: str) -> None:
     store = open_store(f"file://{tmp_path}/run")
-    memory = MemoryCheckpoints(store, NodeAgents(), RunLog(store))
+    memory = MemoryCheckpoints(store, NodeAgents(Cluster()), RunLog(store))
     report = Report(
         group="g", rank=1, world_size=2, attempt=1, save=0, progress=Progress(step=4), failure=WHY, is_in_memory=True
     )

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterable
-from types import SimpleNamespace
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -12,21 +12,29 @@ from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.progress import Progress
 from raycheck.group.coordinator import actor
 from raycheck.group.coordinator.actor import Coordinator
+from raycheck.group.coordinator.cluster import Cluster
 from raycheck.on_ray.nodes.node_uploads import NodeAgent
 
 WAITS_S = 0.4
 
 
+class Here(Cluster):
+    """Calls agents that are objects of this process."""
+
+    async def ask(self, agent: Any, method: str, *args: object, timeout_s: float) -> Any:
+        del timeout_s
+        return await getattr(agent, method)(*args)
+
+
 class Node:
-    """Is the coordinator's handle of an actor that has these saves under way, as Ray would make it."""
+    """Is the agent of a node that has these saves under way."""
 
     def __init__(self, saves: Iterable[int], *, group: str = "before") -> None:
         self.asked = 0
-        self.is_saving = SimpleNamespace(remote=self._is_saving)
         self._agent = NodeAgent()
         self._agent._under_way = {(group, rank, save) for rank in (0, 1) for save in saves}
 
-    async def _is_saving(self, group: str, save: int, ranks: list[int]) -> bool:
+    async def is_saving(self, group: str, save: int, ranks: list[int]) -> bool:
         self.asked += 1
         return self._agent.is_saving(group, save, ranks)
 
@@ -39,7 +47,7 @@ def report(save: int, rank: int, failure: str = "") -> Report:
 
 
 async def claimed_before(node: Node, *, uri: str = "") -> Coordinator:
-    coordinator = Coordinator(uri or f"memory://{uuid4().hex}", "driver")
+    coordinator = Coordinator(uri or f"memory://{uuid4().hex}", "driver", cluster=Here())
     await coordinator.claim("before", 2)
     coordinator._node_agents._actors["node"] = node
     return coordinator
@@ -86,7 +94,7 @@ def test_a_coordinator_that_was_started_again_waits_too() -> None:
     async def scenario() -> float:
         uri = f"memory://{uuid4().hex}"
         await claimed_before(Node({}), uri=uri)
-        coordinator = Coordinator(uri, "driver")
+        coordinator = Coordinator(uri, "driver", cluster=Here())
         coordinator._node_agents._actors["node"] = Node({2})
         await coordinator.check_live("before")  # the group's first call of the new start
         for rank in (0, 1):

@@ -65,7 +65,7 @@ def shared_copies() -> set[str]:
 
 
 def test_an_actor_that_cannot_reach_the_memory_does_not_take_the_save(tmp_path: Path) -> None:
-    group = raycheck.Group(id="g", uri=f"file://{tmp_path}/run", rank=0, world_size=1, coordinator=None)
+    group = raycheck.RayGroup(id="g", uri=f"file://{tmp_path}/run", rank=0, world_size=1, coordinator=None)
     staged = TrainState({"model": torch.nn.Linear(3, 2)}, rank=0, world_size=1, is_shared=True).stage(Progress(step=1))
     shared = staged.to_share()
     elsewhere = replace(shared.shards[0], place=replace(shared.shards[0].place, pid=1 << 22))

@@ -124,7 +124,7 @@ def group(cluster: None, tmp_path: Path) -> Iterator[raycheck.Group]:
     """Makes the place of the only rank of a group, in this process, with Ray's actors."""
     uri = f"file://{tmp_path}/run"
     coordinator = raycheck.start_coordinator(uri, owner=uuid4().hex)
-    group = raycheck.Group(id=uuid4().hex, uri=uri, rank=0, world_size=1, coordinator=coordinator)
+    group = raycheck.RayGroup(id=uuid4().hex, uri=uri, rank=0, world_size=1, coordinator=coordinator)
     claim_run(group)
     yield group
     uploading = agents()

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -10,19 +11,38 @@ from typing import Any
 from uuid import uuid4
 
 import raycheck
-from raycheck.bucket.reading import Checkpoint
 from raycheck.group.coordinator.actor import Coordinator
+from raycheck.group.coordinator.cluster import Cluster
+
+
+class OneProcess(Cluster):
+    """Shares values with ranks in the same process: as they are."""
+
+    can_share = True
+
+    def share(self, value: object) -> list[Any]:
+        return [value]
+
+
+def run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
 
 
 class CoordinatorThread:
-    """Runs a coordinator in an event loop of its own thread."""
+    """Runs a coordinator in an event loop of its own thread, which ends once nobody holds this object.
+
+    Else a process would have hundreds of loops by its last test, and together they take all of its time.
+    """
 
     def __init__(self, uri: str, owner: str) -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._coordinator = Coordinator(uri, owner)
-        protocol = self._coordinator._protocol  # without Ray's object store, the documents are handed on as they are
-        protocol.documents = lambda entry: [Checkpoint(self._coordinator._store, entry).read_documents()]
+        threading.Thread(target=run_until_stopped, args=(self._loop,), daemon=True).start()
+        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop).atexit = False
+        self._coordinator = Coordinator(uri, owner, cluster=OneProcess())
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(getattr(self._coordinator, method)(*args), self._loop)

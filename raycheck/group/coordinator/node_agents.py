@@ -1,20 +1,18 @@
 """Starts the actors that upload for the ranks of a node, and knows which saves they finish without the ranks.
 
-What such an actor does is in on_ray/nodes/node_uploads.py. They end with the coordinator, which owns them.
+What such an actor does is in on_ray/nodes/node_uploads.py. They end with the coordinator, which owns them. Without Ray
+there are none.
 """
 
 import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from raycheck.bucket.assembly.save_report import Report
+from raycheck.errors import StoreError
+from raycheck.group.coordinator.cluster import Cluster
 
 ANSWER_S = 10.0
-CALLS = 64
-"""How many calls of one actor may be under way: one save of each of its ranks, and questions about them."""
 Place = tuple[str, int]
 """A group, and the number of one of its saves."""
 
@@ -22,25 +20,21 @@ Place = tuple[str, int]
 class NodeAgents:
     """Holds one actor for each node, and what the ranks of each have handed to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
         self._actors: dict[str, Any] = {}
         self._handed: dict[Place, dict[int, Report]] = {}  # by rank
 
     def of(self, node: str, kind: type) -> Any:
-        """Returns the actor of a node, which is started if there is none; None in a process without Ray.
+        """Return the actor of a node, which is started if there is none; None where none can be.
 
-        kind: its class. Ray starts it again when it dies, as long as its node lives.
+        kind: its class.
         """
-        if not ray.is_initialized():
-            return None
         if node not in self._actors:
-            actor: Any = ray.remote(kind)
-            self._actors[node] = actor.options(
-                num_cpus=0,
-                max_restarts=-1,
-                max_concurrency=CALLS,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-            ).remote()
+            actor = self.cluster.start_agent(kind, node)
+            if actor is None:
+                return None
+            self._actors[node] = actor
         return self._actors[node]
 
     def known(self, node: str) -> Any:
@@ -57,7 +51,7 @@ class NodeAgents:
         floor: an attempt and a step. It does not wait for them.
         """
         for actor in self._actors.values():
-            actor.keep_shards.remote(checkpoint, floor)
+            self.cluster.tell(actor, "keep_shards", checkpoint, floor)
 
     def handed_over(self, report: Report) -> None:
         """Takes that the actor of its node has a rank's staged save."""
@@ -85,6 +79,6 @@ class NodeAgents:
         if actor is None:
             return False
         try:
-            return bool(await asyncio.wait_for(actor.is_saving.remote(group, save, ranks), ANSWER_S))
-        except (TimeoutError, ray.exceptions.RayError):
+            return bool(await self.cluster.ask(actor, "is_saving", group, save, ranks, timeout_s=ANSWER_S))
+        except StoreError:
             return False

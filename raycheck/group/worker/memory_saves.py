@@ -15,7 +15,6 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.errors import RaycheckError, SaveFailedError
 from raycheck.group.group import Group
 from raycheck.log import event, logger
-from raycheck.on_ray.nodes.node_uploads import NodeUploads
 from raycheck.state.train_state import TrainState
 from raycheck.transfer.incremental_upload import StagedState
 
@@ -48,8 +47,7 @@ class MemorySaves:
         self._group = group
         self._report = replace(report, is_in_memory=True, save=0)
         self._timeout_s = timeout_s
-        self._node = NodeUploads(
-            group,
+        self._node = group.node_sink(
             timeout_s=timeout_s,
             otherwise="there are no memory checkpoints from now on",
             given_up=lambda why: group.tell("no_memory", f"rank {group.rank}: its node holds none any more: {why}"),

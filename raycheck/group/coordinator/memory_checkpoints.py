@@ -11,9 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
-
 from raycheck.bucket.assembly.assemble import assemble
 from raycheck.bucket.assembly.plan_cache import PlanCache
 from raycheck.bucket.assembly.save_report import Report
@@ -23,12 +20,12 @@ from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import index_key, shard_key
 from raycheck.bucket.reading import Documents
 from raycheck.bucket.store import Store
-from raycheck.errors import NotFoundError, RaycheckError, SaveFailedError
+from raycheck.errors import NotFoundError, RaycheckError, SaveFailedError, StoreError
 from raycheck.group.coordinator.messages import HeldShard, Holder, MemoryOffer, Outcome, Pending
+from raycheck.group.coordinator.node_agents import NodeAgents
 from raycheck.group.coordinator.rendezvous import Rendezvous
 from raycheck.group.coordinator.run_log import RunLog
 from raycheck.log import event, logger
-from raycheck.on_ray.nodes.node_agents import NodeAgents
 
 ANSWER_S = 5.0
 """How long a claim waits for what the nodes say they hold."""
@@ -36,7 +33,6 @@ LAST_COPIES_S = 10.0
 """How long a claim waits for copies of what all ranks of the group before have sealed."""
 COPY_TIMEOUT_S = 120.0
 """How long a copy to another node may be on its way. With the pauses in between it takes twice that."""
-ZONE = "ray.io/availability-zone"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +53,7 @@ class MemoryCheckpoints:
     def __init__(self, store: Store, agents: NodeAgents, run_log: RunLog) -> None:
         self.plans = PlanCache()
         self._store = store
+        self._cluster = agents.cluster
         self._agents = agents
         self._run_log = run_log
         self._newest: _Listed | None = None
@@ -139,7 +136,7 @@ class MemoryCheckpoints:
         self._agents.keep(newest.entry.key, (attempt, -1))
         try:
             return await self._offer(newest)
-        except (RayError, RaycheckError, OSError) as error:
+        except (RaycheckError, OSError) as error:
             self.forget(f"{newest.entry.key} is not restored from memory: {error}")
         return None
 
@@ -152,9 +149,9 @@ class MemoryCheckpoints:
         holders = await self._holders(newest)
         if lost := sorted(newest.sizes.keys() - holders.keys()):
             raise NotFoundError(f"no node that is alive has {', '.join(lost[:5])}")
-        documents = await asyncio.to_thread(ray.put, newest.documents)
+        documents = await asyncio.to_thread(self._cluster.share, newest.documents)
         logger.info(event(f"restoring {newest.entry.key} from the memory of the nodes instead", run=self._store.uri))
-        return MemoryOffer(entry=newest.entry, documents=[documents], holders=holders)
+        return MemoryOffer(entry=newest.entry, documents=documents, holders=holders)
 
     def _end_those_before(self, at: tuple[str, int]) -> None:
         """Fails the saves of earlier steps of a group, which no missing rank will report any more."""
@@ -225,7 +222,7 @@ class MemoryCheckpoints:
         Returns the nodes whose shards no other node has a copy of and which have not got them themselves any more.
         """
         nodes = sorted({report.node for report in reports})
-        zones = await asyncio.to_thread(_zones)
+        zones = await asyncio.to_thread(self._cluster.alive)
         copied = await asyncio.gather(*(self._copy_from(node, name, neighbours(node, nodes, zones)) for node in nodes))
         problems = {node: problem for node, problem in zip(nodes, copied, strict=True) if problem}
         lost = [node for node in problems if not await self._has_shards(node, name, reports)]
@@ -238,7 +235,7 @@ class MemoryCheckpoints:
     async def _has_shards(self, node: str, name: str, reports: Sequence[Report]) -> bool:
         """Returns whether a node's actor holds what the ranks of the node have sealed."""
         actor = self._agents.known(node)
-        held = {} if actor is None else await _held(actor)
+        held = {} if actor is None else await self._held(actor)
         return all(
             shard_key(name, shard.component, shard.rank) in held
             for report in reports
@@ -256,19 +253,21 @@ class MemoryCheckpoints:
                 problem = f"there is no actor on node {other if target is None else node}"
                 continue
             try:
-                sending = source.send_shards.remote(name, target, timeout_s=COPY_TIMEOUT_S)
-                problem = await asyncio.wait_for(sending, 2 * COPY_TIMEOUT_S + ANSWER_S)
-            except (TimeoutError, RayError) as error:
-                problem = f"{type(error).__name__} while node {node} copied to {other}"
+                answer_s = 2 * COPY_TIMEOUT_S + ANSWER_S
+                problem = await self._cluster.ask(
+                    source, "send_shards", name, target, COPY_TIMEOUT_S, timeout_s=answer_s
+                )
+            except StoreError as error:
+                problem = f"{error} while node {node} copied to {other}"
             if not problem:
                 break
         return problem
 
     async def _holders(self, listed: _Listed) -> dict[str, list[Holder]]:
         """Returns who holds each shard whole, by key."""
-        alive = await asyncio.to_thread(_zones)
+        alive = await asyncio.to_thread(self._cluster.alive)
         asked = {node: actor for node, actor in self._agents.all().items() if node in alive}
-        answers = await asyncio.gather(*(_held(actor) for actor in asked.values()))
+        answers = await asyncio.gather(*(self._held(actor) for actor in asked.values()))
         holders: dict[str, list[Holder]] = {}
         for (node, actor), held in zip(asked.items(), answers, strict=True):
             for key, size in listed.sizes.items():
@@ -276,18 +275,11 @@ class MemoryCheckpoints:
                     holders.setdefault(key, []).append(Holder(node=node, actor=actor, place=held[key].place))
         return holders
 
-
-async def _held(actor: Any) -> dict[str, HeldShard]:
-    try:
-        return dict(await asyncio.wait_for(actor.held_shards.remote(), ANSWER_S))
-    except (TimeoutError, RayError):
-        return {}
-
-
-def _zones() -> dict[str, str]:
-    """Returns the zone of each node of the cluster that is alive, "" where it has no label."""
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return {node["NodeID"]: node.get("Labels", {}).get(ZONE, "") for node in nodes if node["Alive"]}
+    async def _held(self, actor: Any) -> dict[str, HeldShard]:
+        try:
+            return dict(await self._cluster.ask(actor, "held_shards", timeout_s=ANSWER_S))
+        except StoreError:
+            return {}
 
 
 def neighbours(node: str, nodes: Sequence[str], zones: Mapping[str, str]) -> list[str]:

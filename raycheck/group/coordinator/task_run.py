@@ -1,0 +1,46 @@
+"""One task that follows a commit, on one checkpoint, as the processes that run it know it."""
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from raycheck.bucket.format.latest import Entry
+from raycheck.bucket.format.progress import Progress
+from raycheck.group.coordinator.export_task import ExportTask, Note, WriteFiles
+from raycheck.settings import HFExport
+
+
+def called(function: Callable[..., object], *args: object) -> object:
+    """Return what a function returns for these arguments."""
+    return function(*args)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskRun:
+    """Describes one task on one checkpoint to the processes that run it.
+
+    uri: the run's root. name: the task's. task: an export, or a pickled function. nodes: see `CommitTasks`.
+    """
+
+    uri: str
+    name: str
+    task: HFExport | bytes
+    entry: Entry
+    progress: Progress
+    nodes: Sequence[str]
+
+    @property
+    def export(self) -> ExportTask:
+        assert isinstance(self.task, HFExport), "only an export has files to write"
+        return ExportTask(uri=self.uri, entry=self.entry, progress=self.progress, settings=self.task)
+
+    def run(self, write: "WriteFiles | None" = None, call: "Callable[..., object]" = called) -> list[Note]:
+        """Run the task in this process. Return what the log should say.
+
+        write: writes the large files of an export. call: calls a function with arguments.
+        """
+        if isinstance(self.task, HFExport):
+            return self.export.run(write)
+        function = pickle.loads(self.task)  # noqa: S301  a rank of this training has sent it
+        call(function, self.uri, self.entry.key)
+        return [Note(text=f"{self.name} of {self.entry.key} is done")]

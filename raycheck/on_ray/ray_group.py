@@ -1,0 +1,150 @@
+"""One rank's place in a group whose coordinator is a Ray actor: under Ray Train, or in actors of the user's."""
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raycheck.bucket.protocol.resume import Fork, Resume, parse_resume
+from raycheck.bucket.reading import RangeReader
+from raycheck.errors import ConfigError, StoreError
+from raycheck.group.coordinator.actor import Coordinator
+from raycheck.group.coordinator.messages import Holder
+from raycheck.group.group import RANK_UPLOADS, Group, same
+from raycheck.group.ports import NodeSink, Reporter
+from raycheck.on_ray.api import train_context
+from raycheck.on_ray.api.calls import call, this_node
+from raycheck.on_ray.api.controller_callbacks import guard_from_fit, guard_this_run
+from raycheck.on_ray.api.run_location import run_uri
+from raycheck.on_ray.nodes.memory_shards import MemoryReader
+from raycheck.on_ray.nodes.node_uploads import NodeUploads
+from raycheck.on_ray.ray_cluster import RayCluster
+from raycheck.on_ray.reports.ray_reporter import RayReporter
+
+RETRY_PAUSE_S = 0.5
+FETCH_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayGroup(Group):
+    """One rank's place in a group whose coordinator is a Ray actor.
+
+    coordinator: the actor's handle, as `start_coordinator` returns it. is_ray_train: commits are reported to Ray Train.
+    """
+
+    is_ray_train: bool = False
+
+    @property
+    def node(self) -> str:
+        return this_node()
+
+    def fetch(self, references: list[Any]) -> Any:
+        with suppress(RayError):
+            return ray.get(references[0], timeout=FETCH_TIMEOUT_S) if references else None
+        return None
+
+    def tell(self, method: str, *args: Any) -> Any:
+        return getattr(self.coordinator, method).remote(*args)
+
+    def answer(self, told: Any) -> Any:
+        with suppress(RayError):
+            return ray.get(told, timeout=0) if ray.wait([told], timeout=0)[0] else None
+        return None
+
+    def ask(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return call(getattr(self.coordinator, method), *args, timeout_s=max(1.0, left))
+            except TimeoutError as error:
+                if time.monotonic() + RETRY_PAUSE_S > deadline:
+                    raise StoreError(
+                        f"rank {self.rank}: {what}: the coordinator did not answer within {timeout_s:.0f} s ({error})"
+                    ) from error
+                time.sleep(RETRY_PAUSE_S)
+            except RayError as error:
+                raise StoreError(f"rank {self.rank}: {what}: {type(error).__name__}: {error}") from error
+
+    def reporter(self) -> Reporter:
+        return RayReporter(self) if self.is_ray_train else Reporter()
+
+    def node_sink(
+        self,
+        *,
+        timeout_s: float,
+        otherwise: str = RANK_UPLOADS,
+        given_up: Callable[[str], object] = lambda _: None,
+    ) -> NodeSink:
+        return NodeUploads(self, timeout_s=timeout_s, otherwise=otherwise, given_up=given_up)
+
+    def memory_reader(self, holders: Mapping[str, Sequence[Holder]]) -> RangeReader:
+        return MemoryReader(self.store, holders, self.node)
+
+    def pickled(self, name: str, function: Callable[..., Any]) -> bytes:
+        """Return a function, also one of a script or a lambda, as bytes."""
+        del name
+        return bytes(ray.cloudpickle.dumps(function))  # type: ignore[no-untyped-call]
+
+
+def group_of_ray_train() -> RayGroup:
+    """Return this Ray Train worker's group. Under a plain trainer.fit(), rank 0 starts the coordinator.
+
+    Raises ConfigError for an unnamed run.
+    """
+    guard = guard_from_fit()
+    uri = guard.uri if guard and guard.uri else run_uri(train_context.run_config())
+    rank, world_size = train_context.rank_and_world_size()
+    coordinator = guard.coordinator if guard else None
+    mine: tuple[str, Any] | None = None
+    if rank == 0:
+        group, started = uuid4().hex[:16], None
+        if coordinator is None:
+            guard_this_run()
+            owner = train_context.train_run_id()[:16]  # one per trainer.fit(): it survives restarts of the workers
+            started = start_coordinator(uri, owner=owner, suffix=f":{group}")
+        mine = (group, started)  # to broadcast a handle takes much longer than text
+    shared = train_context.broadcast(mine)
+    assert shared is not None, "rank 0 has set it"
+    return RayGroup(
+        id=shared[0],
+        uri=uri,
+        rank=rank,
+        world_size=world_size,
+        coordinator=coordinator or shared[1],
+        broadcast=train_context.broadcast if world_size > 1 else same,
+        notice=train_context.preemption_deadline,
+        is_ray_train=True,
+        is_first_on_node=train_context.is_first_on_node(),
+    )
+
+
+def start_coordinator(uri: str, *, owner: str, resume: str | int | Resume = "auto", suffix: str = "") -> Any:
+    """Start the coordinator actor for the run at `uri`. Return its handle; the actor ends with the calling process.
+
+    It is pinned to this node, so that it is not on a preemptible node unless the driver is. owner: the id of the driver
+    that owns the run. resume: see `fit`; but another run's URI is refused with a ConfigError. suffix: makes the actor's
+    name differ from that of an earlier coordinator of the same owner that is just ending.
+    """
+    root = hashlib.blake2b(uri.encode(), digest_size=8).hexdigest()
+    job = ray.get_runtime_context().get_job_id()
+    wish = resume if isinstance(resume, Resume) else parse_resume(resume)
+    if isinstance(wish, Fork):
+        raise ConfigError(
+            f"start_coordinator(resume={resume!r}): only fit and ActorCheckpointer begin from another run"
+        )
+    actor: Any = ray.remote(Coordinator)
+    return actor.options(
+        name=f"raycheck:{job}:{root}:{owner}{suffix}",
+        num_cpus=0,
+        max_restarts=-1,
+        max_concurrency=4096,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(this_node(), soft=False),
+    ).remote(uri, owner, wish, RayCluster())
