@@ -1,10 +1,10 @@
-"""The coordinator: one actor per driver and run that turns the ranks' reports into commits.
+"""The coordinator: one per driver and run, it turns the ranks' reports into commits. With Ray it is an actor.
 
 What happens, and which module does it:
 
     a save        actor.report gathers the ranks' reports (rendezvous.py); protocol_calls.conclude assembles and commits
                   them; run_log.py tells of the commit; background_deletes.py prunes; commit_tasks.py runs
-                  what the settings want done with it (export_task.py), in Ray tasks (ray_tasks.py).
+                  what the settings want done with it (export_task.py), in Ray tasks if there is Ray.
                   Before the first save, and after a failed one, actor.agree has the ranks compare their replicas.
     a restore     actor.claim makes the group the live attempt (protocol_calls.claim), which names one checkpoint.
                   actor.restored waits until all ranks have restored it, or goes back when it is damaged.
@@ -16,5 +16,5 @@ What happens, and which module does it:
                   of the driver: the coordinator dies too; the next driver's claim fences it (bucket/protocol).
     the end       actor.finish waits for all ranks, and writes into `latest` that the run has finished.
 
-messages.py holds what is sent; ray_metrics.py the metrics. Nothing here holds truth: that is `latest` alone.
+messages.py holds what is sent; cluster.py is what there is of Ray, and memory_checkpoints.py lists those. Nothing here holds truth: that is `latest` alone.
 """

@@ -18,13 +18,13 @@
     preemption            ... and a node that is about to go
     save_queue          if so: copy the state to host memory, and hand it to the save thread; training goes on
     after_commit        if tasks follow its commit: wait as their modes say
-    ray_reports         report the commit that rank 0 has named to Ray
+    ports.Reporter      report the commit that rank 0 has named to whoever started the ranks
     heartbeat           tell the coordinator about once a second how far training is
 
 What is uploaded when: the save thread (save_thread) has this rank's shards uploaded as soon as they are copied, one
 save after the other, by itself or by its node's actor (node_uploads). Who uploads them also reports them to the
 coordinator (upload_and_report). That commits the checkpoint once all ranks have reported (group/coordinator). Only
-afterwards rank 0's save thread writes the small pointer object by which Ray knows the checkpoint (ray_reports).
+afterwards rank 0's save thread writes the small pointer object by which Ray knows the checkpoint (ports.Reporter).
 
 `Checkpointer.close` saves the last step if it is not saved, waits for its commit, and writes into `latest` that the run
 has finished. periodic.py is separate: it says when the script's own work is due.
