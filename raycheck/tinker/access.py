@@ -46,7 +46,7 @@ def check_bind(host: str, key: str | None) -> None:
 
 
 def problem(text: str, status: int) -> web.Response:
-    """Returns an error as the SDK reads it. Its body is never empty: the SDK repeats an empty 400."""
+    """Return an error as the SDK reads it. Its body is never empty: the SDK repeats an empty 400."""
     return web.json_response({"detail": text or "the request was refused"}, status=status)
 
 

@@ -40,7 +40,7 @@ class CheckpointPath:
 
     @classmethod
     def of(cls, run: str, checkpoint_id: str) -> "CheckpointPath":
-        """Returns the path of a run's checkpoint "SEGMENT/NAME". Raises RefusedRequestError."""
+        """Return the path of a run's checkpoint "SEGMENT/NAME". Raises RefusedRequestError."""
         segment, _, name = checkpoint_id.partition("/")
         if not _RUN.fullmatch(run):
             raise RefusedRequestError(f"{run[:200]!r} is no training run: they are called SESSION:train:NUMBER")
@@ -65,7 +65,7 @@ class CheckpointPath:
 
 
 def path_of(run: str, raycheck_name: str | None) -> CheckpointPath | None:
-    """Returns the path of the checkpoint that raycheck knows by this name; None for names of other kinds."""
+    """Return the path of the checkpoint that raycheck knows by this name; None for names of other kinds."""
     segment, _, name = (raycheck_name or "").partition(".")
     if segment not in TYPE_OF_SEGMENT or not NAME.fullmatch(name):
         return None
@@ -73,7 +73,7 @@ def path_of(run: str, raycheck_name: str | None) -> CheckpointPath | None:
 
 
 def is_borrowed(key: str) -> bool:
-    """Returns whether a run has begun with the checkpoint of this key: no attempt of the run has made it."""
+    """Return whether a run has begun with the checkpoint of this key: no attempt of the run has made it."""
     return _BORROWED.fullmatch(key) is not None
 
 
@@ -82,7 +82,7 @@ def run_id_of(session: str, number: int) -> str:
 
 
 def folder_of(run: str) -> str:
-    """Returns the name of a run's folder. Raises RefusedRequestError for what is no run's id."""
+    """Return the name of a run's folder. Raises RefusedRequestError for what is no run's id."""
     found = _RUN.fullmatch(run)
     if found is None:
         raise RefusedRequestError(f"{run[:200]!r} is no training run: they are called SESSION:train:NUMBER", 404)
@@ -90,12 +90,12 @@ def folder_of(run: str) -> str:
 
 
 def run_in_folder(folder: str) -> str | None:
-    """Returns the id of the run in a folder of this name; None when the server has not made it."""
+    """Return the id of the run in a folder of this name; None when the server has not made it."""
     found = _FOLDER.fullmatch(folder)
     return None if found is None else run_id_of(found[1], int(found[2]))
 
 
 def below(uri: str, *names: str) -> str:
-    """Returns the URI of a folder below another one; the settings in a URI's query stay."""
+    """Return the URI of a folder below another one; the settings in a URI's query stay."""
     place, mark, query = uri.partition("?")
     return "/".join([place.rstrip("/"), *names]) + mark + query

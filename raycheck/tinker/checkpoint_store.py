@@ -82,7 +82,7 @@ class AdapterFiles:
             yield bytes(self.run.store.get_range(f"{self.place}/{name}", start, min(start + CHUNK_BYTES, size)))
 
     def signed_address(self, name: str, valid_s: int) -> str:
-        """Returns an address of a file in the bucket itself. Raises ConfigError where the store signs none."""
+        """Return an address of a file in the bucket itself. Raises ConfigError where the store signs none."""
         return self.run.store.signed_address(f"{self.place}/{name}", valid_s)
 
 
@@ -98,7 +98,7 @@ class CheckpointStore:
         return below(self.root, folder_of(run))
 
     def find(self, path: CheckpointPath) -> StoredCheckpoint:
-        """Returns a checkpoint that is there and has not expired. Raises RefusedRequestError (404) otherwise."""
+        """Return a checkpoint that is there and has not expired. Raises RefusedRequestError (404) otherwise."""
         for found in self.of_run(path.run, only=path):
             return found
         raise RefusedRequestError(f"{path.text}: there is no such checkpoint", 404)
@@ -107,7 +107,7 @@ class CheckpointStore:
         return next(iter(self.of_run(path.run, only=path)), None)
 
     def of_run(self, run: str, *, only: CheckpointPath | None = None) -> list[StoredCheckpoint]:
-        """Returns the checkpoints of a run, the oldest first; none for a run that is not in the bucket."""
+        """Return the checkpoints of a run, the oldest first; none for a run that is not in the bucket."""
         uri = self.uri_of(run)
         try:
             opened = open_run(uri, self._storage)
@@ -147,12 +147,12 @@ class CheckpointStore:
             )
 
     def head_of(self, run: str) -> tuple[str, Mapping[str, Any]]:
-        """Returns key and note of a run's newest checkpoint; both empty for a run without one."""
+        """Return key and note of a run's newest checkpoint; both empty for a run without one."""
         head = open_run(self.uri_of(run), self._storage).head
         return ("", {}) if head is None else (head.entry.key, dict(head.manifest().note))
 
     def runs(self) -> list[str]:
-        """Returns the ids of all training runs in the bucket, that with the newest commit first."""
+        """Return the ids of all training runs in the bucket, that with the newest commit first."""
         found = list_runs(self.root, self._storage, depth=1)
         return [run for item in found if item.name and (run := run_in_folder(item.name)) is not None]
 
@@ -167,7 +167,7 @@ class CheckpointStore:
         self._clear_exports(found.path.run)
 
     def adapter_files(self, found: StoredCheckpoint) -> AdapterFiles:
-        """Returns the files of a checkpoint's adapter, after `export_adapter`."""
+        """Return the files of a checkpoint's adapter, after `export_adapter`."""
         place = self._export(found)
         run = open_run(found.uri, self._storage)
         listed = {item.key.removeprefix(f"{place}/"): item.size_bytes for item in run.store.list_objects(f"{place}/")}

@@ -133,7 +133,7 @@ class Journal:
             pass
 
     def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
-        """Returns the rows of a SELECT."""
+        """Return the rows of a SELECT."""
         return self._db.execute(query, values).fetchall()
 
     def kept_key(self, new: str) -> str:
@@ -152,7 +152,7 @@ class Journal:
         return str(self.rows("SELECT key FROM keys")[0][0])
 
     def answer_to(self, key: str) -> tuple[int, str] | None:
-        """Returns status and body of the answer to a call with this idempotency key, if there was one lately."""
+        """Return status and body of the answer to a call with this idempotency key, if there was one lately."""
         found = self.rows("SELECT status, body FROM answers WHERE key = ?", key)
         return None if not found else (found[0][0], found[0][1])
 
@@ -229,7 +229,7 @@ class Journal:
         return sampler
 
     def uncovered(self, model: str) -> int:
-        """Returns how many steps a model has made that no checkpoint has."""
+        """Return how many steps a model has made that no checkpoint has."""
         query = (
             "SELECT count(*) FROM requests WHERE lane = ? AND kind = 'optim_step' AND status = 'done' "
             "AND body IS NOT NULL"
@@ -243,21 +243,21 @@ class Journal:
         return next(self._requests("WHERE lane = ? AND seq = ?", lane, seq), None)
 
     def next_seq(self, lane: str) -> int:
-        """Returns the number after the highest one that the lane has had."""
+        """Return the number after the highest one that the lane has had."""
         return int(self.rows("SELECT coalesce(max(seq), -1) + 1 FROM requests WHERE lane = ?", lane)[0][0])
 
     def first_pending(self, lane: str, *, after: int = -1) -> LoggedRequest | None:
-        """Returns the request with the lowest number that has no result, of those after `after`."""
+        """Return the request with the lowest number that has no result, of those after `after`."""
         where = "WHERE lane = ? AND seq > ? AND status = 'pending' ORDER BY seq LIMIT 1"
         return next(self._requests(where, lane, after), None)
 
     def missing_before(self, lane: str, seq: int) -> list[int]:
-        """Returns the lower numbers that have not come yet."""
+        """Return the lower numbers that have not come yet."""
         found = {row[0] for row in self.rows("SELECT seq FROM requests WHERE lane = ? AND seq < ?", lane, seq)}
         return [] if len(found) == seq else [number for number in range(seq) if number not in found]
 
     def newest_change(self, model: str, before: int) -> int:
-        """Returns the number of the newest step or load before `before`; 0 for a model as it was created.
+        """Return the number of the newest step or load before `before`; 0 for a model as it was created.
 
         Passes since then have left gradients behind, which no checkpoint has.
         """
@@ -289,7 +289,7 @@ class Journal:
         return next(self._requests(where, model, last, step, step, *PASSES), None)
 
     def to_replay(self, model: str, after: int) -> list[LoggedRequest]:
-        """Returns the requests after `after` that have changed the model, in their order."""
+        """Return the requests after `after` that have changed the model, in their order."""
         kinds = ", ".join("?" for _ in MUTATES)
         query = f"WHERE lane = ? AND seq > ? AND status = 'done' AND kind IN ({kinds}) ORDER BY seq"
         return list(self._requests(query, model, after, *MUTATES))

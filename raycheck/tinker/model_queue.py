@@ -151,7 +151,7 @@ class ModelQueue:
     async def _result_of(
         self, request: LoggedRequest, *, on_staged: Callable[[], None] = lambda: None
     ) -> Result | None:
-        """Returns the result of a request; None when the engine died, and the request is to be run again."""
+        """Return the result of a request; None when the engine died, and the request is to be run again."""
         context = self._context
         if self._over:
             return failure(self._over, "server")
@@ -225,7 +225,7 @@ def _created(context: Context) -> dict[str, object]:
 
 
 def _lost(lane: str, seq: int) -> LoggedRequest:
-    """Returns what takes the place of a number that has not come in time."""
+    """Return what takes the place of a number that has not come in time."""
     form, result = failure("the request did not come in time", "user")
     return LoggedRequest(
         id=uuid4().hex,
@@ -241,6 +241,6 @@ def _lost(lane: str, seq: int) -> LoggedRequest:
 
 
 def failure(text: str, category: Category) -> Result:
-    """Returns the result that makes the SDK raise RequestFailedError at once."""
+    """Return the result that makes the SDK raise RequestFailedError at once."""
     named = "user" if category == "user" else "server"
     return "error", json.dumps({"error": text, "category": named}).encode()

@@ -58,7 +58,7 @@ class SamplerFacts:
 
 
 def note_of(facts: ModelFacts, *, fingerprint: str, request: str, covered: int, metadata: Mapping[str, str]) -> Any:
-    """Returns the note of a checkpoint: all that another server must know to load it, or to list its run.
+    """Return the note of a checkpoint: all that another server must know to load it, or to list its run.
 
     request: the save that it answers. covered: the number of the last request whose effect is in it.
     """
@@ -75,7 +75,7 @@ def note_of(facts: ModelFacts, *, fingerprint: str, request: str, covered: int, 
 
 
 def shape_in_note(note: Mapping[str, Any]) -> LoraShape:
-    """Returns the adapter's shape that a note tells. Raises ValueError for a note that `note_of` has not made."""
+    """Return the adapter's shape that a note tells. Raises ValueError for a note that `note_of` has not made."""
     try:
         names = ("rank", "seed", "train_attn", "train_mlp", "train_unembed")
         return LoraShape(**{name: note[f"lora_{name}"] for name in names})

@@ -70,7 +70,7 @@ def as_json(value: Mapping[str, Any]) -> Result:
 
 
 def batch_of(request: LoggedRequest, base: BaseFacts) -> TrainingBatch:
-    """Returns the batch of a logged pass. Raises MalformedDataError. A JSON body begins with a brace; no protobuf
+    """Return the batch of a logged pass. Raises MalformedDataError. A JSON body begins with a brace; no protobuf
     message of this type does."""
     assert request.body is not None, "the body stays until the request is covered"
     limits = Limits(vocab_size=base.vocab_size, max_tokens=base.max_tokens)
@@ -116,7 +116,7 @@ def no_step(failed: LoggedRequest) -> Result:
 
 
 def adam_params_in(body: Mapping[str, Any]) -> AdamParams:
-    """Returns the parameters of an optim_step. Raises RefusedRequestError or ValueError for what cannot be."""
+    """Return the parameters of an optim_step. Raises RefusedRequestError or ValueError for what cannot be."""
     given = body.get("optim_params") or body.get("adam_params")
     if not isinstance(given, dict):
         raise RefusedRequestError("the body has no adam_params", 422)
@@ -132,7 +132,7 @@ async def load_weights(context: Context, request: LoggedRequest) -> Result:
 
 
 def source_of(checkpoints: CheckpointStore, base: BaseFacts, body: Mapping[str, Any]) -> LoadSource:
-    """Returns the checkpoint that a load_weights names. Raises RefusedRequestError, and ValueError for one of another
+    """Return the checkpoint that a load_weights names. Raises RefusedRequestError, and ValueError for one of another
     base model."""
     path = CheckpointPath.parse(text_in(body, "path"))
     if path.segment != "weights":

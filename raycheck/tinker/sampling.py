@@ -63,7 +63,7 @@ class Sampling:
         return self._service.journal.add_sampler(session, number, facts.text)
 
     async def _facts_in(self, body: Mapping[str, Any]) -> SamplerFacts:
-        """Returns the weights that a body names by base_model or model_path."""
+        """Return the weights that a body names by base_model or model_path."""
         base_model, path = body.get("base_model"), body.get("model_path")
         if path is not None:
             return await asyncio.to_thread(self._facts_of_path, CheckpointPath.parse(text_in(body, "model_path")))
@@ -87,7 +87,7 @@ class Sampling:
         )
 
     def facts_of(self, sampler: str) -> SamplerFacts:
-        """Returns the weights of a sampling session. Raises RefusedRequestError (404) for an unknown one."""
+        """Return the weights of a sampling session. Raises RefusedRequestError (404) for an unknown one."""
         found = self._service.journal.rows("SELECT facts FROM samplers WHERE id = ?", sampler)
         if not found:
             raise RefusedRequestError(f"there is no sampling session {sampler}", 404)
@@ -149,7 +149,7 @@ class Sampling:
         self._service.wake(request.id)
 
     def _order_in(self, body: Mapping[str, Any], facts: SamplerFacts) -> SampleOrder:
-        """Returns what a body asks for. Raises RefusedRequestError for what cannot be."""
+        """Return what a body asks for. Raises RefusedRequestError for what cannot be."""
         for name in NOT_THERE:
             if body.get(name):
                 raise RefusedRequestError(f"{name}: this server does not have it", 422)
@@ -233,7 +233,7 @@ class Sampling:
 
 
 def order_in(data: bytes) -> SampleOrder:
-    """Returns the order in a logged request."""
+    """Return the order in a logged request."""
     given = json.loads(data)
     source, shape, stop_tokens = given.pop("source"), given.pop("shape"), given.pop("stop_tokens")
     targets = given.pop("targets", None)  # which a server of before did not know
@@ -269,7 +269,7 @@ def _scored_last_in(body: Mapping[str, Any], prompt_length: int, *, is_scored: b
 
 
 def _stops_in(params: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
-    """Returns stop tokens and stop strings. Without `stop` the model's own tokens stop it; [] lets nothing stop it."""
+    """Return stop tokens and stop strings. Without `stop` the model's own tokens stop it; [] lets nothing stop it."""
     given = params.get("stop")
     if given is None:
         return None, ()

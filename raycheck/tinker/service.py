@@ -248,19 +248,19 @@ class Service:
             )
 
     def _metadata_of(self, session: str) -> dict[str, str]:
-        """Returns a session's metadata, which its training runs have, too."""
+        """Return a session's metadata, which its training runs have, too."""
         ((text,),) = self.journal.rows("SELECT body FROM sessions WHERE id = ?", session)
         return metadata_in(json.loads(text))
 
     def facts_of(self, run: str) -> ModelFacts:
-        """Returns what is known of a run of this server. Raises RefusedRequestError (404) for another one."""
+        """Return what is known of a run of this server. Raises RefusedRequestError (404) for another one."""
         found = self.journal.rows("SELECT facts FROM models WHERE id = ?", run)
         if not found:
             raise RefusedRequestError(f"there is no model {run}", 404)
         return ModelFacts.parse(found[0][0])
 
     def runs_here(self, run: str | None = None) -> dict[str, tuple[ModelFacts, float]]:
-        """Returns the facts of this server's runs (or of one), and when each had its last request, the newest first."""
+        """Return the facts of this server's runs (or of one), and when each had its last request, the newest first."""
         where = "" if run is None else "WHERE id = ?"
         rows = self.journal.rows(
             f"SELECT id, facts, used_at FROM models {where} ORDER BY used_at DESC",  # noqa: S608  no value is in it
@@ -348,7 +348,7 @@ class Service:
         return self._repeated(known, kind, digest)
 
     def _repeated(self, known: LoggedRequest, kind: str, digest: str) -> str:
-        """Returns the id of a request that was logged under its number. Raises RefusedRequestError when it is another
+        """Return the id of a request that was logged under its number. Raises RefusedRequestError when it is another
         one, and what it was refused for."""
         if known.kind == "lost":
             self.journal.tell(known)
@@ -374,7 +374,7 @@ class Service:
         return self.submit(kind, run, seq, json.dumps(body).encode(), digest=canonical(body), problem=problem)
 
     async def result_of(self, request_id: str, *, wait_s: float) -> LoggedRequest:
-        """Returns a request once it has a result, or as it is after `wait_s` seconds. Raises RefusedRequestError (404)
+        """Return a request once it has a result, or as it is after `wait_s` seconds. Raises RefusedRequestError (404)
         for an unknown one."""
         deadline = asyncio.get_running_loop().time() + wait_s
         while True:
@@ -401,7 +401,7 @@ class Service:
 
 
 def draw_seed() -> int:
-    """Returns the seed of a model for which the client gives none."""
+    """Return the seed of a model for which the client gives none."""
     return secrets.randbelow(MAX_SEED)
 
 
@@ -429,7 +429,7 @@ def check_body(kind: str, body: Mapping[str, Any], seq: int | None) -> None:
 
 
 def canonical(body: Mapping[str, Any]) -> str:
-    """Returns a digest of a JSON body that does not depend on the order of its fields."""
+    """Return a digest of a JSON body that does not depend on the order of its fields."""
     return digest_of(json.dumps(body, sort_keys=True).encode())
 
 

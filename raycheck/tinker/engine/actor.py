@@ -80,7 +80,7 @@ def answer_of(call: Callable[[], Any]) -> EngineAnswer:
 
 
 def value_of(answer: EngineAnswer) -> Any:
-    """Returns the value of an answer. Raises EngineRefusalError for an error."""
+    """Return the value of an answer. Raises EngineRefusalError for an error."""
     if answer.error is not None:
         raise EngineRefusalError(answer.error, answer.category)
     return answer.value
@@ -266,17 +266,17 @@ async def _ready(actor: Any) -> None:
 
 
 async def _successful(call: Any) -> Any:
-    """Returns the value that a rank answers with. Raises EngineRefusalError for an error, and Ray's for a death."""
+    """Return the value that a rank answers with. Raises EngineRefusalError for an error, and Ray's for a death."""
     return value_of(await call)
 
 
 def _error(call: "asyncio.Task[Any]") -> BaseException | None:
-    """Returns what a call has raised; None for one that has not, or not yet."""
+    """Return what a call has raised; None for one that has not, or not yet."""
     return None if not call.done() or call.cancelled() else call.exception()
 
 
 def _deaths(calls: "list[asyncio.Task[Any]]") -> list[BaseException]:
-    """Returns the errors of the calls that no rank has answered."""
+    """Return the errors of the calls that no rank has answered."""
     return [error for call in calls if (error := _error(call)) and not isinstance(error, EngineRefusalError)]
 
 

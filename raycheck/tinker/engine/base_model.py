@@ -95,18 +95,18 @@ class BaseModel:
             ) from error
 
     def layer_size(self, path: str) -> tuple[int, int]:
-        """Returns how many values a linear layer reads and gives."""
+        """Return how many values a linear layer reads and gives."""
         layer = self._linear[path]
         return layer.in_features, layer.out_features
 
     @property
     def stop_tokens(self) -> list[int]:
-        """Returns the tokens at which the model ends a text by itself."""
+        """Return the tokens at which the model ends a text by itself."""
         found = getattr(self.model.generation_config, "eos_token_id", None)
         return [] if found is None else [found] if isinstance(found, int) else list(found)
 
     def linear_layers(self, *, attn: bool, mlp: bool, unembed: bool) -> list[str]:
-        """Returns the paths of the linear layers of these kinds. Raises ConfigError when the model has none."""
+        """Return the paths of the linear layers of these kinds. Raises ConfigError when the model has none."""
         output = self.model.get_output_embeddings()
         found = [
             path
@@ -139,7 +139,7 @@ def _shard(model: Any, device: torch.device, ranks: Ranks) -> None:
 
 
 def fingerprint_of(model: nn.Module) -> str:
-    """Returns a digest of all weights with their names. A checkpoint of an adapter fits only the same base model."""
+    """Return a digest of all weights with their names. A checkpoint of an adapter fits only the same base model."""
     digest = hashlib.blake2b(digest_size=16)
     for name, weight in model.named_parameters():
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())

@@ -56,7 +56,7 @@ def sample(base: BaseModel, adapter: Adapter | None, order: SampleOrder) -> Samp
 def _sequences(
     base: BaseModel, model: Any, order: SampleOrder, numbers: Sequence[int], *, cache: Any, logits: Tensor
 ) -> dict[int, SampledTokens]:
-    """Returns the sequences with these numbers. cache: the prompt's keys and values. logits: of the first new token.
+    """Return the sequences with these numbers. cache: the prompt's keys and values. logits: of the first new token.
 
     Without a number it goes along until the other ranks have ended: the base model's weights are gathered from all.
     """
@@ -95,7 +95,7 @@ def _sequences(
 
 
 def _likeliest_of(row: int, found: Sequence[Any]) -> LikeliestTokens | None:
-    """Returns the likeliest tokens of one sequence. found: those of all sequences, place by place; [] for none."""
+    """Return the likeliest tokens of one sequence. found: those of all sequences, place by place; [] for none."""
     if not found:
         return None
     return LikeliestTokens(
@@ -105,12 +105,12 @@ def _likeliest_of(row: int, found: Sequence[Any]) -> LikeliestTokens | None:
 
 
 def _cache_name(model: Any) -> str:
-    """Returns what the model's forward calls the keys and values of earlier tokens: transformers 5.24 renamed them."""
+    """Return what the model's forward calls the keys and values of earlier tokens: transformers 5.24 renamed them."""
     return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
 def _choice(order: SampleOrder) -> Callable[[Tensor, Sequence[torch.Generator]], Tensor]:
-    """Returns what chooses a token for each row of logits: the likeliest, or one drawn by the row's own generator."""
+    """Return what chooses a token for each row of logits: the likeliest, or one drawn by the row's own generator."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     if order.temperature <= 0:
@@ -132,7 +132,7 @@ def _choice(order: SampleOrder) -> Callable[[Tensor, Sequence[torch.Generator]],
 
 
 def _stop(base: BaseModel, order: SampleOrder) -> Callable[[Tensor], Tensor]:
-    """Returns what says, for each row of tokens so far, whether its last token ends it."""
+    """Return what says, for each row of tokens so far, whether its last token ends it."""
     from transformers import StopStringCriteria
 
     given = base.stop_tokens if order.stop_tokens is None else list(order.stop_tokens)
@@ -144,7 +144,7 @@ def _stop(base: BaseModel, order: SampleOrder) -> Callable[[Tensor], Tensor]:
 
 
 def _prompt_scores(logits: Tensor, order: SampleOrder) -> PromptScores:
-    """Returns what `order` asks for of the prompt. A token is scored after those before it, so that the first has no
+    """Return what `order` asks for of the prompt. A token is scored after those before it, so that the first has no
     score. logits: of the token after each one of the prompt."""
     if not (order.prompt_logprobs or order.likeliest_prompt or order.targets):
         return PromptScores()

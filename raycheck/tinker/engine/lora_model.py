@@ -102,12 +102,12 @@ class LoraModel:
 
     @property
     def state(self) -> Mapping[str, object]:
-        """Returns what a checkpoint holds of this model."""
+        """Return what a checkpoint holds of this model."""
         return {"model": self.adapter, "optimizer": self.optimizer}
 
 
 def _pair(base: BaseModel, path: str, rank: int, generator: torch.Generator) -> tuple[nn.Parameter, nn.Parameter]:
-    """Returns A and B of one layer, as PEFT begins them: A is drawn, on the CPU for all devices alike, and B is 0.
+    """Return A and B of one layer, as PEFT begins them: A is drawn, on the CPU for all devices alike, and B is 0.
 
     They are float32 whatever the base model has: small steps would be lost in a shorter type.
     """

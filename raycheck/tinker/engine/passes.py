@@ -67,7 +67,7 @@ def run_pass(tenant: LoraModel, batch: TrainingBatch) -> PassOutput:
 
 
 def _parts(data: Sequence[TrainingDatum], count: int) -> list[list[TrainingDatum]]:
-    """Returns the parts of a batch for so many ranks, in order: a sequence goes where its first token lies."""
+    """Return the parts of a batch for so many ranks, in order: a sequence goes where its first token lies."""
     parts: list[list[TrainingDatum]] = [[] for _ in range(count)]
     total, before = sum(len(datum.tokens) for datum in data), 0
     for datum in data:
@@ -92,14 +92,14 @@ def _groups(data: Sequence[TrainingDatum]) -> Iterator[list[TrainingDatum]]:
 
 
 def _width(datum: TrainingDatum) -> int:
-    """Returns how many targets each token of a datum has."""
+    """Return how many targets each token of a datum has."""
     return datum.target_tokens.size // len(datum.tokens)
 
 
 def _group_loss(
     model: Any, group: Sequence[TrainingDatum], batch: TrainingBatch
 ) -> tuple[torch.Tensor, list[FloatArray], list[FloatArray]]:
-    """Returns the sum of a group's losses, and per datum its log-probabilities and its losses by token."""
+    """Return the sum of a group's losses, and per datum its log-probabilities and its losses by token."""
     device = next(model.parameters()).device
     longest = max(len(datum.tokens) for datum in group)
     widths = [_width(datum) for datum in group]

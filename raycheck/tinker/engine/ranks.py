@@ -20,7 +20,7 @@ class Ranks:
     size: int = 1
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks, in their order, on each of them."""
+        """Return the values of all ranks, in their order, on each of them."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -28,7 +28,7 @@ class Ranks:
         return found
 
     def from_first(self, make: Callable[[], Any]) -> Any:
-        """Returns on all ranks what `make` returns on the first one; what it raises there is raised on all."""
+        """Return on all ranks what `make` returns on the first one; what it raises there is raised on all."""
         if self.size == 1:
             return make()
         shared: list[Any] = [None, None]
@@ -43,7 +43,7 @@ class Ranks:
         return shared[0]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over all ranks."""
+        """Return the sum over all ranks."""
         if self.size == 1:
             return values
         found = [torch.empty_like(values) for _ in range(self.size)]
@@ -54,7 +54,7 @@ class Ranks:
         return total
 
     def is_on_all(self, condition: bool) -> bool:
-        """Returns whether the condition holds on every rank."""
+        """Return whether the condition holds on every rank."""
         if self.size == 1:
             return condition
         flag = torch.tensor([int(condition)])

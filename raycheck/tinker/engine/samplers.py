@@ -23,7 +23,7 @@ class Samplers:
         self._models: OrderedDict[tuple[str, str], LoraModel] = OrderedDict()
 
     def sample(self, order: SampleOrder) -> SampleOutput:
-        """Returns the sequences. Raises NotFoundError when the checkpoint is gone."""
+        """Return the sequences. Raises NotFoundError when the checkpoint is gone."""
         return sample(self._base, self._adapter(order), order)
 
     def _adapter(self, order: SampleOrder) -> Adapter | None:

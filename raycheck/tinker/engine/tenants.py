@@ -114,7 +114,7 @@ class Tenants:
         )
 
     def is_committed(self, model_id: str) -> bool:
-        """Returns whether the save that was begun is committed; False while it is under way. It does not wait.
+        """Return whether the save that was begun is committed; False while it is under way. It does not wait.
 
         Raises SaveFailedError when it has failed, ConfigError when another checkpoint keeps the name.
         """
@@ -152,7 +152,7 @@ def _fork_or_find(uri: str, source: LoadSource | None) -> dict[str, NoteValue] |
 
 
 def _own_note(uri: str) -> dict[str, NoteValue] | None:
-    """Returns the note of a run's newest checkpoint; None while the run has made none."""
+    """Return the note of a run's newest checkpoint; None while the run has made none."""
     try:
         head = open_run(uri).head
     except NotFoundError:

@@ -104,7 +104,7 @@ async def _run(request: web.Request) -> web.Response:
 
 
 async def _training_run(service: Service, run: str) -> dict[str, Any] | None:
-    """Returns what is known of a run, by this server or by its checkpoints; None when neither knows it."""
+    """Return what is known of a run, by this server or by its checkpoints; None when neither knows it."""
     known = service.runs_here(run).get(run)
     found = await asyncio.to_thread(service.checkpoints.of_run, run)
     if known is None and not found:

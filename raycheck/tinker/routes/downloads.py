@@ -59,7 +59,7 @@ async def _archive(request: web.Request) -> web.Response:
 
 
 async def _wanted(request: web.Request) -> CheckpointPath:
-    """Returns the checkpoint in a request's path, which is there. A bare name is that of sampler weights first."""
+    """Return the checkpoint in a request's path, which is there. A bare name is that of sampler weights first."""
     found = request.match_info
     store = request.app[SERVICE].checkpoints
     if "segment" in found:
@@ -110,7 +110,7 @@ async def _stream(
 
 
 def _adapter(store: CheckpointStore, path: CheckpointPath) -> AdapterFiles:
-    """Returns the files of a checkpoint's adapter, which is exported now if it was not."""
+    """Return the files of a checkpoint's adapter, which is exported now if it was not."""
     found = store.find(path)
     store.export_adapter(found)
     return store.adapter_files(found)

@@ -26,7 +26,7 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 async def body_bytes(request: web.Request) -> bytes:
-    """Returns a body, unpacked if the SDK has packed it by zstd. Raises RefusedRequestError for one that is too large
+    """Return a body, unpacked if the SDK has packed it by zstd. Raises RefusedRequestError for one that is too large
     or packed otherwise: by then no more than the limit was unpacked."""
     data = await request.read()
     encoding = request.headers.get("Content-Encoding", "identity").lower()
@@ -51,7 +51,7 @@ def _unpacked(data: bytes) -> bytes:
 
 
 async def json_body(request: web.Request) -> dict[str, Any]:
-    """Returns a body that is a JSON object. Raises RefusedRequestError for any other."""
+    """Return a body that is a JSON object. Raises RefusedRequestError for any other."""
     data = await body_bytes(request)
     try:
         text = data.decode()  # json.loads would let bytes through that are not UTF-8
@@ -89,7 +89,7 @@ async def once(request: web.Request, answer: Callable[[], Awaitable[dict[str, An
 
 
 def window(request: web.Request, *, default: int) -> tuple[int, int]:
-    """Returns limit and offset of a listing. Raises RefusedRequestError."""
+    """Return limit and offset of a listing. Raises RefusedRequestError."""
     found = []
     for name, value in (("limit", str(default)), ("offset", "0")):
         text = request.query.get(name, value)

@@ -99,7 +99,7 @@ async def _pass_in_json(request: web.Request, kind: str) -> web.Response:
 
 
 def _problem(read: Any) -> str | None:
-    """Returns why data cannot be trained on; None when it can."""
+    """Return why data cannot be trained on; None when it can."""
     try:
         read()
     except MalformedDataError as error:

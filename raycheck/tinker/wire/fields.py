@@ -22,7 +22,7 @@ class RefusedRequestError(Exception):
 
 
 def text_in(body: Mapping[str, Any], name: str) -> str:
-    """Returns a text that must be there."""
+    """Return a text that must be there."""
     value = body.get(name)
     if not isinstance(value, str) or not value or len(value) > MAX_TEXT:
         raise RefusedRequestError(f"{name}: give a text of 1 to {MAX_TEXT} characters", 422)
@@ -34,7 +34,7 @@ def optional_text_in(body: Mapping[str, Any], name: str) -> str | None:
 
 
 def number_in(body: Mapping[str, Any], name: str) -> int:
-    """Returns a whole number from 0 on that must be there."""
+    """Return a whole number from 0 on that must be there."""
     value = body.get(name)
     if type(value) is not int or not 0 <= value < 1 << 53:
         raise RefusedRequestError(f"{name}: give a whole number of at least 0", 422)
@@ -53,7 +53,7 @@ def flag_in(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
 
 
 def dict_in(body: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns an object; what is missing or null is empty."""
+    """Return an object; what is missing or null is empty."""
     value = body.get(name)
     if value is not None and not isinstance(value, dict):
         raise RefusedRequestError(f"{name}: give an object", 422)
@@ -61,7 +61,7 @@ def dict_in(body: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def checkpoint_name_in(body: Mapping[str, Any], name: str = "path") -> str:
-    """Returns the name that a client gives a checkpoint."""
+    """Return the name that a client gives a checkpoint."""
     value = body.get(name)
     if not isinstance(value, str) or not NAME.fullmatch(value):
         raise RefusedRequestError(
@@ -71,7 +71,7 @@ def checkpoint_name_in(body: Mapping[str, Any], name: str = "path") -> str:
 
 
 def ttl_in(body: Mapping[str, Any]) -> int | None:
-    """Returns ttl_seconds; None for a checkpoint that stays."""
+    """Return ttl_seconds; None for a checkpoint that stays."""
     value = body.get("ttl_seconds")
     if value is None:
         return None
@@ -83,7 +83,7 @@ def ttl_in(body: Mapping[str, Any]) -> int | None:
 
 
 def tags_in(body: Mapping[str, Any]) -> list[str]:
-    """Returns a session's tags."""
+    """Return a session's tags."""
     tags = body.get("tags") or []
     if not isinstance(tags, list) or len(tags) > MAX_TAGS:
         raise RefusedRequestError(f"tags: give a list of at most {MAX_TAGS} texts")
@@ -93,7 +93,7 @@ def tags_in(body: Mapping[str, Any]) -> list[str]:
 
 
 def metadata_in(body: Mapping[str, Any], name: str = "user_metadata") -> dict[str, str]:
-    """Returns a user's metadata: texts by name, small enough to be kept with each checkpoint."""
+    """Return a user's metadata: texts by name, small enough to be kept with each checkpoint."""
     found = {}
     for key, value in dict_in(body, name).items():
         if not isinstance(value, str | int | float | bool):

@@ -13,7 +13,7 @@ PROTOBUF = "application/x-protobuf"
 
 
 def pass_in_protobuf(logprobs: Sequence[FloatArray], losses: Sequence[FloatArray], loss_sum: float) -> bytes:
-    """Returns a ForwardBackwardOutput with two arrays per datum: its log-probabilities, and its losses by token.
+    """Return a ForwardBackwardOutput with two arrays per datum: its log-probabilities, and its losses by token.
 
     A record of the message holds the data that follow each other with equally many targets for each token.
     """
@@ -37,7 +37,7 @@ def pass_in_protobuf(logprobs: Sequence[FloatArray], losses: Sequence[FloatArray
 
 
 def pass_in_json(data: bytes) -> dict[str, Any]:
-    """Returns the JSON form of what `pass_in_protobuf` wrote, for clients that do not read protobuf."""
+    """Return the JSON form of what `pass_in_protobuf` wrote, for clients that do not read protobuf."""
     from tinker.proto import tinker_public_pb2 as public_pb
 
     message = public_pb.ForwardBackwardOutput()

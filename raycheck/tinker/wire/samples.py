@@ -74,7 +74,7 @@ class SampleOutput:
 
 
 def sample_in_protobuf(output: SampleOutput, targets: TargetCells | None) -> bytes:
-    """Returns a SampleResponse. targets: of the order, whose shape the answer has."""
+    """Return a SampleResponse. targets: of the order, whose shape the answer has."""
     from tinker.proto import tinker_public_pb2 as public_pb
 
     message = public_pb.SampleResponse()
@@ -110,7 +110,7 @@ def _write_likeliest(message: Any, found: LikeliestTokens) -> None:
 
 
 def sample_in_json(data: bytes) -> dict[str, Any]:
-    """Returns the JSON form of what `sample_in_protobuf` wrote, for clients that do not read protobuf.
+    """Return the JSON form of what `sample_in_protobuf` wrote, for clients that do not read protobuf.
 
     What an older client cannot ask for is there only if it was asked for: topk_logprobs of a sequence, named as the
     SDK's SampledSequence has it, and target_prompt_logprobs, in the SDK's JSON of a tensor."""

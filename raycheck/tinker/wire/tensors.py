@@ -37,7 +37,7 @@ class Cells:
     col: IntArray | None = None
 
     def dense(self) -> Array:
-        """Returns all cells; those that are not listed are 0."""
+        """Return all cells; those that are not listed are 0."""
         if self.crow is None:
             return self.values.reshape(self.shape)
         found = np.zeros(self.shape, self.values.dtype)
@@ -45,14 +45,14 @@ class Cells:
         return found
 
     def rows(self) -> IntArray:
-        """Returns the row of each value of a tensor with two dimensions."""
+        """Return the row of each value of a tensor with two dimensions."""
         if self.crow is None:
             return np.repeat(np.arange(self.shape[0]), self.shape[1])
         return np.repeat(np.arange(self.shape[0]), np.diff(self.crow))
 
 
 def cells_in_protobuf(what: str, tensor: Any) -> Cells:
-    """Returns a Tensor of the SDK's. what: names it in errors. Raises MalformedDataError."""
+    """Return a Tensor of the SDK's. what: names it in errors. Raises MalformedDataError."""
     from tinker.proto import tinker_public_pb2 as public_pb
 
     dtypes: dict[int, np.dtype[Any]] = {
@@ -72,7 +72,7 @@ def cells_in_protobuf(what: str, tensor: Any) -> Cells:
 
 
 def cells_in_json(what: str, value: Any) -> Cells:
-    """Returns a tensor in the SDK's JSON. Raises MalformedDataError."""
+    """Return a tensor in the SDK's JSON. Raises MalformedDataError."""
     if not isinstance(value, dict) or "data" not in value or "dtype" not in value:
         raise MalformedDataError(f"{what} is no tensor: give data, dtype and shape")
     if value["dtype"] == "int64":
@@ -114,14 +114,14 @@ def _checked(
 
 
 def array_in(what: str, data: bytes, dtype: np.dtype[Any]) -> Array:
-    """Returns the values in bytes. Raises MalformedDataError for a torn one."""
+    """Return the values in bytes. Raises MalformedDataError for a torn one."""
     if len(data) % dtype.itemsize:
         raise MalformedDataError(f"{what} has {len(data)} bytes, which are no {dtype} values")
     return np.frombuffer(data, dtype)
 
 
 def ints_in(what: str, given: Any) -> IntArray:
-    """Returns a list of JSON as whole numbers. Raises MalformedDataError."""
+    """Return a list of JSON as whole numbers. Raises MalformedDataError."""
     if not isinstance(given, list) or any(type(value) is not int or abs(value) >= 1 << 62 for value in given):
         raise MalformedDataError(f"{what} is no list of whole numbers")
     return np.asarray(given, np.int64)

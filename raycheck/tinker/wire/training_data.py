@@ -108,7 +108,7 @@ def address_in_protobuf(body: bytes) -> tuple[str, int | None, Any]:
 
 
 def batch_in_protobuf(message: Any, limits: Limits) -> TrainingBatch:
-    """Returns the batch of a ForwardBackwardRequest. Raises MalformedDataError."""
+    """Return the batch of a ForwardBackwardRequest. Raises MalformedDataError."""
     config: dict[str, Any] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
@@ -124,7 +124,7 @@ def batch_in_protobuf(message: Any, limits: Limits) -> TrainingBatch:
 
 
 def batch_in_json(body: Mapping[str, Any], limits: Limits, *, forward_only: bool) -> TrainingBatch:
-    """Returns the batch of a JSON body's forward_backward_input or forward_input. Raises MalformedDataError."""
+    """Return the batch of a JSON body's forward_backward_input or forward_input. Raises MalformedDataError."""
     given = body.get("forward_input" if forward_only else "forward_backward_input")
     items = given.get("data") if isinstance(given, dict) else None
     if not isinstance(given, dict) or not isinstance(items, list):
@@ -166,7 +166,7 @@ def _batch(loss_fn: str, config: Any, data: list[TrainingDatum], *, forward_only
 
 
 def _with_sparse_cells(number: int, filled: int, inputs: Mapping[str, Cells]) -> int:
-    """Returns how many cells the sparse tensors of a request have, with those of one more datum. Raises
+    """Return how many cells the sparse tensors of a request have, with those of one more datum. Raises
     MalformedDataError for more than can be filled."""
     filled += sum(math.prod(cells.shape) for cells in inputs.values() if cells.crow is not None)
     if filled > MAX_SPARSE_CELLS:
@@ -180,7 +180,7 @@ def _with_sparse_cells(number: int, filled: int, inputs: Mapping[str, Cells]) ->
 def _datum(
     number: int, chunks: Iterable[IntArray], inputs: Mapping[str, Cells], loss_fn: str, limits: Limits
 ) -> TrainingDatum:
-    """Returns a checked datum. number: its place in the request, for errors. No tensor is filled before its shape is
+    """Return a checked datum. number: its place in the request, for errors. No tensor is filled before its shape is
     found to be right."""
     parts = list(chunks)
     tokens = np.concatenate(parts) if parts else np.empty(0, np.int64)
