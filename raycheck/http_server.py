@@ -225,7 +225,7 @@ _NO_LOG.disabled = True
 
 
 def _plain_answer(status: int, text: str) -> bytes:
-    """Returns an answer to a client whose request was not read."""
+    """Return an answer to a client whose request was not read."""
     reason = {408: "Request Timeout", 503: "Service Unavailable"}[status]
     head = f"HTTP/1.1 {status} {reason}\r\nContent-Type: text/plain\r\nContent-Length: {len(text) + 1}"
     return f"{head}\r\nRetry-After: 10\r\nConnection: close\r\n\r\n{text}\n".encode()
@@ -245,7 +245,7 @@ async def _between_requests(request: web.Request, handler: Handler) -> web.Strea
 
 
 def _body_within(seconds: float) -> Middleware:
-    """Returns the middleware that reads the body before the handler does."""
+    """Return the middleware that reads the body before the handler does."""
 
     @web.middleware
     async def whole_body(request: web.Request, handler: Handler) -> web.StreamResponse:

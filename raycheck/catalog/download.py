@@ -94,7 +94,7 @@ def download(
 
 
 def _objects(checkpoint: Checkpoint, manifest: Manifest, components: set[str]) -> dict[str, StoredObject]:
-    """Returns the objects of these components by their file's name in the folder."""
+    """Return the objects of these components by their file's name in the folder."""
     named = zip(names_in(manifest), stored_objects(checkpoint, manifest), strict=True)
     return {name: item for name, item in named if name.partition("/")[0] in components and "/" in name}
 
@@ -133,7 +133,7 @@ def _fetch_all(
 
 
 def _is_whole(path: Path, item: StoredObject) -> bool:
-    """Returns whether a file has the size and checksum of an object."""
+    """Return whether a file has the size and checksum of an object."""
     is_file = path.is_file() and not path.is_symlink()
     return is_file and path.stat().st_size == item.size_bytes and file_crc32(path) == item.crc32
 
@@ -175,7 +175,7 @@ def _next(ahead: Iterator[Buffer], checkpoint: Checkpoint, item: StoredObject) -
 
 
 def _begun_bytes(path: Path, item: StoredObject) -> int:
-    """Returns how many bytes an earlier download has left of a file."""
+    """Return how many bytes an earlier download has left of a file."""
     partial = partial_of(path)
     size = partial.stat().st_size if partial.is_file() and not partial.is_symlink() else 0
     return size if size <= item.size_bytes else 0

@@ -67,7 +67,7 @@ def fetch_safetensors(
 
 
 def _lay_out(source: WeightSource, index: Index) -> tuple[dict[str, list[Weight]], dict[str, str]]:
-    """Returns the tensors in each file, and the texts of the small files. Raises ConfigError for what has no place in
+    """Return the tensors in each file, and the texts of the small files. Raises ConfigError for what has no place in
     such files."""
     entries: dict[str, list[Weight]] = {}
     for tensor in index.tensors:
@@ -89,7 +89,7 @@ def _lay_out(source: WeightSource, index: Index) -> tuple[dict[str, list[Weight]
 
 
 def _entry_of(tensor: Tensor) -> str:
-    """Returns the entry of a tensor, fit for a file name; that of `metric.rank3.total`, one rank's own, is `metric`."""
+    """Return the entry of a tensor, fit for a file name; that of `metric.rank3.total`, one rank's own, is `metric`."""
     entry = re.sub(r"\.rank\d+\..*", "", str(tensor.path[0] if tensor.path else tensor.name))
     if not _SAFE.fullmatch(entry):
         raise ConfigError(f"{entry[:120]!r} cannot be a file's name; take format='dcp'")
@@ -101,7 +101,7 @@ def _aligned(weights: list[Weight]) -> list[Weight]:
 
 
 def _read_record(root: Path, key: str) -> DownloadRecord:
-    """Returns what an earlier download has noted. A record that cannot be read counts as none."""
+    """Return what an earlier download has noted. A record that cannot be read counts as none."""
     try:
         with (root / RECORD).open("rb") as file:
             return load(DownloadRecord, file.read(MAX_RECORD + 1), what=RECORD, max_bytes=MAX_RECORD)

@@ -184,7 +184,7 @@ class _Search:
             return _unread(folder, "unreadable", _cut(str(error)))
 
     def _look(self, folder: _Folder) -> RunSummary | list[_Folder]:
-        """Returns the run in a folder, or the folders in it."""
+        """Return the run in a folder, or the folders in it."""
         denied: DeniedError | None = None
         try:
             return self._summary(folder)
@@ -202,7 +202,7 @@ class _Search:
         return folder.below(names)
 
     def _summary(self, folder: _Folder) -> RunSummary:
-        """Returns the run in a folder. Raises NotFoundError when there is no `latest`, and StoreError."""
+        """Return the run in a folder. Raises NotFoundError when there is no `latest`, and StoreError."""
         try:
             body, now = self._read(folder.store)
         except NewerFormatError as error:
@@ -219,7 +219,7 @@ class _Search:
         return _summarize(folder, body, status, parent)
 
     def _read(self, store: Store) -> tuple[Latest, float]:
-        """Returns the body of `latest`, and the store's time: at one moment of this listing, for all but the first."""
+        """Return the body of `latest`, and the store's time: at one moment of this listing, for all but the first."""
         if self._now is None:
             body, got = again_if_corrupt(lambda: get_latest(store))
             self._now = got.at
@@ -241,12 +241,12 @@ class _Search:
 
 
 def _is_fit(name: str) -> bool:
-    """Returns whether a run may have this name. Clients resolve dots, and checkpoints are in runs, and never runs."""
+    """Return whether a run may have this name. Clients resolve dots, and checkpoints are in runs, and never runs."""
     return name not in ("", ".", "..") and CheckpointName.parse(name) is None
 
 
 def _lying(store: Store) -> list[CheckpointName]:
-    """Returns the checkpoints' directories in a folder without `latest`, if objects lie in one of the newest."""
+    """Return the checkpoints' directories in a folder without `latest`, if objects lie in one of the newest."""
     found = islice(store.list_folders(object_keys.CHECKPOINTS_PREFIX), MAX_DIRECTORIES)
     names = sorted(name for text in found if (name := CheckpointName.parse(text)))
     newest = (object_keys.checkpoint_prefix(str(name)) for name in names[:-4:-1])
@@ -254,7 +254,7 @@ def _lying(store: Store) -> list[CheckpointName]:
 
 
 def _record(store: Store, number: int) -> AttemptRecord | None:
-    """Returns the record of an attempt; None when there is none that can be read, or none may be read: S3 says
+    """Return the record of an attempt; None when there is none that can be read, or none may be read: S3 says
     "denied" for a missing object to those who may not list."""
     with suppress(NotFoundError, CorruptError, DeniedError):
         return read_quickly(store, object_keys.attempt_key(number), load_record, max_bytes=MAX_RECORD)
@@ -305,13 +305,13 @@ def _unread(folder: _Folder, state: RunState, text: str) -> RunSummary:
 
 
 def _metrics(head: Entry | None) -> dict[str, float]:
-    """Returns the metrics of an entry, no more than raycheck writes."""
+    """Return the metrics of an entry, no more than raycheck writes."""
     known = {} if head is None else head.metrics
     return dict(islice(((name, value) for name, value in known.items() if len(name) <= MAX_TEXT), MAX_METRICS_LISTED))
 
 
 def kept_bytes(live: Iterable[Entry]) -> tuple[int, int]:
-    """Returns how many bytes these checkpoints keep at least and at most, as far as `latest` tells.
+    """Return how many bytes these checkpoints keep at least and at most, as far as `latest` tells.
 
     An entry's size is that of all it needs, with what lies in other checkpoints' directories. At least there is all
     that needs nothing else, and of the others the one that needs most beside it. At most nothing is shared.

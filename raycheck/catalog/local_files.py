@@ -15,7 +15,7 @@ READ_BYTES = 8 * 1024 * 1024
 
 
 def partial_of(path: Path) -> Path:
-    """Returns where a file is while it is not whole."""
+    """Return where a file is while it is not whole."""
     return path.with_name(path.name + PARTIAL)
 
 

@@ -44,7 +44,7 @@ class Rule:
     delete: bool = False
 
     def fits(self, run: RunSummary) -> bool:
-        """Returns whether the rule is about this run. A run of which it is not known is not idle."""
+        """Return whether the rule is about this run. A run of which it is not known is not idle."""
         is_old = not self.idle_days or (run.idle_s is not None and run.idle_s >= self.idle_days * DAY_S)
         return (not self.states or run.state in self.states) and run.name.startswith(self.name) and is_old
 

@@ -43,7 +43,7 @@ class Spans:
 
 
 def read_ahead(spans: Iterable[Span]) -> Generator[Buffer, None, None]:
-    """Yields the bytes of each span, in their order, while the next ones are being read. Raises as `get_range`."""
+    """Yield the bytes of each span, in their order, while the next ones are being read. Raises as `get_range`."""
     ahead: deque[Future[Buffer]] = deque()
     with ThreadPoolExecutor(SPANS_IN_FLIGHT, thread_name_prefix="raycheck-ahead") as pool:
         try:
@@ -59,7 +59,7 @@ def read_ahead(spans: Iterable[Span]) -> Generator[Buffer, None, None]:
 
 
 def checked(chunks: Iterable[Buffer], crc: int, *, what: str) -> Iterator[Buffer]:
-    """Yields the chunks, and raises CorruptError after the last one when their checksum is another one than `crc`."""
+    """Yield the chunks, and raises CorruptError after the last one when their checksum is another one than `crc`."""
     seen = 0
     for chunk in chunks:
         seen = crc32(chunk, seen)
@@ -89,7 +89,7 @@ def put_stream(store: Store, key: str, chunks: Iterable[Buffer], size_bytes: int
 
 
 def _in_parts(chunks: Iterable[Buffer], part_bytes: int) -> Iterator[memoryview]:
-    """Yields the chunks as parts of `part_bytes`, the last one shorter, and one empty part for an empty stream.
+    """Yield the chunks as parts of `part_bytes`, the last one shorter, and one empty part for an empty stream.
 
     Memory is taken for bytes that have come, and not for those that somebody says will come.
     """

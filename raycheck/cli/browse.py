@@ -133,7 +133,7 @@ def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage 
 
 
 def _verified(checkpoints: tuple[Checkpoint, ...]) -> list[tuple[str, Finding]]:
-    """Returns what was found about each object, with its checkpoint's key. Shows how far it is."""
+    """Return what was found about each object, with its checkpoint's key. Shows how far it is."""
     total, done, found = sum(item.entry.size_bytes for item in checkpoints), 0, []
     with progress_bar() as progress:
         progress(0, total)
@@ -157,7 +157,7 @@ def _open_or_say(uri: str, storage: StorageSettings | None, *, as_json: bool) ->
 
 
 def _expiry(entry: Entry, now: float) -> str:
-    """Returns when a checkpoint with a name expires, in words; "" for the others, of which that is in --json."""
+    """Return when a checkpoint with a name expires, in words; "" for the others, of which that is in --json."""
     if entry.name is None or entry.expires_at is None:
         return ""
     return (
@@ -172,7 +172,7 @@ def _fields(resume: ResumeRecord) -> dict[str, Any]:
 
 
 def _in_words(name: str, value: object, *, now: float) -> str:
-    """Returns a fact as text for people. The end of its name tells what a number is: a time (`_at`), bytes (`_bytes`)
+    """Return a fact as text for people. The end of its name tells what a number is: a time (`_at`), bytes (`_bytes`)
     or seconds (`_s`). Names inside a dict are the user's and tell nothing."""
     if value is None or value in ([], {}):
         return "-"
@@ -243,12 +243,12 @@ def _details(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _without_settings(origin: str | None) -> str | None:
-    """Returns where a checkpoint comes from as messages show it: older forks wrote the settings of the address too."""
+    """Return where a checkpoint comes from as messages show it: older forks wrote the settings of the address too."""
     return origin and " ".join(map(shown_uri, origin.split(" ")))
 
 
 def _entries(index: Index) -> set[str]:
-    """Returns the names of the state's entries, from the paths of its tensors and other leaves. No value is read."""
+    """Return the names of the state's entries, from the paths of its tensors and other leaves. No value is read."""
     paths = [*(tensor.path for tensor in index.tensors), *(leaf.path for leaf in index.leaves)]
     return {_PER_RANK.sub("", str(path[0])) for path in paths if path} - {"progress"}
 

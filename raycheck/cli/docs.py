@@ -58,13 +58,13 @@ def docs(
 
 
 def _guides() -> dict[str, Traversable]:
-    """Returns each guide's file by its topic, in the order in which they are listed."""
+    """Return each guide's file by its topic, in the order in which they are listed."""
     found = {item.name.removesuffix(".md"): item for item in files("raycheck").joinpath("docs").iterdir()}
     return {name: found[name] for name in (*FIRST, *sorted(found.keys() - {*FIRST}))}
 
 
 def _summary(text: str) -> str:
-    """Returns the sentence below a guide's title."""
+    """Return the sentence below a guide's title."""
     return text.split("\n", 3)[2]
 
 

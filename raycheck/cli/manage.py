@@ -178,7 +178,7 @@ def _kept_by(entry: Entry) -> str:
 
 
 def _best(run: Latest, keep_best: str | None) -> Any:
-    """Returns --keep-best as Retention takes it. Raises ConfigError for a metric that no checkpoint of the run has."""
+    """Return --keep-best as Retention takes it. Raises ConfigError for a metric that no checkpoint of the run has."""
     if keep_best is None:
         return None
     metric, mode, count = ["", "", *keep_best.rsplit(":", 2)][-3:]  # a metric may hold colons

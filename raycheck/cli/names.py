@@ -125,14 +125,14 @@ def _pin(uri: str, step: str, storage: Path | None, *, pinned: bool, dry_run: bo
 
 
 def _opened(uri: str, storage: Path | None) -> tuple[Run, float]:
-    """Returns the run, and the time by its store's clock."""
+    """Return the run, and the time by its store's clock."""
     store = open_store(uri, settings_of(storage))
     body, got = Register(store).read_existing()
     return Run(store, body), got.at
 
 
 def _scores(values: Sequence[str]) -> dict[str, float]:
-    """Returns METRIC=VALUE arguments as numbers by name. Raises ConfigError."""
+    """Return METRIC=VALUE arguments as numbers by name. Raises ConfigError."""
     scores = {}
     for text in values:
         metric, sign, value = text.rpartition("=")

@@ -40,14 +40,14 @@ class Text(rich.text.Text):
 
 
 def settings_of(file: Path | None) -> StorageSettings | None:
-    """Returns the storage settings in the file given with --storage; None without a file. Raises ConfigError."""
+    """Return the storage settings in the file given with --storage; None without a file. Raises ConfigError."""
     if file is None:
         return None
     return StorageSettings.from_mapping(yaml_of(file, option="--storage"))
 
 
 def yaml_of(file: Path, *, option: str) -> dict[str, Any]:
-    """Returns the name: value pairs in a YAML file. option: the flag that named the file, for errors.
+    """Return the name: value pairs in a YAML file. option: the flag that named the file, for errors.
 
     Raises ConfigError when the file cannot be read or holds anything else.
     """
@@ -63,7 +63,7 @@ def yaml_of(file: Path, *, option: str) -> dict[str, Any]:
 
 
 def complete_uri(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Returns the folders beside the one that is being typed, in a bucket. A plain path is left to the shell."""
+    """Return the folders beside the one that is being typed, in a bucket. A plain path is left to the shell."""
     base, slash, begun = incomplete.rpartition("/")
     scheme, mark, rest = base.partition("://")
     if not slash or not mark or not (rest.strip("/") or scheme == "file") or "?" in incomplete:
@@ -76,7 +76,7 @@ def complete_uri(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_step(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Returns the steps of the run on the command line, newest first, and the names of its checkpoints."""
+    """Return the steps of the run on the command line, newest first, and the names of its checkpoints."""
     uri = ctx.params.get("uri") or next(iter(ctx.args), None)  # the latter before the value of an option
     if not isinstance(uri, str):
         return []

@@ -50,7 +50,7 @@ class ProgressBar:
 
 @contextmanager
 def progress_bar(unit: str = "bytes") -> Iterator[ProgressBar]:
-    """Yields a bar that is gone when the block has ended. unit: what it counts."""
+    """Yield a bar that is gone when the block has ended. unit: what it counts."""
     bar = ProgressBar(unit)
     try:
         yield bar

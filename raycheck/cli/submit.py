@@ -136,7 +136,7 @@ def submit_until_done(
 
 
 def _reason_to_stop(store: Store, job: "_SubmittedJob", before: int) -> str:
-    """Returns why another try would fail like this one, or an empty text when it may succeed.
+    """Return why another try would fail like this one, or an empty text when it may succeed.
 
     before: the number of the run's live attempt before the job was submitted.
     """
@@ -153,7 +153,7 @@ def _reason_to_stop(store: Store, job: "_SubmittedJob", before: int) -> str:
 
 
 def with_raycheck(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the runtime environment with this raycheck sent along; it takes the place of the cluster's own.
+    """Return the runtime environment with this raycheck sent along; it takes the place of the cluster's own.
 
     raycheck's dependencies must be installed in the cluster.
     """
@@ -195,7 +195,7 @@ class _SubmittedJob:
 
     @property
     def seconds_until_own_end(self) -> float | None:
-        """Returns the seconds until the script failed by itself; None when something else ended it, or may have."""
+        """Return the seconds until the script failed by itself; None when something else ended it, or may have."""
         code, began, ended = (
             getattr(self._details, name, None) for name in ("driver_exit_code", "start_time", "end_time")
         )
@@ -277,7 +277,7 @@ def _new_name() -> str:
 
 
 def _patiently(call: Callable[[], T], what: str) -> T:
-    """Returns what `call` returns, and calls it again while `what` is unreachable, for up to AWAY_S."""
+    """Return what `call` returns, and calls it again while `what` is unreachable, for up to AWAY_S."""
     deadline = time.monotonic() + AWAY_S
     while True:
         try:
@@ -307,7 +307,7 @@ def _client(address: str | None) -> Any:
 
 
 def _newest(store: Store) -> Entry | None:
-    """Returns the entry of the newest commit, or None while there is none."""
+    """Return the entry of the newest commit, or None while there is none."""
     try:
         live = read_latest(store).live
     except NotFoundError:
@@ -316,7 +316,7 @@ def _newest(store: Store) -> Entry | None:
 
 
 def _attempt(store: Store) -> int:
-    """Returns the number of the live attempt, or 0 while there is none."""
+    """Return the number of the live attempt, or 0 while there is none."""
     try:
         return read_latest(store).attempt.number
     except NotFoundError:

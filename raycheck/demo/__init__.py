@@ -61,7 +61,7 @@ def run_demo(
 
 @contextmanager
 def _bucket(root: str | None) -> Iterator[str]:
-    """Yields the URI below which the run is written: `root`, or an embedded server for the length of the block."""
+    """Yield the URI below which the run is written: `root`, or an embedded server for the length of the block."""
     if root is not None:
         yield root if "://" in root else str(Path(root).absolute())
     else:

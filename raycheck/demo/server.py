@@ -20,7 +20,7 @@ START_TIMEOUT_S = 60.0
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """Runs a server with one empty bucket, and yields the bucket's URI. Sets throw-away credentials in this process.
+    """Run a server with one empty bucket, and yields the bucket's URI. Sets throw-away credentials in this process.
 
     Raises ConfigError when moto is not installed or does not start.
     """

@@ -1,6 +1,7 @@
-"""Adapters for frameworks that own the training loop: one module each, reached as `raycheck.transformers` and its like.
+"""Adapters for frameworks that own the training loop, one package each: `raycheck.transformers`, `raycheck.lightning`
+etc.
 
-They use raycheck's public names only, so that everything they do can be done for another framework outside of this
-package; a test holds that. versions.py refuses a framework that is absent or too old, shaped_module.py reads a model
-into tensors by name.
+They use raycheck's public names only, so an adapter for another framework can be written outside this package; a test
+enforces this. versions.py refuses a framework that is missing or too old. shaped_module.py makes a module from named
+tensors.
 """

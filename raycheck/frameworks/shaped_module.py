@@ -1,4 +1,4 @@
-"""Makes a module of tensors by name, to restore a model's entry into a dict where the live model cannot take it."""
+"""A module made from named tensors, to restore a model's entry into a dict when the live model cannot receive it."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ import torch
 
 
 class ShapedModule(torch.nn.Module):
-    """Holds tensors under dotted names, as a model with parameters of these names would."""
+    """A module with the given tensors under dotted names, like a model with parameters of these names."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Refuses a framework that is not installed or too old, before an adapter touches it."""
+"""Refuses a framework that is not installed or too old, before an adapter imports it."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -8,17 +8,17 @@ from raycheck.errors import ConfigError
 
 
 def require(distribution: str, at_least: str, *, extra: str) -> None:
-    """Raises ConfigError with the command to run unless a distribution is installed in this version or a newer one.
+    """Raises ConfigError, with the command to run, unless a distribution is installed in this version or a newer one.
 
-    distribution: its name as pip knows it. at_least: the oldest version that the adapter was tested with. extra: the
-    extra of raycheck that installs it.
+    distribution: its name for pip. at_least: the oldest version tested with the adapter. extra: the raycheck extra that
+    installs it.
     """
     advice = f"pip install 'raycheck[{extra}]'"
     try:
         found = version(distribution)
     except PackageNotFoundError:
-        raise ConfigError(f"{distribution} is not installed, which this adapter is for: {advice}") from None
+        raise ConfigError(f"{distribution} is not installed, but this adapter needs it: {advice}") from None
     if Version(found) < Version(at_least):
         raise ConfigError(
-            f"{distribution} {found} is older than {at_least}, the oldest that raycheck works with: {advice}"
+            f"{distribution} {found} is older than {at_least}, the oldest version that raycheck supports: {advice}"
         )

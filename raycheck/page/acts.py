@@ -34,7 +34,7 @@ class Target:
 
     @property
     def uri(self) -> str:
-        """Returns the run's address, without settings: they may be nobody else's business."""
+        """Return the run's address, without settings: they may be nobody else's business."""
         return self.place.uri(self.name).partition("?")[0]
 
 
@@ -205,14 +205,14 @@ ACTS: Mapping[str, Act] = {act.label.lower(): act for act in (
 
 
 def act_of(kind: str) -> Act:
-    """Returns the act that is called so. Raises ConfigError."""
+    """Return the act that is called so. Raises ConfigError."""
     if kind not in ACTS:
         raise ConfigError(f"{kind!r} is nothing that the page can do")
     return ACTS[kind]
 
 
 def act_view(place: PageScope, name: str, kind: str, at: str) -> dict[str, Any]:
-    """Returns what the question before an act shows."""
+    """Return what the question before an act shows."""
     act = act_of(kind)
     key = place.run(name).at(at).entry.key if at else ""
     target = Target(place=place, name=name, at=key)

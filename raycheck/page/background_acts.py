@@ -51,5 +51,5 @@ class BackgroundActs:
         return number
 
     def get(self, number: str) -> BackgroundAct | None:
-        """Returns the act with this id; None when there is none."""
+        """Return the act with this id; None when there is none."""
         return self._acts.get(number)

@@ -46,7 +46,7 @@ class Guard:
         self._hosts = hosts
 
     def middleware(self) -> Middleware:
-        """Returns the middleware that asks `refusal` first, takes the token from the URL, and adds HEADERS."""
+        """Return the middleware that asks `refusal` first, takes the token from the URL, and adds HEADERS."""
 
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -68,7 +68,7 @@ class Guard:
         return guard
 
     def refusal(self, request: web.Request) -> web.Response | None:
-        """Returns the answer to a request that must not be answered otherwise; None for one that may."""
+        """Return the answer to a request that must not be answered otherwise; None for one that may."""
         if request.path == HEALTH and request.method in ("GET", "HEAD"):
             return None
         name = host_name(request)
@@ -88,7 +88,7 @@ class Guard:
         return not self._token or hmac.compare_digest(shown.encode("utf-8", "surrogatepass"), self._token.encode())
 
     def _signed_in(self, request: web.Request) -> web.Response:
-        """Returns the answer that keeps the token in a cookie, and asks for the same address without it."""
+        """Return the answer that keeps the token in a cookie, and asks for the same address without it."""
         rest = {name: value for name, value in request.query.items() if name != "token"}
         here = request.path.rpartition("/")[2] or "./"
         response = web.Response(status=303, headers={"Location": str(request.url.with_query(rest).relative())})
@@ -98,6 +98,6 @@ class Guard:
 
 
 def cookie_name(request: web.Request) -> str:
-    """Returns the name of this server's cookie: two pages on one host must not overwrite each other's."""
+    """Return the name of this server's cookie: two pages on one host must not overwrite each other's."""
     address = request.transport.get_extra_info("sockname") if request.transport is not None else None
     return f"{COOKIE}-{address[1]}" if address else COOKIE

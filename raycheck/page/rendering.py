@@ -44,22 +44,22 @@ def _environment() -> Environment:
 
 
 def without_settings(text: str) -> str:
-    """Returns a sentence with no settings in its addresses: they may be nobody else's business."""
+    """Return a sentence with no settings in its addresses: they may be nobody else's business."""
     return _SETTINGS.sub(r"\1", text)
 
 
 def _fit(value: Any) -> Any:
-    """Returns a text as it may be shown: with direction marks and control characters written out."""
+    """Return a text as it may be shown: with direction marks and control characters written out."""
     return printable_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _link(page: str, **arguments: object) -> str:
-    """Returns a relative link to a view. All views lie side by side, so that it holds below any path."""
+    """Return a relative link to a view. All views lie side by side, so that it holds below any path."""
     query = urlencode({name: value for name, value in arguments.items() if value != ""})
     return f"{page}?{query}" if query else page
 
 
 def render(template: str, place: PageScope, **values: Any) -> str:
-    """Returns the HTML of a view."""
+    """Return the HTML of a view."""
     known = {"place": place, "prefix": place.prefix.partition("?")[0], "has_links": True}
     return _environment().get_template(template).render(known | values)

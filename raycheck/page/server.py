@@ -27,7 +27,7 @@ STATIC = {"page.css": "text/css", "page.js": "text/javascript"}
 
 
 def make_app(place: PageScope, *, token: str, hosts: Collection[str]) -> web.Application:
-    """Returns the application that serves the page. token, hosts: see Guard."""
+    """Return the application that serves the page. token, hosts: see Guard."""
     app = web.Application(middlewares=[Guard(token, hosts).middleware()])
     views = _Views(place)
     app.on_cleanup.append(views.close)
@@ -162,7 +162,7 @@ class _Views:
         return web.json_response({"text": text, "is_done": act.is_done, "has_failed": act.has_failed})
 
     async def _shown(self, template: str, view: Callable[..., dict[str, Any]], *arguments: str) -> web.Response:
-        """Returns the HTML of a view, or of the error that kept it from being read."""
+        """Return the HTML of a view, or of the error that kept it from being read."""
         status, found = await self._read(view, *arguments)
         if status == 200:
             html = render(template, self._place, **found)
@@ -190,7 +190,7 @@ class _Views:
 
 
 def _asked(request: web.Request, name: str) -> str:
-    """Returns an argument of the URL; what is missing is empty."""
+    """Return an argument of the URL; what is missing is empty."""
     return request.query.get(name, "")
 
 
@@ -208,5 +208,5 @@ async def _static(request: web.Request) -> web.Response:
 
 
 def static_text(name: str) -> str:
-    """Returns the text of a file in static/."""
+    """Return the text of a file in static/."""
     return files("raycheck").joinpath("page", "static", name).read_text(encoding="utf-8")

@@ -38,7 +38,7 @@ class ViewThreads:
         self._under_way = 0
 
     async def read(self, call: Callable[[], T]) -> T:
-        """Returns what `call` returns. Raises BusyError at once when all places are taken, and TimeoutError."""
+        """Return what `call` returns. Raises BusyError at once when all places are taken, and TimeoutError."""
 
         def within_time() -> T:
             with reads_for(self._timeout_s):
@@ -88,7 +88,7 @@ class LiveAnswers:
         self._answers: dict[str, _Answer] = {}
 
     async def get(self, name: str) -> Any:
-        """Returns what is known of the run `name`, at most every_s seconds old."""
+        """Return what is known of the run `name`, at most every_s seconds old."""
         now = self._clock()
         known = self._answers.get(name)
         if known is None or now - known.at >= self._every_s:

@@ -1,18 +1,18 @@
 """A server for the training API of the `tinker` SDK, on Ray, with its checkpoints in the bucket. See docs/tinker.md.
 
-It is a face of raycheck, as the command line is, and uses raycheck's public interface only.
+Like the command line, it is a front end of raycheck and uses raycheck's public interface only.
 
 server            serves HTTP
 access            who may call, and how every failure is answered
 routes/           the routes of the API, by topic
-service           sessions, training runs, and the life of every request from its arrival to its result
-model_queue       runs the requests of one model in order, and rebuilds the model after a death of the engine
+service          sessions, training runs, and every request from its arrival to its result
+model_queue      runs the requests of one model in order, and rebuilds the model when the engine has died
 sampling          sampling sessions and their requests
-operations        what each kind of request does
+operations       one function per kind of request
 journal           the server's own state, in one SQLite file
-models            what the server knows of a training run
-checkpoint_store  the checkpoints in the bucket: found, listed, deleted, given another expiry
-checkpoint_paths  how the API's names lie in the bucket
-wire/             the bytes of the API: requests become checked plain values, and results become answers
+models           the server's data about a training run
+checkpoint_store  finds, lists, and deletes checkpoints in the bucket, and changes their expiry
+checkpoint_paths  maps the API's names to the bucket
+wire/            the API's wire format: requests become validated plain values, and results become responses
 engine/           the models, in a Ray actor
 """

@@ -1,8 +1,8 @@
-"""How the API's names lie in the bucket.
+"""Maps the API's names to the bucket.
 
-A training run `SESSION:train:N` is the raycheck run BASE/SESSION.train.N. Its checkpoint tinker://RUN/weights/NAME is
-the one that raycheck knows there as `weights.NAME`; the kinds share no name. The adapter of a sampler or
-external checkpoint is a Hugging Face directory below `exports/` of that run.
+A training run `SESSION:train:N` is the raycheck run BASE/SESSION.train.N. Its checkpoint tinker://RUN/weights/NAME has
+the name `weights.NAME` there, so the kinds never share a name. The adapter of a sampler or external checkpoint is a
+Hugging Face directory under `exports/` of that run.
 """
 
 import re
@@ -24,7 +24,7 @@ _BORROWED = re.compile(r"step-\d+-a0-s\d+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointPath:
-    """Names a checkpoint. segment: one of TYPE_OF_SEGMENT."""
+    """The API's name of a checkpoint. segment: one of TYPE_OF_SEGMENT."""
 
     run: str
     segment: str
@@ -32,21 +32,21 @@ class CheckpointPath:
 
     @classmethod
     def parse(cls, text: str) -> "CheckpointPath":
-        """Read "tinker://RUN/SEGMENT/NAME". Raises RefusedRequestError for anything else."""
+        """Parse "tinker://RUN/SEGMENT/NAME". Raises RefusedRequestError for anything else."""
         parts = text.removeprefix("tinker://").split("/")
         if not text.startswith("tinker://") or len(parts) != 3:
-            raise RefusedRequestError(f"{text[:200]!r} is no checkpoint: give tinker://RUN/weights/NAME")
+            raise RefusedRequestError(f"{text[:200]!r} is not a checkpoint path: use tinker://RUN/weights/NAME")
         return cls.of(parts[0], f"{parts[1]}/{parts[2]}")
 
     @classmethod
     def of(cls, run: str, checkpoint_id: str) -> "CheckpointPath":
-        """Returns the path of a run's checkpoint "SEGMENT/NAME". Raises RefusedRequestError."""
+        """Return the path of a run's checkpoint "SEGMENT/NAME". Raises RefusedRequestError."""
         segment, _, name = checkpoint_id.partition("/")
         if not _RUN.fullmatch(run):
             raise RefusedRequestError(f"{run[:200]!r} is no training run: they are called SESSION:train:NUMBER")
         if segment not in TYPE_OF_SEGMENT or not NAME.fullmatch(name):
             raise RefusedRequestError(
-                f"{checkpoint_id[:200]!r} is no checkpoint of a run: give weights/NAME, sampler_weights/NAME or "
+                f"{checkpoint_id[:200]!r} is not a checkpoint of a run: use weights/NAME, sampler_weights/NAME, or "
                 "external_weights/NAME, with a name of 1 to 80 letters, digits, '_' and '-'"
             )
         return cls(run=run, segment=segment, name=name)
@@ -65,7 +65,7 @@ class CheckpointPath:
 
 
 def path_of(run: str, raycheck_name: str | None) -> CheckpointPath | None:
-    """Returns the path of the checkpoint that raycheck knows by this name; None for names of other kinds."""
+    """Return the path of the checkpoint with this name in raycheck, or None for other names."""
     segment, _, name = (raycheck_name or "").partition(".")
     if segment not in TYPE_OF_SEGMENT or not NAME.fullmatch(name):
         return None
@@ -73,7 +73,7 @@ def path_of(run: str, raycheck_name: str | None) -> CheckpointPath | None:
 
 
 def is_borrowed(key: str) -> bool:
-    """Returns whether a run has begun with the checkpoint of this key: no attempt of the run has made it."""
+    """Return whether a run started from the checkpoint with this key, which no attempt of the run has written."""
     return _BORROWED.fullmatch(key) is not None
 
 
@@ -82,7 +82,7 @@ def run_id_of(session: str, number: int) -> str:
 
 
 def folder_of(run: str) -> str:
-    """Returns the name of a run's folder. Raises RefusedRequestError for what is no run's id."""
+    """Return the name of a run's folder. Raises RefusedRequestError for anything that is not a run's id."""
     found = _RUN.fullmatch(run)
     if found is None:
         raise RefusedRequestError(f"{run[:200]!r} is no training run: they are called SESSION:train:NUMBER", 404)
@@ -90,12 +90,12 @@ def folder_of(run: str) -> str:
 
 
 def run_in_folder(folder: str) -> str | None:
-    """Returns the id of the run in a folder of this name; None when the server has not made it."""
+    """Return the id of the run in a folder of this name, or None if the folder is not the server's."""
     found = _FOLDER.fullmatch(folder)
     return None if found is None else run_id_of(found[1], int(found[2]))
 
 
 def below(uri: str, *names: str) -> str:
-    """Returns the URI of a folder below another one; the settings in a URI's query stay."""
+    """Return the URI of a folder under another one, keeping the settings in the URI's query."""
     place, mark, query = uri.partition("?")
     return "/".join([place.rstrip("/"), *names]) + mark + query

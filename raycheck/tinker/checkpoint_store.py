@@ -1,7 +1,7 @@
-"""The checkpoints in the bucket: found, listed, copied, published, deleted. All by raycheck's public interface.
+"""Finds, lists, copies, publishes, and deletes checkpoints in the bucket, through raycheck's public interface only.
 
-Nothing about a checkpoint is kept elsewhere: one is there when its run's `latest` has its name, and pending while it
-has not. Every method talks to the bucket, and is called in a thread.
+Nothing about a checkpoint is stored elsewhere: it exists once its run's `latest` has its name, and is pending until
+then. Every method accesses the bucket, so it is called in a thread.
 """
 
 import json
@@ -27,14 +27,14 @@ from raycheck.tinker.wire.fields import RefusedRequestError
 CHUNK_BYTES = 4 * 1024 * 1024
 MAX_NOTES = 4096
 PUBLIC = "public"
-"""The score that is 1 for a published checkpoint. Scores lie in `latest`, where every commit keeps them."""
+"""The score that is 1 for a published checkpoint. Scores are stored in `latest`, and every commit preserves them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredCheckpoint:
-    """Describes a committed checkpoint.
+    """A committed checkpoint.
 
-    note: what its save said of it. times: by the store's clock. is_public: somebody has published it.
+    note: written by its save. times: by the store's clock. is_public: whether it is published.
     """
 
     path: CheckpointPath
@@ -49,7 +49,7 @@ class StoredCheckpoint:
 
     @property
     def is_copy(self) -> bool:
-        """Says that `CheckpointStore.copy` has made it, whose runs have no other checkpoint."""
+        """Whether `CheckpointStore.copy` made this checkpoint; a run made that way has no other."""
         return self.is_head and is_borrowed(self.key)
 
     @property
@@ -69,25 +69,25 @@ def _json_in(note: Mapping[str, Any], name: str) -> dict[str, str] | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterFiles:
-    """Holds the files of an exported adapter. sizes: in bytes, by name."""
+    """The files of an exported adapter. sizes: in bytes, by name."""
 
     run: Run
     place: str
     sizes: Mapping[str, int]
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """Yield the bytes of a file. Raises NotFoundError, and StoreError."""
+        """Yield the bytes of a file. Raises NotFoundError and StoreError."""
         size = self.sizes[name]
         for start in range(0, size, CHUNK_BYTES):
             yield bytes(self.run.store.get_range(f"{self.place}/{name}", start, min(start + CHUNK_BYTES, size)))
 
     def signed_address(self, name: str, valid_s: int) -> str:
-        """Returns an address of a file in the bucket itself. Raises ConfigError where the store signs none."""
+        """Return a signed URL of a file in the bucket. Raises ConfigError if the store cannot sign URLs."""
         return self.run.store.signed_address(f"{self.place}/{name}", valid_s)
 
 
 class CheckpointStore:
-    """Reads and changes the runs below `root`."""
+    """The runs under `root`, and operations on their checkpoints."""
 
     def __init__(self, root: str, storage: StorageSettings | None = None) -> None:
         self.root = root
@@ -98,7 +98,7 @@ class CheckpointStore:
         return below(self.root, folder_of(run))
 
     def find(self, path: CheckpointPath) -> StoredCheckpoint:
-        """Returns a checkpoint that is there and has not expired. Raises RefusedRequestError (404) otherwise."""
+        """Return a checkpoint that exists and has not expired. Raises RefusedRequestError (404) otherwise."""
         for found in self.of_run(path.run, only=path):
             return found
         raise RefusedRequestError(f"{path.text}: there is no such checkpoint", 404)
@@ -107,7 +107,7 @@ class CheckpointStore:
         return next(iter(self.of_run(path.run, only=path)), None)
 
     def of_run(self, run: str, *, only: CheckpointPath | None = None) -> list[StoredCheckpoint]:
-        """Returns the checkpoints of a run, the oldest first; none for a run that is not in the bucket."""
+        """Return a run's checkpoints, oldest first; none for a run that is not in the bucket."""
         uri = self.uri_of(run)
         try:
             opened = open_run(uri, self._storage)
@@ -147,34 +147,34 @@ class CheckpointStore:
             )
 
     def head_of(self, run: str) -> tuple[str, Mapping[str, Any]]:
-        """Returns key and note of a run's newest checkpoint; both empty for a run without one."""
+        """Return the key and note of a run's newest checkpoint; both are empty for a run without one."""
         head = open_run(self.uri_of(run), self._storage).head
         return ("", {}) if head is None else (head.entry.key, dict(head.manifest().note))
 
     def runs(self) -> list[str]:
-        """Returns the ids of all training runs in the bucket, that with the newest commit first."""
+        """Return the ids of all training runs in the bucket, most recent commit first."""
         found = list_runs(self.root, self._storage, depth=1)
         return [run for item in found if item.name and (run := run_in_folder(item.name)) is not None]
 
     def export_adapter(self, found: StoredCheckpoint) -> None:
-        """Write the adapter of a checkpoint as a Hugging Face directory, unless that is there and whole."""
+        """Write a checkpoint's adapter as a Hugging Face directory, unless a complete one exists."""
         place = self._export(found)
         store = open_run(found.uri, self._storage).store
         with suppress(NotFoundError):
-            store.head(f"{place}/adapter_config.json")  # the last file of such a directory
+            store.head(f"{place}/adapter_config.json")  # written last in such a directory
             return
         export_hf(found.uri, below(found.uri, *place.split("/")), step=found.key, storage=self._storage)
         self._clear_exports(found.path.run)
 
     def adapter_files(self, found: StoredCheckpoint) -> AdapterFiles:
-        """Returns the files of a checkpoint's adapter, after `export_adapter`."""
+        """Return the files of a checkpoint's adapter. Call `export_adapter` first."""
         place = self._export(found)
         run = open_run(found.uri, self._storage)
         listed = {item.key.removeprefix(f"{place}/"): item.size_bytes for item in run.store.list_objects(f"{place}/")}
         return AdapterFiles(run=run, place=place, sizes=dict(sorted(listed.items())))
 
     def _clear_exports(self, run: str) -> None:
-        """Delete the adapters of checkpoints of a run that have expired or are gone."""
+        """Delete exported adapters whose checkpoints have expired or are gone."""
         kept = {self._export(found) for found in self.of_run(run)}
         opened = open_run(self.uri_of(run), self._storage)
         for name in opened.store.list_names("exports/"):
@@ -188,11 +188,11 @@ class CheckpointStore:
         return f"exports/{found.path.raycheck_name}-{found.key}"
 
     def copy(self, source: CheckpointPath, run: str, ttl_s: int | None) -> CheckpointPath:
-        """Make the new run `run` of a checkpoint, which has its kind and name there. Within one bucket no tensor is
-        copied. Returns its path. The copy is not public. Raises RefusedRequestError (404).
+        """Create the new run `run` from a checkpoint, which keeps its kind and name. Within one bucket no tensor is
+        copied. Returns the copy's path. The copy is not public. Raises RefusedRequestError (404).
 
-        A repetition for the same `run` goes on where a killed one was, also when the source was deleted since. The copy
-        is listed when it has its name, which it gets last.
+        A repeated call for the same `run` resumes where a killed one stopped, even if the source was deleted since. The
+        copy is listed once it has its name, which is set last.
         """
         uri = self.uri_of(run)
         try:
@@ -209,10 +209,11 @@ class CheckpointStore:
         return target
 
     def delete(self, path: CheckpointPath) -> None:
-        """Delete a checkpoint. It is gone at once; its objects go some minutes later. Raises RefusedRequestError (404).
+        """Delete a checkpoint. It disappears at once; its objects are deleted minutes later. Raises RefusedRequestError
+        (404).
 
-        The head of a run, from which a live model would be rebuilt, only loses its name, and goes with the next commit.
-        With a copy its run goes, too.
+        The head of a run, from which a live model would be rebuilt, only loses its name and is deleted with the next
+        commit. Deleting a copy also deletes its run.
         """
         found = self.find(path)
         if found.is_copy:
@@ -225,13 +226,13 @@ class CheckpointStore:
         _delete_export(open_run(found.uri, self._storage), self._export(found))
 
     def set_public(self, path: CheckpointPath, is_public: bool) -> None:
-        """Mark a checkpoint as public, or as not. Raises RefusedRequestError (404)."""
+        """Mark a checkpoint as public or not public. Raises RefusedRequestError (404)."""
         found = self.find(path)
         if found.is_public != is_public:
             open_run(found.uri, self._storage).score(found.key, {PUBLIC: float(is_public)})
 
     def set_ttl(self, path: CheckpointPath, ttl_s: int | None) -> None:
-        """Let a checkpoint expire `ttl_s` seconds from now; None: never. Raises RefusedRequestError (404)."""
+        """Set a checkpoint to expire in `ttl_s` seconds; None: never. Raises RefusedRequestError (404)."""
         found = self.find(path)
         run = open_run(found.uri, self._storage)
         run.name_checkpoint(found.key, path.raycheck_name, expire_after_s=ttl_s, overwrite=True)
@@ -243,6 +244,6 @@ def _is_public(scores: Mapping[str, float]) -> bool:
 
 def _delete_export(run: Run, place: str) -> None:
     store = run.store
-    store.delete(f"{place}/adapter_config.json")  # first, as no reader starts without it
+    store.delete(f"{place}/adapter_config.json")  # first, because no reader starts without it
     for item in list(store.list_objects(f"{place}/")):
         store.delete(item.key)

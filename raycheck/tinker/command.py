@@ -1,4 +1,4 @@
-"""Puts the server together for the command line: Ray, the engine, the state file and the bucket."""
+"""Assembles the server for the command line: Ray, the engine, the state file, and the bucket."""
 
 import asyncio
 import logging
@@ -18,11 +18,12 @@ from raycheck.tinker.service import ServerSettings, Service
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinkerOptions:
-    """Holds the options of `raycheck tinker`.
+    """The options of `raycheck tinker`.
 
-    base_model: a folder's absolute path, or a name on the hub. model_name: what clients call it. key: what clients must
-    show; None for one that the server makes and keeps in its state file, "" for none. allow_hosts: names besides this
-    machine's and `host` under which clients reach the server. ray_address: None starts a Ray of the server's own.
+    base_model: a folder's absolute path, or a name on the Hub. model_name: the name that clients use for it. key: the
+    key that clients must send; None if the server generates one and keeps it in its state file; "" for none.
+    allow_hosts: host names, besides this machine's and `host`, that clients may use. ray_address: None starts a
+    separate Ray for the server.
     """
 
     base_model: str
@@ -44,16 +45,16 @@ class TinkerOptions:
 
 
 def run_server(options: TinkerOptions, *, on_start: Callable[[str, str], None]) -> None:
-    """Serve until the process is interrupted or asked to end. Raises ConfigError. on_start: see serve."""
+    """Serve until the process is interrupted or terminated. Raises ConfigError. on_start: see serve."""
     import ray
 
     check_bind(options.host, options.key)
     if options.direct_downloads and not options.checkpoints.startswith("s3://"):
-        raise ConfigError("direct_downloads: only a bucket of s3:// signs addresses; leave it out for this one")
-    CheckpointStore(options.checkpoints, options.storage).runs()  # an address that cannot be read is said at once
+        raise ConfigError("direct_downloads: only s3:// buckets can sign URLs; leave it out for this bucket")
+    CheckpointStore(options.checkpoints, options.storage).runs()  # fail at once if the bucket cannot be read
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("raycheck.tinker").setLevel(logging.INFO)
-    address = options.ray_address or "local"  # without one ray.init joins whatever Ray was last started here
+    address = options.ray_address or "local"  # without an address, ray.init joins whatever Ray was last started here
     ray.init(address=address, include_dashboard=None if options.ray_address else False)
     try:
         with suppress(KeyboardInterrupt, asyncio.CancelledError):
@@ -66,7 +67,7 @@ def run_server(options: TinkerOptions, *, on_start: Callable[[str, str], None]) 
 
 async def _serve(options: TinkerOptions, on_start: Callable[[str, str], None]) -> None:
     task = asyncio.current_task()
-    assert task is not None, "it runs in a task"
+    assert task is not None, "serve runs in a task"
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
     def make_service(on_replaced: Callable[[], None]) -> Service:

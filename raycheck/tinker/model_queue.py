@@ -1,12 +1,13 @@
-"""Runs the requests of one model, one after the other in the order of their numbers, and logs each result.
+"""Runs the requests of one model, one at a time in the order of their numbers, and logs each result.
 
-When the engine has died since the last one, the model is rebuilt first: from its run's newest checkpoint in the bucket,
-or as it was created, and then by running again what the journal has had done since. A number that does not come is
-waited for; then it is given up, and so is the request that waited, for a later number must never take its place.
+If the engine has died since the last request, the model is rebuilt first: from its run's newest checkpoint in the
+bucket, or from its initial state, and then by replaying the journal's requests since then. The queue waits for a
+missing number. When the wait is over, it gives up on that number and on the request that waited, because a later number
+must never take its place.
 
-A save lets the next requests run as soon as the model's state is copied, and has its result after the commit. One save
-is under way at a time. If the engine dies meanwhile, the save comes first again: the model is rebuilt to where it was
-before the save, and what was run since is run again after it.
+During a save, the next requests run as soon as the model's state is copied; the save has its result after the commit.
+Only one save is under way at a time. If the engine dies during a save, the save is repeated first: the model is rebuilt
+to its state before the save, and the later requests run again after it.
 """
 
 import asyncio
@@ -25,16 +26,16 @@ from raycheck.tinker.wire.fields import RefusedRequestError
 
 logger = logging.getLogger("raycheck.tinker")
 MAX_DEATHS = 3
-"""A request during which the engine has died this often is given up."""
+"""A request during which the engine has died this many times fails."""
 SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 
 
 class ModelQueue:
-    """Runs one model's requests.
+    """The queue of one model's requests.
 
-    hold_s: how long a missing number is waited for. recovery_steps: after so many steps since the newest save the model
-    is saved without a name. on_result: called with the id of each request that has a result now. on_replaced: called
-    when another server has taken over.
+    hold_s: how long to wait for a missing number. recovery_steps: how many steps after the newest save the model is
+    saved without a name. on_result: called with the id of each request that now has a result. on_replaced: called when
+    another server has taken over.
     """
 
     def __init__(
@@ -53,10 +54,10 @@ class ModelQueue:
         self._on_result = on_result
         self._on_replaced = on_replaced
         self._came = asyncio.Event()
-        self._over = ""  # why the model will never be open again
-        self._deadlines: dict[int, float] = {}  # until when a request waits for those before it, by its number
-        self._at = 0  # the number of the last request whose effect the open model has
-        self._deaths: dict[int, int] = {}  # how often the engine has died during a request, by its number
+        self._over = ""  # why the model can never be opened again
+        self._deadlines: dict[int, float] = {}  # how long each request, by number, waits for earlier ones
+        self._at = 0  # the number of the last request applied to the open model
+        self._deaths: dict[int, int] = {}  # how often the engine has died during each request, by number
         self._saving: tuple[LoggedRequest, asyncio.Task[Result | None]] | None = None
         self._task = asyncio.create_task(self._run())
 
@@ -94,11 +95,11 @@ class ModelQueue:
             self._on_replaced()
 
     def _must_wait_for_save(self, request: LoggedRequest) -> bool:
-        is_gone = self._context.life != self._context.engine.life  # the save comes first when the model is rebuilt
+        is_gone = self._context.life != self._context.engine.life  # the save runs first when the model is rebuilt
         return is_gone or request.kind in (*SAVES, "unload_model")
 
     async def _begin_save(self, request: LoggedRequest) -> None:
-        """Start a save, and wait until the model may be changed again."""
+        """Start a save and wait until the model may be changed again."""
         staged = asyncio.Event()
         task = asyncio.create_task(self._result_of(request, on_staged=staged.set))
         self._saving = request, task
@@ -107,8 +108,8 @@ class ModelQueue:
         await staged.wait()
 
     async def _end_save(self) -> None:
-        """Wait for the save that is under way. If the engine has died, it stays to be run again."""
-        assert self._saving is not None, "the caller has looked"
+        """Wait for the save under way. If the engine has died, keep the save to run it again."""
+        assert self._saving is not None, "the caller has checked"
         request, task = self._saving
         result = await task
         self._saving = None
@@ -117,7 +118,8 @@ class ModelQueue:
             await self._after(request)
 
     async def _wait_for(self, missing: list[int], request: LoggedRequest) -> None:
-        """Wait until another request comes. At the deadline fail this one, and what is missing before it for ever."""
+        """Wait until another request arrives. At the deadline, fail this request and the missing ones before it for
+        good."""
         now = asyncio.get_running_loop().time()
         left = self._deadlines.setdefault(request.seq, now + self._hold_s) - now
         try:
@@ -130,7 +132,7 @@ class ModelQueue:
             await self._log(request, *failure(text, "user"))
 
     async def _after(self, request: LoggedRequest) -> None:
-        """Save for a recovery when much would have to be run again. The client knows nothing of it."""
+        """Make a recovery save when much would have to be replayed. The client does not see it."""
         self._deadlines.pop(request.seq, None)
         self._deaths.pop(request.seq, None)
         if request.kind == "unload_model":
@@ -146,12 +148,12 @@ class ModelQueue:
         try:
             await save_for_recovery(context, request)
         except (EngineGoneError, EngineRefusalError, RaycheckError) as error:
-            logger.warning("could not save for a recovery: %s model=%s", error, context.run)
+            logger.warning("recovery save failed: %s model=%s", error, context.run)
 
     async def _result_of(
         self, request: LoggedRequest, *, on_staged: Callable[[], None] = lambda: None
     ) -> Result | None:
-        """Returns the result of a request; None when the engine died, and the request is to be run again."""
+        """Return a request's result, or None if the engine died and the request must run again."""
         context = self._context
         if self._over:
             return failure(self._over, "server")
@@ -165,17 +167,17 @@ class ModelQueue:
                 return as_json(_created(context))
             return await OPERATIONS[request.kind](context, request)
         except EngineGoneError as error:
-            logger.warning("the engine died, and is started again: %s model=%s", error, context.run)
+            logger.warning("the engine died and is restarted: %s model=%s", error, context.run)
             self._context = replace(self._context, life=-1)
             self._deaths[request.seq] = self._deaths.get(request.seq, 0) + error.was_running
             if self._deaths[request.seq] < MAX_DEATHS:
                 return None
-            return failure(f"the engine died {MAX_DEATHS} times while it ran this request", "server")
+            return failure(f"the engine died {MAX_DEATHS} times while running this request", "server")
         except EngineRefusalError as error:
             if error.category == "fenced":
                 self._over = f"another server has taken over model {context.run}: {error}"
             return failure(str(error), error.category)
-        except (ValueError, RefusedRequestError) as error:  # a ConfigError is a ValueError
+        except (ValueError, RefusedRequestError) as error:  # includes ConfigError
             return failure(str(error), "user")
         except RaycheckError as error:
             return failure(str(error), "server")
@@ -186,24 +188,23 @@ class ModelQueue:
             return failure(f"{type(error).__name__}: {error}", "server")
 
     async def _open(self) -> None:
-        """Bring the model to its newest checkpoint, or to how it began."""
+        """Restore the model to its newest checkpoint, or to its initial state."""
         context = replace(self._context, life=self._context.engine.life)
-        self._journal.check_current()  # else this claim would fence the server that has taken over
+        self._journal.check_current()  # otherwise this claim would fence the server that has taken over
         uri = context.checkpoints.uri_of(context.run)
         note = await context.call("open", context.facts.shape, uri, context.facts.source)
         found = note.get("covered", 0)
         self._at, self._context = found if isinstance(found, int) else 0, context
 
     async def _catch_up(self, context: Context, request: LoggedRequest) -> None:
-        """Run again what was run before this request, and the open model does not have."""
+        """Replay the requests before this one that the open model lacks."""
         begin = self._at
         if begin >= request.seq - 1:
             return
         replayed = [item for item in self._journal.to_replay(context.run, begin) if item.seq < request.seq]
         if any(item.body is None for item in replayed):
             raise ConfigError(
-                f"model {context.run} cannot be rebuilt: a checkpoint that it was saved to is gone. Resume from a "
-                "checkpoint that is there"
+                f"model {context.run} cannot be rebuilt: its checkpoint is gone. Resume from an existing checkpoint"
             )
         for item in replayed:
             await OPERATIONS[item.kind](context, item)
@@ -225,8 +226,8 @@ def _created(context: Context) -> dict[str, object]:
 
 
 def _lost(lane: str, seq: int) -> LoggedRequest:
-    """Returns what takes the place of a number that has not come in time."""
-    form, result = failure("the request did not come in time", "user")
+    """Return a placeholder for a number that has not arrived in time."""
+    form, result = failure("the request did not arrive in time", "user")
     return LoggedRequest(
         id=uuid4().hex,
         lane=lane,
@@ -241,6 +242,6 @@ def _lost(lane: str, seq: int) -> LoggedRequest:
 
 
 def failure(text: str, category: Category) -> Result:
-    """Returns the result that makes the SDK raise RequestFailedError at once."""
+    """Return the result that makes the SDK raise RequestFailedError at once."""
     named = "user" if category == "user" else "server"
     return "error", json.dumps({"error": text, "category": named}).encode()

@@ -1,4 +1,4 @@
-"""What the server knows of a training run or a sampling session: plain values, kept in the journal as JSON."""
+"""The server's data about training runs and sampling sessions: plain values, stored in the journal as JSON."""
 
 import json
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from raycheck.tinker.engine.orders import LoadSource
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """Describes a training run.
+    """The facts of a training run.
 
-    session, number: the session that it belongs to, and its place there. base_model: its name as the client gave it.
-    source: the checkpoint that it began from; None for one that began from nothing. source_path: that one's name.
+    session, number: its session, and its number there. base_model: its name as given by the client. source: the
+    checkpoint that it started from; None if it was initialized. source_path: that checkpoint's name.
     """
 
     session: str
@@ -39,7 +39,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerFacts:
-    """Names the weights of a sampling session. model_path: None for the base model, and for weights without a name."""
+    """The weights of a sampling session. model_path: None for the base model, and for unnamed weights."""
 
     base_model: str
     model_path: str | None = None
@@ -58,9 +58,9 @@ class SamplerFacts:
 
 
 def note_of(facts: ModelFacts, *, fingerprint: str, request: str, covered: int, metadata: Mapping[str, str]) -> Any:
-    """Returns the note of a checkpoint: all that another server must know to load it, or to list its run.
+    """Return the note of a checkpoint: everything that another server needs to load it or to list its run.
 
-    request: the save that it answers. covered: the number of the last request whose effect is in it.
+    request: the save that it belongs to. covered: the number of the last request included in it.
     """
     return {
         "request": request,
@@ -75,9 +75,9 @@ def note_of(facts: ModelFacts, *, fingerprint: str, request: str, covered: int, 
 
 
 def shape_in_note(note: Mapping[str, Any]) -> LoraShape:
-    """Returns the adapter's shape that a note tells. Raises ValueError for a note that `note_of` has not made."""
+    """Return the adapter's shape from a note. Raises ValueError for a note that `note_of` did not create."""
     try:
         names = ("rank", "seed", "train_attn", "train_mlp", "train_unembed")
         return LoraShape(**{name: note[f"lora_{name}"] for name in names})
     except KeyError as error:
-        raise ValueError(f"the checkpoint's note does not say {error}: this server has not written it") from None
+        raise ValueError(f"the checkpoint's note lacks {error}: this server did not write it") from None

@@ -1,8 +1,8 @@
-"""What each kind of request does to a model: one function per kind, which returns the result as it is stored.
+"""Carries out requests on a model: one function per kind, which returns the result in stored form.
 
-All of them may be run again: after a death of the engine the model is rebuilt from the bucket and the journal, and the
-request that was under way is run once more. A save looks first whether its checkpoint was committed already. It tells
-when the model's state is copied, and goes on until the commit while the model's next requests run.
+All of them can be repeated: when the engine has died, the model is rebuilt from the bucket and the journal, and the
+interrupted request runs again. A save first checks whether its checkpoint was already committed. It reports when the
+model's state is copied, and continues until the commit while the model's next requests run.
 """
 
 import asyncio
@@ -37,17 +37,17 @@ from raycheck.tinker.wire.training_data import (
 )
 
 POLL_S = 0.02
-"""How long to wait before asking again whether a save is committed."""
+"""The interval at which a save's commit is polled."""
 Result = tuple[str, bytes]
 """A result's form (see LoggedRequest) and its bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """Holds what operations work with: one model's id and facts, and the server's parts.
+    """The context of an operation: one model's id and facts, and the server's parts.
 
-    life: the engine's life in which the model is open; -1 while it is not. on_staged: called by a save when the model
-    may be changed again.
+    life: the engine's life in which the model is open; -1 while it is not open. on_staged: called by a save when the
+    model may be changed again.
     """
 
     run: str
@@ -60,8 +60,8 @@ class Context:
     on_staged: Callable[[], None] = lambda: None
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of Tenants for the model. Raises EngineGoneError once the model is not open any more, whoever
-        has had the engine started again."""
+        """Call a method of Tenants for the model. Raises EngineGoneError once the model is no longer open, whichever
+        request caused the engine's restart."""
         return await self.engine.call(method, self.run, *args, life=self.life)
 
 
@@ -70,8 +70,8 @@ def as_json(value: Mapping[str, Any]) -> Result:
 
 
 def batch_of(request: LoggedRequest, base: BaseFacts) -> TrainingBatch:
-    """Returns the batch of a logged pass. Raises MalformedDataError. A JSON body begins with a brace; no protobuf
-    message of this type does."""
+    """Return the batch of a logged pass. Raises MalformedDataError. A JSON body starts with a brace; a protobuf message
+    of this type never does."""
     assert request.body is not None, "the body stays until the request is covered"
     limits = Limits(vocab_size=base.vocab_size, max_tokens=base.max_tokens)
     if request.body.startswith(b"{"):
@@ -92,8 +92,8 @@ async def run_pass(context: Context, request: LoggedRequest) -> Result:
 
 
 async def optim_step(context: Context, request: LoggedRequest) -> Result:
-    """Make a step, unless the client sent it together with a pass that has failed."""
-    if request.form == "no_step" and request.result is not None:  # it is replayed
+    """Make a step, unless the client sent it together with a pass that failed."""
+    if request.form == "no_step" and request.result is not None:  # a replay
         await context.call("drop_gradients")
         return request.form, request.result
     is_new = request.status == "pending"
@@ -106,17 +106,17 @@ async def optim_step(context: Context, request: LoggedRequest) -> Result:
 
 
 def no_step(failed: LoggedRequest) -> Result:
-    """Return the result of a step that is not made, since a pass before it failed and the client did not know."""
+    """Return the result of a step that is not made because an earlier pass failed without the client's knowledge."""
     category = json.loads(failed.result or b"{}").get("category", "server")
     text = (
         f"no step was made, and the gradients since the last step are dropped: request {failed.seq} before it failed, "
-        "so that its gradient is missing. Send the passes of this step again, and then the step"
+        "so its gradient is missing. Send the passes of this step again, then the step"
     )
     return "no_step", json.dumps({"error": text, "category": category}).encode()
 
 
 def adam_params_in(body: Mapping[str, Any]) -> AdamParams:
-    """Returns the parameters of an optim_step. Raises RefusedRequestError or ValueError for what cannot be."""
+    """Return the parameters of an optim_step. Raises RefusedRequestError or ValueError for invalid ones."""
     given = body.get("optim_params") or body.get("adam_params")
     if not isinstance(given, dict):
         raise RefusedRequestError("the body has no adam_params", 422)
@@ -124,7 +124,7 @@ def adam_params_in(body: Mapping[str, Any]) -> AdamParams:
 
 
 async def load_weights(context: Context, request: LoggedRequest) -> Result:
-    """Put a checkpoint into a model that has done nothing yet."""
+    """Load a checkpoint into a model that has processed no request yet."""
     body = body_of(request)
     source = await asyncio.to_thread(source_of, context.checkpoints, context.base, body)
     await context.call("load", source)
@@ -132,11 +132,11 @@ async def load_weights(context: Context, request: LoggedRequest) -> Result:
 
 
 def source_of(checkpoints: CheckpointStore, base: BaseFacts, body: Mapping[str, Any]) -> LoadSource:
-    """Returns the checkpoint that a load_weights names. Raises RefusedRequestError, and ValueError for one of another
-    base model."""
+    """Return the checkpoint named by a load_weights. Raises RefusedRequestError, and ValueError if it belongs to
+    another base model."""
     path = CheckpointPath.parse(text_in(body, "path"))
     if path.segment != "weights":
-        raise ValueError(f"{path.text} is no training state: give tinker://RUN/weights/NAME")
+        raise ValueError(f"{path.text} is not a training state: use tinker://RUN/weights/NAME")
     found = checkpoints.find(path)
     if found.note.get("base_fingerprint") != base.fingerprint:
         raise ValueError(f"{path.text}: {other_base(found.note)}")
@@ -144,7 +144,7 @@ def source_of(checkpoints: CheckpointStore, base: BaseFacts, body: Mapping[str, 
 
 
 def other_base(note: Mapping[str, Any]) -> str:
-    """Says why a checkpoint does not fit this server's base model."""
+    """Return why a checkpoint does not fit this server's base model."""
     return f"it is an adapter of {note.get('base_model')!r} with other weights than this server's base model has"
 
 
@@ -165,7 +165,7 @@ async def save_weights_for_sampler(context: Context, request: LoggedRequest) -> 
 
 
 async def save_weights_external(context: Context, request: LoggedRequest) -> Result:
-    """Commit a checkpoint and write its adapter as a Hugging Face directory, to be downloaded."""
+    """Commit a checkpoint and write its adapter as a Hugging Face directory for download."""
     path = CheckpointPath(run=context.run, segment="external_weights", name=checkpoint_name_in(body_of(request)))
     await _save(context, request, path)
     found = await asyncio.to_thread(context.checkpoints.find, path)
@@ -175,7 +175,7 @@ async def save_weights_external(context: Context, request: LoggedRequest) -> Res
 
 
 async def _save_for_sampling_session(context: Context, request: LoggedRequest) -> Result:
-    """Commit a checkpoint without a name, of which the newest two stay, and make a sampling session of it."""
+    """Commit an unnamed checkpoint, of which the newest two are kept, and create a sampling session for it."""
     body = body_of(request)
     covered = context.journal.newest_change(context.run, request.seq)
     for is_saved in (False, True):
@@ -183,7 +183,7 @@ async def _save_for_sampling_session(context: Context, request: LoggedRequest) -
         if note.get("request") == request.id:
             break
         if is_saved:
-            raise EngineRefusalError("the weights were saved, and another checkpoint is the newest one", "server")
+            raise EngineRefusalError("the weights were saved, but another checkpoint is newer", "server")
         await _commit(context, SaveOrder(name=None, note=_note(context, request, covered)))
     await when_there_is_room(lambda: context.journal.cover(context.run, covered))
     facts = SamplerFacts(
@@ -198,14 +198,14 @@ async def _save_for_sampling_session(context: Context, request: LoggedRequest) -
 
 
 async def _save(context: Context, request: LoggedRequest, path: CheckpointPath) -> None:
-    """Commit a checkpoint under this name, unless this very request has done so before."""
+    """Commit a checkpoint under this name, unless this request has already done so."""
     body = body_of(request)
     overwrite = flag_in(body, "overwrite", default=False)
     known = await asyncio.to_thread(context.checkpoints.find_or_none, path)
     covered = context.journal.newest_change(context.run, request.seq)
     if known is None or known.note.get("request") != request.id:
         if known is not None and not overwrite:
-            raise EngineRefusalError(f"{path.text} exists already; give another name, or overwrite", "user")
+            raise EngineRefusalError(f"{path.text} exists already; choose another name, or overwrite it", "user")
         order = SaveOrder(
             name=path.raycheck_name,
             note=_note(context, request, covered),
@@ -217,9 +217,9 @@ async def _save(context: Context, request: LoggedRequest, path: CheckpointPath) 
 
 
 async def _commit(context: Context, order: SaveOrder) -> None:
-    """Save the model as it is now, and return when it is committed.
+    """Save the model in its current state, and return when the save is committed.
 
-    Raises EngineGoneError when the engine has been started again meanwhile, which may be before or after the commit.
+    Raises EngineGoneError if the engine was restarted in the meantime, possibly after the commit.
     """
     await context.call("save", order)
     context.on_staged()
@@ -231,7 +231,7 @@ async def _commit(context: Context, order: SaveOrder) -> None:
 
 
 async def save_for_recovery(context: Context, request: LoggedRequest) -> None:
-    """Commit a checkpoint without a name after a step, from which the model is rebuilt when the engine dies."""
+    """Commit an unnamed checkpoint after a step, from which the model can be rebuilt if the engine dies."""
     note = note_of(
         context.facts,
         fingerprint=context.base.fingerprint,
@@ -254,7 +254,7 @@ def _note(context: Context, request: LoggedRequest, covered: int) -> Any:
 
 
 async def unload_model(context: Context, request: LoggedRequest) -> Result:
-    """Forget the model. Its checkpoints stay."""
+    """Unload the model. Its checkpoints stay."""
     del request
     await context.call("close")
     await when_there_is_room(lambda: context.journal.unload(context.run))

@@ -1,7 +1,7 @@
-"""Sampling sessions, and their requests: each is logged as those to models are, and run in no order.
+"""Sampling sessions and their requests, which are logged like requests to models but run in any order.
 
 A sampling session names weights: the base model's, or those of a checkpoint in the bucket. Its requests change nothing,
-so that after a death of the engine or the server they are simply run again, with the seed that they had.
+so when the engine or the server has died they are simply run again with the same seed.
 """
 
 import asyncio
@@ -30,24 +30,24 @@ MAX_SAMPLES = 1024
 MAX_STOPS = 16
 MAX_LIKELIEST = 256
 MAX_LIKELIEST_CELLS = 1 << 24
-"""How many of the likeliest tokens one answer may hold: it has eight bytes for each, and lies whole in memory, in a
-message of protobuf and in the state file."""
+"""The maximum number of most likely tokens in one answer. Each takes eight bytes, in memory, in a protobuf message, and
+in the state file."""
 NOT_THERE = ("prompt_alt_tokens_k", "record_stability_info")
 
 
 class Sampling:
-    """Answers requests to sample. service: keeps them, and knows the models."""
+    """The handler of sampling requests. service: stores the requests and has the models' facts."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._running: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Go on with the requests that the last server left."""
+        """Resume the requests that the last server left pending."""
         query = "SELECT id FROM requests WHERE kind = 'sample' AND status = 'pending'"
         for (request_id,) in self._service.journal.rows(query):
             request = self._service.journal.request(request_id)
-            assert request is not None, "it was read just now"
+            assert request is not None, "its id was just read"
             self._run(request)
 
     async def stop(self) -> None:
@@ -56,14 +56,14 @@ class Sampling:
         await asyncio.gather(*self._running, return_exceptions=True)
 
     async def create_session(self, body: Mapping[str, Any]) -> str:
-        """Create a sampling session for the base model or a checkpoint. Returns its id, also that of the same one."""
+        """Create a sampling session for the base model or a checkpoint, or find the same one. Returns its id."""
         session, number = text_in(body, "session_id"), number_in(body, "sampling_session_seq_id")
         self._service.check_session(session)
         facts = await self._facts_in(body)
         return self._service.journal.add_sampler(session, number, facts.text)
 
     async def _facts_in(self, body: Mapping[str, Any]) -> SamplerFacts:
-        """Returns the weights that a body names by base_model or model_path."""
+        """Return the weights named by base_model or model_path in a body."""
         base_model, path = body.get("base_model"), body.get("model_path")
         if path is not None:
             return await asyncio.to_thread(self._facts_of_path, CheckpointPath.parse(text_in(body, "model_path")))
@@ -87,16 +87,16 @@ class Sampling:
         )
 
     def facts_of(self, sampler: str) -> SamplerFacts:
-        """Returns the weights of a sampling session. Raises RefusedRequestError (404) for an unknown one."""
+        """Return the weights of a sampling session. Raises RefusedRequestError (404) for an unknown one."""
         found = self._service.journal.rows("SELECT facts FROM samplers WHERE id = ?", sampler)
         if not found:
             raise RefusedRequestError(f"there is no sampling session {sampler}", 404)
         return SamplerFacts.parse(found[0][0])
 
     async def submit(self, body: Mapping[str, Any]) -> tuple[str, int]:
-        """Log a request to sample, and begin it.
+        """Log a sampling request and start it.
 
-        Returns its id, also that of the same request that came before, and how many sequences it will have.
+        Returns its id, or that of an identical earlier request, and the number of sequences.
         """
         journal = self._service.journal
         if body.get("sampling_session_id") is not None:
@@ -118,7 +118,7 @@ class Sampling:
         if known is request:
             self._run(request)
         elif known.digest != request.digest:
-            raise RefusedRequestError(f"request {seq} of {lane} was sent before with another content")
+            raise RefusedRequestError(f"request {seq} of {lane} was sent before with different content")
         return known.id, order.num_samples
 
     def _run(self, request: LoggedRequest) -> None:
@@ -128,7 +128,7 @@ class Sampling:
 
     async def _result(self, request: LoggedRequest) -> None:
         order = order_in(request.body or b"{}")
-        form, result = failure(f"the engine died {MAX_DEATHS} times while it sampled", "server")
+        form, result = failure(f"the engine died {MAX_DEATHS} times while sampling", "server")
         deaths = 0
         while deaths < MAX_DEATHS:
             try:
@@ -149,10 +149,10 @@ class Sampling:
         self._service.wake(request.id)
 
     def _order_in(self, body: Mapping[str, Any], facts: SamplerFacts) -> SampleOrder:
-        """Returns what a body asks for. Raises RefusedRequestError for what cannot be."""
+        """Return the order in a body. Raises RefusedRequestError for an invalid one."""
         for name in NOT_THERE:
             if body.get(name):
-                raise RefusedRequestError(f"{name}: this server does not have it", 422)
+                raise RefusedRequestError(f"{name}: this server does not support it", 422)
         prompt = self._prompt_in(body)
         params = dict_in(body, "sampling_params")
         base = self._service.base_facts
@@ -162,8 +162,8 @@ class Sampling:
         seed = optional_number_in(params, "seed")
         if not 1 <= count <= MAX_SAMPLES or wanted == 0 or room < 1:
             raise RefusedRequestError(
-                f"num_samples={count}, max_tokens={wanted}, and a prompt of {len(prompt)} tokens: give 1 to "
-                f"{MAX_SAMPLES} samples of at least one token, and a prompt that leaves room for it",
+                f"num_samples={count}, max_tokens={wanted}, and a prompt of {len(prompt)} tokens: request 1 to "
+                f"{MAX_SAMPLES} samples of at least one token, with a prompt that leaves room for it",
                 422,
             )
         max_tokens = room if wanted is None else min(wanted, room)
@@ -211,7 +211,7 @@ class Sampling:
         if len(cells.shape) != 2 or cells.shape[0] != prompt_length - 1 or not is_whole:
             raise RefusedRequestError(
                 f"target_prompt_logprobs has the shape {list(cells.shape)}: give a row of tokens, or of -1, for each "
-                f"of the {prompt_length} tokens of the prompt but the first",
+                f"of the {prompt_length} prompt tokens except the first",
                 422,
             )
         named = {"tokens": cells.values, "rows": cells.rows(), "crow": cells.crow, "col": cells.col}
@@ -224,7 +224,7 @@ class Sampling:
         for chunk in chunks if isinstance(chunks, list) else []:
             found = chunk.get("tokens") if isinstance(chunk, dict) else None
             if not isinstance(found, list) or any(type(token) is not int for token in found):
-                raise RefusedRequestError("prompt: this server reads chunks of tokens only", 422)
+                raise RefusedRequestError("prompt: this server accepts chunks of tokens only", 422)
             tokens += found
         base = self._service.base_facts
         if not tokens or min(tokens) < 0 or max(tokens) >= base.vocab_size:
@@ -233,10 +233,10 @@ class Sampling:
 
 
 def order_in(data: bytes) -> SampleOrder:
-    """Returns the order in a logged request."""
+    """Return the order stored in a logged request."""
     given = json.loads(data)
     source, shape, stop_tokens = given.pop("source"), given.pop("shape"), given.pop("stop_tokens")
-    targets = given.pop("targets", None)  # which a server of before did not know
+    targets = given.pop("targets", None)  # missing in an older server's requests
     return SampleOrder(
         **{**given, "prompt": tuple(given["prompt"]), "stop_strings": tuple(given["stop_strings"])},
         source=source and LoadSource(**source),
@@ -247,12 +247,12 @@ def order_in(data: bytes) -> SampleOrder:
 
 
 def _check_likeliest(at_prompt: int, sampled: int) -> None:
-    """Raises RefusedRequestError when an answer would hold more of the likeliest tokens than it can."""
+    """Raises RefusedRequestError if an answer would contain too many of the most likely tokens."""
     if at_prompt + sampled > MAX_LIKELIEST_CELLS:
         raise RefusedRequestError(
-            f"the answer would hold up to {at_prompt} of the likeliest tokens at the prompt (its length times "
-            f"topk_prompt_logprobs) and {sampled} at what is sampled (num_samples times max_tokens times "
-            f"topk_sample_logprobs): give less, for at most {MAX_LIKELIEST_CELLS} together",
+            f"the answer would contain up to {at_prompt} of the most likely tokens for the prompt (its length times "
+            f"topk_prompt_logprobs) and {sampled} for the samples (num_samples times max_tokens times "
+            f"topk_sample_logprobs): reduce these to at most {MAX_LIKELIEST_CELLS} together",
             422,
         )
 
@@ -261,15 +261,16 @@ def _scored_last_in(body: Mapping[str, Any], prompt_length: int, *, is_scored: b
     value = optional_number_in(body, "prompt_logprobs_last_n")
     if value is not None and not (is_scored and 1 <= value < prompt_length):
         raise RefusedRequestError(
-            f"prompt_logprobs_last_n={value}: give it with prompt_logprobs, and 1 to {prompt_length - 1}, as the first "
-            "token has no score",
+            f"prompt_logprobs_last_n={value}: use it with prompt_logprobs, and give 1 to {prompt_length - 1}, since "
+            "the first token has no score",
             422,
         )
     return value
 
 
 def _stops_in(params: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
-    """Returns stop tokens and stop strings. Without `stop` the model's own tokens stop it; [] lets nothing stop it."""
+    """Return stop tokens and stop strings. Without `stop`, the model's own stop tokens apply; with [] nothing stops
+    it."""
     given = params.get("stop")
     if given is None:
         return None, ()
@@ -279,7 +280,7 @@ def _stops_in(params: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[
             return None, tuple(stops)
         if all(type(stop) is int and stop >= 0 for stop in stops):
             return tuple(stops), ()
-    raise RefusedRequestError(f"sampling_params.stop: give up to {MAX_STOPS} texts or tokens", 422)
+    raise RefusedRequestError(f"sampling_params.stop: give up to {MAX_STOPS} strings or tokens", 422)
 
 
 def _float_in(params: Mapping[str, Any], name: str, *, default: float, least: float, most: float) -> float:
@@ -292,5 +293,5 @@ def _float_in(params: Mapping[str, Any], name: str, *, default: float, least: fl
 def _top_k_in(params: Mapping[str, Any]) -> int:
     value = -1 if params.get("top_k") is None else params["top_k"]
     if type(value) is not int or not (value == -1 or 1 <= value < 1 << 31):
-        raise RefusedRequestError(f"sampling_params.top_k={value!r}: give -1 or a number from 1 on", 422)
+        raise RefusedRequestError(f"sampling_params.top_k={value!r}: give -1 or a number of at least 1", 422)
     return value

@@ -1,4 +1,4 @@
-"""Serves the Tinker API by aiohttp, until it is interrupted or another server takes over."""
+"""Serves the Tinker API with aiohttp until it is interrupted or another server takes over."""
 
 import asyncio
 from collections.abc import Callable, Collection
@@ -16,11 +16,11 @@ from raycheck.tinker.sampling import Sampling
 from raycheck.tinker.service import Service
 
 LIMITS = HttpLimits(body_s=300.0, connections=2048)
-"""What one client may cost. The SDK waits for each result on a connection of its own, and opens up to 1000."""
+"""Limits per client. The SDK waits for each result on a separate connection and opens up to 1000."""
 
 
 def make_app(service: Service, sampling_requests: Sampling, *, key: str, hosts: Collection[str]) -> web.Application:
-    """Return the application. key, hosts: see guard."""
+    """Return the web application. key, hosts: see guard."""
     app = web.Application(middlewares=[guard(key, hosts)], client_max_size=MAX_BODY_BYTES)
     app[SERVICE] = service
     app[SAMPLING] = sampling_requests
@@ -39,12 +39,12 @@ async def serve(
     allow_hosts: Collection[str] = (),
     limits: HttpLimits = LIMITS,
 ) -> None:
-    """Serve until the task is cancelled. Raises ReplacedError once another server has the state file.
+    """Serve until the task is cancelled. Raises ReplacedError if another server takes the state file.
 
-    make_service: is given what it has to call then. host, port: where to bind; port 0 takes a free one. key: what
-    clients must show; None for the one that is kept in the state file, and made there once; "" for none. allow_hosts:
-    further names under which clients reach the server. on_start: called with the address, and with a key that was not
-    given. Raises ConfigError for an address that others can reach without a key.
+    make_service: gets the function to call in that case. host, port: where to bind; port 0 takes a free one. key: the
+    key that clients must send; None for the one in the state file, which is generated once; "" for none. allow_hosts:
+    further host names that clients may use. on_start: called with the address and, if it was generated, the key. Raises
+    ConfigError for an address that others can reach without a key.
     """
     check_bind(host, key)
     replaced = asyncio.Event()
@@ -60,9 +60,9 @@ async def serve(
             on_start(address, kept_key)
             try:
                 await replaced.wait()
-            finally:  # before the listener ends: it waits for those who wait for results
+            finally:  # before closing the listener, which waits for clients that wait for results
                 await _stop(service, sampling_requests)
-            raise ReplacedError("another server was started with this state file; this one has ended")
+            raise ReplacedError("another server was started with this state file; this one has stopped")
     finally:
         await _stop(service, sampling_requests)
 

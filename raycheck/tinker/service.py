@@ -1,4 +1,4 @@
-"""The server without HTTP: sessions, training runs, and the life of every request from its arrival to its result."""
+"""The server without HTTP: sessions, training runs, and every request from its arrival to its result."""
 
 import asyncio
 import hashlib
@@ -39,21 +39,21 @@ from raycheck.tinker.wire.fields import (
 logger = logging.getLogger("raycheck.tinker")
 MAX_SEED = 1 << 32
 KEPT_S = 7 * 24 * 3600.0
-"""How long a session that is over stays in the state file, with its training runs."""
+"""How long an ended session stays in the state file, with its training runs."""
 MAX_AHEAD = 1000
-"""How many numbers may be left out before one: the SDK sends the parts of a batch at once."""
+"""How many earlier numbers may be missing: the SDK sends the parts of a batch concurrently."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSettings:
-    """Says how the server behaves.
+    """The settings of the server.
 
-    base_model: the name under which clients ask for the base model. hold_s: how long a request waits for an earlier one
-    that has not come; the SDK itself repeats a request for five minutes. recovery_steps: after so many steps since its
-    newest save a model is saved for a recovery. session_timeout_s: a session without a sign of
-    life for so long ends, and its models are unloaded; None: never. cleanup_s: how often that is looked at.
-    direct_downloads: files are downloaded from the bucket by addresses that its credentials sign. max_models: how many
-    models may be loaded at a time; each has a process that commits its checkpoints.
+    base_model: the clients' name for the base model. hold_s: how long a request waits for a missing earlier one; the
+    SDK itself retries a request for five minutes. recovery_steps: how many steps after its newest save a model gets a
+    recovery save. session_timeout_s: how long a session may be silent before it ends and its models are unloaded; None:
+    forever. cleanup_s: how often that is checked. direct_downloads: files are downloaded from the bucket by URLs signed
+    with its credentials. max_models: how many models may be loaded at a time; each has a process that commits its
+    checkpoints.
     """
 
     base_model: str
@@ -66,7 +66,7 @@ class ServerSettings:
 
 
 class Service:
-    """Answers requests. on_replaced: called when another server has been started with the same state file."""
+    """The request handler. on_replaced: called when another server has been started with the same state file."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Service:
         self._cleaner: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Wait for the engine, and go on with what the last server left."""
+        """Wait for the engine, and resume what the last server left pending."""
         self.base = await self.engine.call("facts")
         with self.journal.writing() as db:
             db.execute("UPDATE sessions SET seen_at = ? WHERE status = 'active'", (time.time(),))
@@ -114,7 +114,8 @@ class Service:
         return session
 
     def heartbeat(self, session: str) -> None:
-        """Note that a session lives. Raises RefusedRequestError: 404 for an unknown one, 410 for one that is over."""
+        """Record a session's heartbeat. Raises RefusedRequestError: 404 for an unknown session, 410 for an ended
+        one."""
         self.check_session(session)
         with self.journal.writing() as db:
             db.execute("UPDATE sessions SET seen_at = ? WHERE id = ?", (time.time(), session))
@@ -124,10 +125,10 @@ class Service:
         if not found:
             raise RefusedRequestError(f"there is no session {session}", 404)
         if found[0][0] != "active":
-            raise RefusedRequestError(f"session {session} is over ({found[0][0]}); begin a new one", 410)
+            raise RefusedRequestError(f"session {session} is over ({found[0][0]}); start a new one", 410)
 
     async def end_session(self, session: str, status: str) -> None:
-        """End a session and unload its models; checkpoints stay. Raises RefusedRequestError for an unknown one."""
+        """End a session and unload its models; checkpoints stay. Raises RefusedRequestError for an unknown session."""
         with suppress(RefusedRequestError):
             self.check_session(session)
             for (run,) in self.journal.rows("SELECT id FROM models WHERE session = ? AND status = 'live'", session):
@@ -147,19 +148,19 @@ class Service:
         while True:
             await asyncio.sleep(self.settings.cleanup_s)
             for session in self._silent_sessions():
-                logger.info("session without a sign of life: its models are unloaded session=%s", session)
+                logger.info("session timed out, unloading its models session=%s", session)
                 try:
                     await self.end_session(session, "expired")
                 except ReplacedError:
                     self._on_replaced()
                 except Exception:
-                    logger.exception("could not end a session; it is tried again session=%s", session)
+                    logger.exception("could not end a session; will retry session=%s", session)
             try:
                 self.journal.forget(before=time.time() - KEPT_S)
             except ReplacedError:
                 self._on_replaced()
             except sqlite3.OperationalError as error:
-                logger.warning("could not delete old rows of the state file; it is tried again: %s", error)
+                logger.warning("could not delete old rows of the state file; will retry: %s", error)
 
     def _silent_sessions(self) -> list[str]:
         if self.settings.session_timeout_s is None:
@@ -170,7 +171,7 @@ class Service:
     # Training runs
 
     def create_model(self, body: Mapping[str, Any]) -> tuple[str, str]:
-        """Create a training run from nothing. Returns the request's id and the run's."""
+        """Create a training run with a newly initialized adapter. Returns the request's id and the run's."""
         if (role := body.get("model_role") or "policy") != "policy":
             raise RefusedRequestError(f"model_role={str(role)[:100]!r}: models of this server have no value head", 422)
         lora = dict_in(body, "lora_config")
@@ -188,11 +189,11 @@ class Service:
         return self._create(body, shape, kind="create_model", base_model=base_model)
 
     async def load_new_model(self, body: Mapping[str, Any]) -> tuple[str, str]:
-        """Create a training run from a checkpoint: load_weights with a session instead of a model."""
+        """Create a training run from a checkpoint: a load_weights with a session instead of a model."""
         if body.get("base_model") is not None:
             self.check_base(text_in(body, "base_model"))
         run = run_id_of(text_in(body, "session_id"), number_in(body, "model_seq_id"))
-        if (known := self.journal.request_at(run, 0)) is not None:  # its source may have been deleted since
+        if (known := self.journal.request_at(run, 0)) is not None:  # its source may have been deleted in the meantime
             return self._repeated(known, "load_weights", canonical(body)), run
         try:
             path = CheckpointPath.parse(text_in(body, "path"))
@@ -213,11 +214,11 @@ class Service:
         base_model: str,
         source: LoadSource | None = None,
     ) -> tuple[str, str]:
-        """Log a training run, unless it is there already. Returns the request's id and the run's."""
+        """Log a training run, unless it exists. Returns the request's id and the run's."""
         session, number = text_in(body, "session_id"), number_in(body, "model_seq_id")
         optimizer = dict_in(body, "optimizer_config").get("type", "adamw")
         if optimizer != "adamw":
-            raise RefusedRequestError(f"optimizer_config.type={optimizer!r}: this server has adamw only", 422)
+            raise RefusedRequestError(f"optimizer_config.type={optimizer!r}: this server supports adamw only", 422)
         self.check_session(session)
         run = run_id_of(session, number)
         facts = ModelFacts(
@@ -243,24 +244,24 @@ class Service:
         ((loaded,),) = self.journal.rows("SELECT count(*) FROM models WHERE status = 'live'")
         if loaded >= self.settings.max_models:
             raise RefusedRequestError(
-                f"{loaded} models are loaded, and this server takes no more (--max-models): unload one, end its "
-                "session, or wait until a session without a sign of life has ended"
+                f"{loaded} models are loaded, and this server accepts no more (--max-models): unload one, end its "
+                "session, or wait until an inactive session has ended"
             )
 
     def _metadata_of(self, session: str) -> dict[str, str]:
-        """Returns a session's metadata, which its training runs have, too."""
+        """Return a session's metadata, which its training runs share."""
         ((text,),) = self.journal.rows("SELECT body FROM sessions WHERE id = ?", session)
         return metadata_in(json.loads(text))
 
     def facts_of(self, run: str) -> ModelFacts:
-        """Returns what is known of a run of this server. Raises RefusedRequestError (404) for another one."""
+        """Return the facts of a run of this server. Raises RefusedRequestError (404) for any other run."""
         found = self.journal.rows("SELECT facts FROM models WHERE id = ?", run)
         if not found:
             raise RefusedRequestError(f"there is no model {run}", 404)
         return ModelFacts.parse(found[0][0])
 
     def runs_here(self, run: str | None = None) -> dict[str, tuple[ModelFacts, float]]:
-        """Returns the facts of this server's runs (or of one), and when each had its last request, the newest first."""
+        """Return the facts of this server's runs (or of one) and the time of each one's last request, newest first."""
         where = "" if run is None else "WHERE id = ?"
         rows = self.journal.rows(
             f"SELECT id, facts, used_at FROM models {where} ORDER BY used_at DESC",  # noqa: S608  no value is in it
@@ -269,7 +270,7 @@ class Service:
         return {found: (ModelFacts.parse(facts), used_at) for found, facts, used_at in rows}
 
     async def unload(self, run: str) -> None:
-        """Unload a model for ever. Requests that wait for it fail."""
+        """Unload a model for good. Requests that wait for it fail."""
         queue = self._queues.pop(run, None)
         if queue is not None:
             await queue.stop()
@@ -300,15 +301,15 @@ class Service:
 
     @property
     def base_facts(self) -> BaseFacts:
-        assert self.base is not None, "start() has asked the engine"
+        assert self.base is not None, "start() has queried the engine"
         return self.base
 
     def check_base(self, name: str) -> None:
         if name != self.settings.base_model:
-            raise RefusedRequestError(f"base_model={name!r}: this server has {self.settings.base_model!r} only", 422)
+            raise RefusedRequestError(f"base_model={name!r}: this server offers {self.settings.base_model!r} only", 422)
 
     def check_fingerprint(self, what: str, note: Mapping[str, Any]) -> None:
-        """Raises RefusedRequestError for a checkpoint over another base model than this server's."""
+        """Raises RefusedRequestError for a checkpoint of another base model."""
         if note.get("base_fingerprint") != self.base_facts.fingerprint:
             raise RefusedRequestError(f"{what}: {other_base(note)}")
 
@@ -317,18 +318,18 @@ class Service:
     def submit(
         self, kind: str, run: str, seq: int | None, body: bytes, *, digest: str, problem: str | None = None
     ) -> str:
-        """Log a request to a model. Returns its id, also that of the same request that came before.
+        """Log a request to a model. Returns its id, or that of an identical earlier request.
 
-        problem: why it cannot be run; it then takes its place among the numbers and nothing else. Raises
-        RefusedRequestError for that, for a model that is not there, and for a number with another request.
+        problem: why the request cannot run; it then only occupies its number. Raises RefusedRequestError in that case,
+        for a model that does not exist, and for a number already used by another request.
         """
         rows = self.journal.rows("SELECT status FROM models WHERE id = ?", run)
         if not rows:
             raise RefusedRequestError(f"there is no model {run}", 404)
         if rows[0][0] != "live":
-            raise RefusedRequestError(f"model {run} was unloaded; begin a new one from a checkpoint of it", 404)
+            raise RefusedRequestError(f"model {run} was unloaded; create a new one from one of its checkpoints", 404)
         if seq is not None and not 1 <= seq < self.journal.next_seq(run) + MAX_AHEAD:
-            raise RefusedRequestError(f"seq_id={seq}: numbers begin with 1, and follow each other", 422)
+            raise RefusedRequestError(f"seq_id={seq}: numbers start with 1 and are consecutive", 422)
         request = LoggedRequest(
             id=uuid4().hex,
             lane=run,
@@ -348,14 +349,14 @@ class Service:
         return self._repeated(known, kind, digest)
 
     def _repeated(self, known: LoggedRequest, kind: str, digest: str) -> str:
-        """Returns the id of a request that was logged under its number. Raises RefusedRequestError when it is another
-        one, and what it was refused for."""
+        """Return the id of the request logged under this number. Raises RefusedRequestError if it is a different
+        request, or if it was refused."""
         if known.kind == "lost":
             self.journal.tell(known)
-            raise RefusedRequestError(f"request {known.seq} of {known.lane} comes too late: it was given up")
+            raise RefusedRequestError(f"request {known.seq} of {known.lane} arrived too late: it was given up")
         if (known.kind, known.digest) != (kind, digest):
             raise RefusedRequestError(
-                f"request {known.seq} of {known.lane} was sent before with another content ({known.kind})"
+                f"request {known.seq} of {known.lane} was sent before with different content ({known.kind})"
             )
         if known.form == "refusal":
             raise RefusedRequestError((known.result or b"").decode(), 422)
@@ -374,8 +375,8 @@ class Service:
         return self.submit(kind, run, seq, json.dumps(body).encode(), digest=canonical(body), problem=problem)
 
     async def result_of(self, request_id: str, *, wait_s: float) -> LoggedRequest:
-        """Returns a request once it has a result, or as it is after `wait_s` seconds. Raises RefusedRequestError (404)
-        for an unknown one."""
+        """Return a request once it has a result, or without one after `wait_s` seconds. Raises RefusedRequestError
+        (404) for an unknown request."""
         deadline = asyncio.get_running_loop().time() + wait_s
         while True:
             came = self._waiting.setdefault(request_id, asyncio.Event())
@@ -389,28 +390,28 @@ class Service:
                 await asyncio.wait_for(came.wait(), left)
         if request is None:
             raise RefusedRequestError(f"there is no request {request_id}", 404)
-        with suppress(sqlite3.OperationalError):  # a full disk: then a step is refused that might have been made
+        with suppress(sqlite3.OperationalError):  # a full disk: then a step may be refused that could have been made
             self.journal.tell(request)
         return request
 
     def wake(self, request_id: str) -> None:
-        """Wake who waits for a result, which is logged now."""
+        """Wake those waiting for a result that is now logged."""
         came = self._waiting.pop(request_id, None)
         if came is not None:
             came.set()
 
 
 def draw_seed() -> int:
-    """Returns the seed of a model for which the client gives none."""
+    """Return a seed for a model if the client gives none."""
     return secrets.randbelow(MAX_SEED)
 
 
 def check_body(kind: str, body: Mapping[str, Any], seq: int | None) -> None:
-    """Raises RefusedRequestError or ValueError for a body that this kind of request cannot have."""
+    """Raises RefusedRequestError or ValueError for a body that is invalid for this kind of request."""
     if kind == "optim_step":
         adam_params_in(body)
     if kind == "save_weights_external" and body.get("age_encryption_recipients"):
-        raise RefusedRequestError("age_encryption_recipients: this server does not encrypt; give none")
+        raise RefusedRequestError("age_encryption_recipients: this server does not encrypt; leave it out")
     if kind in ("save_weights", "save_weights_for_sampler", "save_weights_external"):
         if kind == "save_weights_for_sampler" and body.get("path") is None:
             number_in(body, "sampling_session_seq_id")
@@ -423,13 +424,13 @@ def check_body(kind: str, body: Mapping[str, Any], seq: int | None) -> None:
         text_in(body, "path")
         if seq != 1:
             raise RefusedRequestError(
-                f"LoadWeights is not permitted with seq_id {seq}: a model is loaded before anything else is done with "
-                "it. Use create_training_client_from_state"
+                f"LoadWeights is not permitted with seq_id {seq}: load a model before any other request to it. Use "
+                "create_training_client_from_state"
             )
 
 
 def canonical(body: Mapping[str, Any]) -> str:
-    """Returns a digest of a JSON body that does not depend on the order of its fields."""
+    """Return a digest of a JSON body that does not depend on the order of its fields."""
     return digest_of(json.dumps(body, sort_keys=True).encode())
 
 

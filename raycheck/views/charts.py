@@ -61,7 +61,7 @@ class Timeline:
 
 
 def timeline_of(attempts: Sequence[AttemptHistory], *, until: float) -> Timeline:
-    """Returns the attempts over time: one row per attempt, the oldest on top. until: where the axis ends, unix s."""
+    """Return the attempts over time: one row per attempt, the oldest on top. until: where the axis ends, unix s."""
     start = attempts[0].began_at
     stop = max(until, start + 1.0)
     scale = (WIDTH - LEFT - RIGHT) / (stop - start)
@@ -83,7 +83,7 @@ def timeline_of(attempts: Sequence[AttemptHistory], *, until: float) -> Timeline
 
 
 def steps_of(attempts: Sequence[AttemptHistory]) -> Timeline:
-    """Returns the attempts over steps: from where each went on to the last step that is known of it.
+    """Return the attempts over steps: from where each went on to the last step that is known of it.
 
     What the next attempt's record says was lost is the right end of a bar. Attempts by hand train nothing, and have no
     row. Causes are left out: errors name hosts, paths and times.
@@ -139,7 +139,7 @@ class Curve:
 
 
 def curves_of(attempts: Sequence[AttemptHistory]) -> tuple[Curve, ...]:
-    """Returns a chart for each metric and score of the commits, by name, at most MAX_METRICS."""
+    """Return a chart for each metric and score of the commits, by name, at most MAX_METRICS."""
     by_key = {commit.key: commit for attempt in attempts for commit in attempt.commits}
     names = sorted({name for commit in by_key.values() for name in _values(commit)})
     found = []

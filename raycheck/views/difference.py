@@ -57,11 +57,11 @@ class CheckpointDifference:
 
     @property
     def counts(self) -> Mapping[Change, int]:
-        """Returns how many tensors there are of each kind of change, kinds without any left out."""
+        """Return how many tensors there are of each kind of change, kinds without any left out."""
         return Counter(item.change for item in self.tensors)
 
     def _repr_html_(self) -> str:
-        """Returns what a notebook shows: the tensors that are not equal, and the values that are not."""
+        """Return what a notebook shows: the tensors that are not equal, and the values that are not."""
         counts = ", ".join(f"{count} {change}" for change, count in sorted(self.counts.items())) or "no tensors"
         values = (("changed", self.values_changed), ("added", self.values_added), ("removed", self.values_removed))
         told = [f"values {what}: {', '.join(names)}" for what, names in values if names]
@@ -141,7 +141,7 @@ def _compare(before: Index, ours: int, after: Index, theirs: int) -> TensorDiffe
 
 
 def form_of(tensor: Tensor) -> str:
-    """Returns dtype and shape in words, such as "float32 [4096, 128]"."""
+    """Return dtype and shape in words, such as "float32 [4096, 128]"."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 

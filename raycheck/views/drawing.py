@@ -37,12 +37,12 @@ _LOST_PATTERN = (
 
 
 def text_of(value: object) -> str:
-    """Returns a value as text that may stand in HTML: escaped, with direction marks and control characters shown."""
+    """Return a value as text that may stand in HTML: escaped, with direction marks and control characters shown."""
     return escape(printable_lines(str(value)))
 
 
 def element(name: str, *children: str, **attributes: object) -> str:
-    """Returns an element of HTML or SVG. children: markup. attributes: any text; "_" stands for "-", and a "_" at the
+    """Return an element of HTML or SVG. children: markup. attributes: any text; "_" stands for "-", and a "_" at the
     end is left out. Those that are None are left out."""
     said = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{text_of(_short(value))}"'

@@ -16,7 +16,7 @@ MIN_FAILURES = 2
 
 
 def goodput_of(*, trained_s: float | None, began_at: float | None, committed_at: float | None) -> float | None:
-    """Returns the seconds of training in a checkpoint by the seconds from the run's begin to its commit, 0 to 1.
+    """Return the seconds of training in a checkpoint by the seconds from the run's begin to its commit, 0 to 1.
 
     Returns None when one of them is not known.
     """
@@ -28,7 +28,7 @@ def goodput_of(*, trained_s: float | None, began_at: float | None, committed_at:
 def goodput_limit(
     attempts: Sequence[AttemptHistory], *, blocked_s: float | None, until: float | None = None
 ) -> float | None:
-    """Returns the share of the time that could stand, with the failures and restores of these attempts.
+    """Return the share of the time that could stand, with the failures and restores of these attempts.
 
     blocked_s: for how long a save holds up training. until: up to when an attempt that has not ended is known to live,
     in unix seconds. Returns None when a save's cost is not known, for fewer than two failures and when no restore was

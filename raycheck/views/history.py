@@ -53,12 +53,12 @@ class RunHistory:
 
     @property
     def commits(self) -> tuple[Commit, ...]:
-        """Returns the commits of all attempts, in their order."""
+        """Return the commits of all attempts, in their order."""
         return tuple(commit for attempt in self.attempts for commit in attempt.commits)
 
     @property
     def until(self) -> float:
-        """Returns up to when something is known of the run, in unix seconds: for a run that goes on, up to now."""
+        """Return up to when something is known of the run, in unix seconds: for a run that goes on, up to now."""
         if self.status.state == "running":
             return self.status.now
         ends = [item.ended_at for item in self.attempts if item.ended_at is not None]
@@ -66,11 +66,11 @@ class RunHistory:
 
     @property
     def over_steps(self) -> Picture:
-        """Returns a picture for a notebook: the attempts over steps instead of time, and what was trained and lost."""
+        """Return a picture for a notebook: the attempts over steps instead of time, and what was trained and lost."""
         return Picture(steps_html(self.attempts))
 
     def _repr_html_(self) -> str:
-        """Returns what a notebook shows: the attempts over time, why each ended, and the metrics at commits."""
+        """Return what a notebook shows: the attempts over time, why each ended, and the metrics at commits."""
         goodput = f"goodput {goodput_text(self.goodput, self.goodput_limit)}"
         facts = (self.uri.partition("?")[0], self.status.text, goodput)
         return history_html(facts, self.attempts, until=self.until)
@@ -115,7 +115,7 @@ def read_history(store: Store, body: Latest | None = None, *, now: float | None 
 
 
 def _record(store: Store, number: int) -> AttemptRecord | None:
-    """Returns how an attempt ended; None where that cannot be read. S3 says "denied" for a missing object to some."""
+    """Return how an attempt ended; None where that cannot be read. S3 says "denied" for a missing object to some."""
     with suppress(DeniedError):
         return read_record(store, number)
     return None
@@ -128,7 +128,7 @@ def _resume(store: Store, number: int) -> ResumeRecord | None:
 
 
 def _head(store: Store, body: Latest) -> Manifest | None:
-    """Returns the head's manifest; None without a head, and where it cannot be read."""
+    """Return the head's manifest; None without a head, and where it cannot be read."""
     entry = None if body.head is None else body.entry(body.head)
     if entry is not None:
         with suppress(NotFoundError, CorruptError, DeniedError, DamagedError):
@@ -137,7 +137,7 @@ def _head(store: Store, body: Latest) -> Manifest | None:
 
 
 def _parent(store: Store, body: Latest, head: Manifest | None) -> str | None:
-    """Returns the address of the run that this one was forked from. The head's manifest may be the one that says it."""
+    """Return the address of the run that this one was forked from. The head's manifest may be the one that says it."""
     if head is not None and head.attempt == 0:
         return origin_in(body, head)
     with suppress(DeniedError):
@@ -205,7 +205,7 @@ def _ended_at(
 
 
 def _ending(body: Latest, attempt: Attempt, after: Attempt | None, record: AttemptRecord | None) -> tuple[Ending, str]:
-    """Returns why an attempt ended: in one word, and in the words of its record."""
+    """Return why an attempt ended: in one word, and in the words of its record."""
     cause = "" if record is None else record.cause
     if not attempt.world_size:
         return "by hand", cause

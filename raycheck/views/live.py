@@ -39,7 +39,7 @@ class SaveUnderWay:
 
     @property
     def share(self) -> float | None:
-        """Returns how much of it is there, between 0 and 1; None where nobody knows."""
+        """Return how much of it is there, between 0 and 1; None where nobody knows."""
         return None if not self.expected_bytes else min(1.0, self.size_bytes / self.expected_bytes)
 
 
@@ -69,7 +69,7 @@ class RunWatch:
         self._expected: tuple[str, int, int] | None = None
 
     def look(self) -> LiveRun:
-        """Returns the run as it is now."""
+        """Return the run as it is now."""
         body, got = again_if_corrupt(lambda: get_latest(self._store))
         if self._history is None or got.version != self._version:
             self._history = read_history(self._store, body, now=got.at)
@@ -90,13 +90,13 @@ class RunWatch:
         )
 
     def _aged(self, history: RunHistory, body: Latest, now: float) -> RunHistory:
-        """Returns the history with its state judged again, as that depends on the time. What has ended stays so."""
+        """Return the history with its state judged again, as that depends on the time. What has ended stays so."""
         if history.status.state in ("running", "silent"):
             return replace(history, status=status_of(body, None, now=max(now, history.status.now)))
         return replace(history, status=replace(history.status, now=max(now, history.status.now)))
 
     def _save(self, body: Latest) -> SaveUnderWay | None:
-        """Returns the newest save of the live attempt, when it lies in the bucket and is newer than all commits."""
+        """Return the newest save of the live attempt, when it lies in the bucket and is newer than all commits."""
         keys = [*(entry.key for entry in body.live), *(entry.key for entry in body.evicted)]
         known = [name for key in keys if (name := CheckpointName.parse(key))]
         number = body.attempt.number
@@ -119,7 +119,7 @@ class RunWatch:
         return None
 
     def _expectation(self, body: Latest) -> tuple[int | None, int | None]:
-        """Returns how many objects and bytes the head's save wrote itself."""
+        """Return how many objects and bytes the head's save wrote itself."""
         entry = None if body.head is None else body.entry(body.head)
         if entry is None:
             return None, None

@@ -28,7 +28,7 @@ class Picture:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Returns a table. A cell is a text or anything that `str` makes one of; None is an empty cell."""
+    """Return a table. A cell is a text or anything that `str` makes one of; None is an empty cell."""
     head = element("tr", *(element("th", text_of(name)) for name in columns))
     lines = [element("tr", *map(_cell, row)) for row in rows[:MAX_ROWS]]
     more = element("p", f"{len(rows) - MAX_ROWS} more are not shown.") if len(rows) > MAX_ROWS else ""
@@ -40,7 +40,7 @@ def _cell(value: object) -> str:
 
 
 def run_html(uri: str, body: Latest) -> str:
-    """Returns a run as its `latest` has it: where it is, and its checkpoints, the newest first."""
+    """Return a run as its `latest` has it: where it is, and its checkpoints, the newest first."""
     state = "finished" if body.is_finished else "deleted" if body.deleted_at is not None else "not finished"
     facts = (_address(uri), state, f"attempt {body.attempt.number}", f"head {body.head or 'none'}")
     columns = ("step", "checkpoint", "name", "size", "shares with", "stays", "metrics")
@@ -48,7 +48,7 @@ def run_html(uri: str, body: Latest) -> str:
 
 
 def checkpoint_html(uri: str, entry: Entry) -> str:
-    """Returns a checkpoint as its entry in `latest` has it."""
+    """Return a checkpoint as its entry in `latest` has it."""
     columns = ("step", "checkpoint", "name", "size", "shares with", "stays", "metrics")
     return words(_address(uri)) + table(columns, [_checkpoint_row(entry, None)])
 
@@ -63,7 +63,7 @@ def _checkpoint_row(entry: Entry, head: str | None) -> tuple[object, ...]:
 
 
 def history_html(facts: Iterable[str], attempts: Sequence[AttemptHistory], *, until: float) -> str:
-    """Returns what happened to a run: its attempts over time, why each ended, and its metrics at commits.
+    """Return what happened to a run: its attempts over time, why each ended, and its metrics at commits.
 
     facts: what is said of the whole run, in words. until: where the axis of time ends, unix seconds.
     """
@@ -78,7 +78,7 @@ def history_html(facts: Iterable[str], attempts: Sequence[AttemptHistory], *, un
 
 
 def steps_html(attempts: Sequence[AttemptHistory]) -> str:
-    """Returns a run's attempts over steps: where each went on, and what was trained and lost.
+    """Return a run's attempts over steps: where each went on, and what was trained and lost.
 
     It has no times, and says why an attempt ended in a word: errors name hosts, paths and times.
     """
@@ -104,10 +104,10 @@ def _curves(attempts: Sequence[AttemptHistory]) -> str:
 
 
 def words(*facts: str) -> str:
-    """Returns a paragraph of facts."""
+    """Return a paragraph of facts."""
     return element("p", text_of("; ".join(facts)))
 
 
 def _address(uri: str) -> str:
-    """Returns an address without its settings: they say how a bucket is reached, and are nobody else's business."""
+    """Return an address without its settings: they say how a bucket is reached, and are nobody else's business."""
     return uri.partition("?")[0]

@@ -46,7 +46,7 @@ class TensorChange:
     not_finite: int
 
     def _repr_html_(self) -> str:
-        """Returns what a notebook shows: the norms as a table."""
+        """Return what a notebook shows: the norms as a table."""
         read = f"{self.sampled} of {self.count} values, {size(self.bytes_read)} read"
         columns = ("norm before", "norm after", "norm of the change", "largest change", "changed", "not finite")
         norms = (self.norm_before, self.norm_after, self.norm_change, self.max_change)

@@ -61,7 +61,7 @@ class TensorSample:
     heat: tuple[tuple[float | None, ...], ...]
 
     def _repr_html_(self) -> str:
-        """Returns what a notebook shows: statistics, a histogram, and a map of magnitudes."""
+        """Return what a notebook shows: statistics, a histogram, and a map of magnitudes."""
         proof = "checksums compared" if self.is_verified else "checksums not compared"
         facts = (
             f"{self.name} {self.dtype} {list(self.shape)}",

@@ -33,7 +33,7 @@ class TensorSummary:
 
     @property
     def is_sharded(self) -> bool:
-        """Returns whether the tensor was split into several boxes."""
+        """Return whether the tensor was split into several boxes."""
         return self.boxes > 1
 
 

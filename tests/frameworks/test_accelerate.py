@@ -202,7 +202,7 @@ def test_what_cannot_go_on_is_refused_before_the_first_step(tmp_path: Path) -> N
     for loader, why in ((stream, "DataLoaderDispatcher"), (weighted, "WeightedRandomSampler")):
         for batch in loader:
             inputs = batch if loader is stream else batch[0]
-            with pytest.raises(ConfigError, match=rf"cannot go on in the middle of .*{why}.*raycheck\.Batches"):
+            with pytest.raises(ConfigError, match=rf"cannot resume in the middle of .*{why}.*raycheck\.Batches"):
                 step(accelerator, model, optimizer, inputs)
     assert torch.equal(model.weight, before)
 

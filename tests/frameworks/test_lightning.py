@@ -459,7 +459,7 @@ REFUSED = {
     "a stream": (Training(data=loader(dataset=Endless(), shuffle=None)), "streams a Endless"),
     "a sampler": (
         Training(data=loader(sampler=torch.utils.data.SubsetRandomSampler(range(8)))),
-        "SubsetRandomSampler for its order",
+        "takes its order from a SubsetRandomSampler",
     ),
     "a loader of one epoch": (
         Training(data=lambda: {"train_dataloaders": raycheck.Batches(samples(), global_batch=4).loader(0)}),

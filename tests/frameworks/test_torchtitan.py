@@ -255,9 +255,9 @@ def test_data_that_cannot_be_shared_is_refused_at_another_size(assets: tuple[Pat
     ("options", "cure"),
     [
         ({"load_only": True}, "load_only=True.*open_run"),
-        ({"last_save_in_hf": True}, "last_save_in_hf=True.*whole"),
+        ({"last_save_in_hf": True}, "last_save_in_hf=True.*complete"),
         ({"initial_load_path": "/x", "initial_load_model_only": False}, "initial_load_model_only=False.*resume"),
-        ({"settings": raycheck.SaveSettings(every_steps=3)}, "every_steps=3: give it as `interval`"),
+        ({"settings": raycheck.SaveSettings(every_steps=3)}, "every_steps=3: set `interval` instead"),
     ],
 )
 def test_settings_that_cannot_be_kept_are_refused(options: dict[str, Any], cure: str) -> None:

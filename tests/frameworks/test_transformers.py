@@ -313,7 +313,7 @@ def test_what_a_callback_counts_and_no_save_has_is_named_once(
 ) -> None:
     saved = SavedCounts()
     cut_off(run, tmp_path, 5, callbacks=(Counts(), saved))
-    said = [record.message for record in caplog.records if "begins anew" in record.message]
+    said = [record.message for record in caplog.records if "starts again" in record.message]
 
     assert len(said) == 1
     assert "the callback Counts counts in seen, steps, which is not saved" in said[0]
@@ -461,7 +461,7 @@ def test_classes_and_datasets_that_cannot_be_supported_are_refused_by_name(run: 
         raycheck.transformers.prepare(own)
     trainer = trainer_of(run, tmp_path, max_steps=3)
     trainer.train_dataset = Stream()
-    with pytest.raises(ConfigError, match=r"train_dataset is a .*Stream: it cannot go on at a sample's number"):
+    with pytest.raises(ConfigError, match=r"train_dataset is a .*Stream: it cannot resume at a given sample"):
         trainer.train()
     with pytest.raises(ConfigError, match=r"prepare\(\) was called with this trainer before"):
         raycheck.transformers.prepare(trainer)

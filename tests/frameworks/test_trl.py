@@ -167,7 +167,7 @@ def test_the_generation_batch_is_held_when_a_step_gets_more_micro_batches(tmp_pa
 
     assert (trainer.args.steps_per_generation, trainer.args.generation_batch_size) == (8, 16)
     trainer.args.gradient_accumulation_steps = 3
-    with pytest.raises(ConfigError, match=r"steps_per_generation=8 .* the generation batch cannot be held"):
+    with pytest.raises(ConfigError, match=r"steps_per_generation=8 .* the generation batch cannot be kept"):
         hold_generation_batch(trainer, 4)
 
 
@@ -218,7 +218,7 @@ def test_generations_that_end_inside_a_step_are_refused(tmp_path: Path) -> None:
     trainer = grpo(tmp_path, [], num_iterations=1, gradient_accumulation_steps=2, steps_per_generation=3)
     raycheck.transformers.prepare(trainer, group=group_of(f"memory://{uuid4().hex}")[0])
 
-    with pytest.raises(ConfigError, match="steps_per_generation=3 x num_iterations=1 is no multiple"):
+    with pytest.raises(ConfigError, match="steps_per_generation=3 x num_iterations=1 is not a multiple"):
         trainer.train()
 
 

@@ -199,7 +199,7 @@ def test_a_json_number_beyond_every_range_is_refused_and_its_number_is_used(serv
     status, found = passed(1, **change)
 
     assert status == 422, found
-    assert "fault" not in found["detail"]
+    assert "internal error" not in found["detail"]
     assert "metrics" in result_of(server.url, passed(2)[1]["request_id"])
 
 

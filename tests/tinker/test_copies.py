@@ -109,7 +109,7 @@ def test_sampler_weights_stay_that_and_are_sampled_and_downloaded(server, connec
     assert copied == f"tinker://{run_id_in(copied)}/sampler_weights/two"
     assert rest.list_checkpoints(run_id_in(copied)).result().checkpoints[0].checkpoint_type == "sampler"
     assert sampled(copied) == sampled(path)
-    with pytest.raises(tinker.BadRequestError, match="no training state"):
+    with pytest.raises(tinker.BadRequestError, match="not a training state"):
         client.create_training_client_from_state(copied).result(TIMEOUT_S)
 
 

@@ -223,7 +223,7 @@ def test_a_number_that_is_used_twice_is_refused_and_not_repeated_by_the_sdk(serv
     status, found = ask(server.url, "optim_step", {**body, "adam_params": {"learning_rate": 0.2}})
 
     assert status == 400
-    assert "another content" in found["detail"]
+    assert "different content" in found["detail"]
 
 
 def test_requests_run_in_the_order_of_their_numbers_however_they_come(server, connect, base) -> None:

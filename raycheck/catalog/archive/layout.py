@@ -44,7 +44,7 @@ class ArchiveRecord(Document):
 
     @property
     def size_bytes(self) -> int:
-        """Returns the bytes of all members but this one, without headers."""
+        """Return the bytes of all members but this one, without headers."""
         return sum(member.size_bytes for member in self.members)
 
 

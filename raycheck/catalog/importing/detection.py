@@ -54,7 +54,7 @@ def read_source(files: SourceFiles, settings: ReadSettings, *, kind: str | None 
 
 
 def kind_of_source(files: SourceFiles) -> str:
-    """Returns the kind of a source: one of READERS, or "ray". Raises ConfigError for a kind that is not imported."""
+    """Return the kind of a source: one of READERS, or "ray". Raises ConfigError for a kind that is not imported."""
     if files.only:
         return _kind_of_file(files)
     top = {name for name in files.sizes if "/" not in name}
@@ -111,7 +111,7 @@ def _refuse_others(files: SourceFiles, top: set[str]) -> None:
 
 
 def _leads_on(files: SourceFiles, kind: str) -> bool:
-    """Returns whether a kind that was asked for lies further below, in a folder of Ray's."""
+    """Return whether a kind that was asked for lies further below, in a folder of Ray's."""
     if files.only or kind == "huggingface":
         is_here = bool(files.only) or any(
             "/" not in name and name.endswith((".safetensors", ".bin")) for name in files.sizes
@@ -126,7 +126,7 @@ def _is_rays(files: SourceFiles) -> bool:
 
 
 def _one_file(files: SourceFiles, kind: str) -> SourceFiles:
-    """Returns the one file in a folder that holds a checkpoint of torch.save."""
+    """Return the one file in a folder that holds a checkpoint of torch.save."""
     if kind not in ("torch", "lightning") or files.only:
         return files
     found = [name for name in files.sizes if "/" not in name and name.endswith(_TORCH)]

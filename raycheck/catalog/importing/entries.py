@@ -131,7 +131,7 @@ def _keep_value(made: list[ImportedEntry], left_out: list[str], name: str, part:
 
 
 def _chosen(state: SourceState, entries: Mapping[str, str] | None) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Returns the parts that become entries, by name, with notes and what is left out."""
+    """Return the parts that become entries, by name, with notes and what is left out."""
     tree, notes, left_out = dict(state.tree), list(state.notes), list(state.left_out)
     if entries is not None:
         parts = {}
@@ -162,7 +162,7 @@ def _not_chosen(tree: Mapping[Any, Any] | list[Any], keys: set[str], above: str 
 
 
 def _at(tree: Mapping[str, Any], key: str, state: SourceState) -> Any:
-    """Returns the part of the state at a key such as app.model. "" is the whole state."""
+    """Return the part of the state at a key such as app.model. "" is the whole state."""
     node: Any = tree
     if key in ("", None):
         return tree
@@ -183,7 +183,7 @@ def _has(state: SourceState) -> str:
 
 
 def _is_module(part: object) -> bool:
-    """Returns whether this is the state dict of a module: tensors by name, and perhaps extra state."""
+    """Return whether this is the state dict of a module: tensors by name, and perhaps extra state."""
     if not isinstance(part, Mapping) or not all(isinstance(name, str) for name in part):
         return False
     tensors = [isinstance(item, torch.Tensor) or name.endswith("_extra_state") for name, item in part.items()]
@@ -192,7 +192,7 @@ def _is_module(part: object) -> bool:
 
 
 def _plain_state_dict(part: Mapping[str, Any], *, keep_names: bool) -> dict[str, Any]:
-    """Returns a state dict without the names that DDP and torch.compile put before those of the plain model.
+    """Return a state dict without the names that DDP and torch.compile put before those of the plain model.
 
     Each of them stands there once at most: a second `module.` is the model's own. keep_names: the first one is, too.
     """
@@ -208,7 +208,7 @@ def _plain_state_dict(part: Mapping[str, Any], *, keep_names: bool) -> dict[str,
 
 
 def _renamed(name: str, given: Mapping[str, Any], kept: Mapping[str, Any]) -> list[str]:
-    """Returns notes of what the names of module `name` lost: a `module.` that each began with, and wrappers' steps."""
+    """Return notes of what the names of module `name` lost: a `module.` that each began with, and wrappers' steps."""
     notes = []
     first = next(iter(kept))
     if f"{DDP}{first}" == _plain(next(iter(given))):
@@ -225,12 +225,12 @@ def _renamed(name: str, given: Mapping[str, Any], kept: Mapping[str, Any]) -> li
 
 
 def _plain(name: str) -> str:
-    """Returns a parameter's name without the steps of torch.compile and activation checkpointing."""
+    """Return a parameter's name without the steps of torch.compile and activation checkpointing."""
     return ".".join(step for step in name.split(".") if step not in _WRAPPERS)
 
 
 def _plain_in(models: Mapping[str, Mapping[str, Any]], *, keep_names: bool) -> Callable[[str], str]:
-    """Returns what makes the name that an optimizer has for a parameter that of these models, as far as it is there."""
+    """Return what makes the name that an optimizer has for a parameter that of these models, as far as it is there."""
     known = {name for model in models.values() for name in model}
 
     def plain(name: str) -> str:

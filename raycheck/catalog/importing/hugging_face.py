@@ -76,7 +76,7 @@ def _is_taken(name: str, taken: set[str]) -> bool:
 
 
 def _snapshot(files: SourceFiles) -> tuple[SourceFiles, tuple[str, ...]]:
-    """Returns the files of the snapshot that a model's folder in the hub's cache calls main."""
+    """Return the files of the snapshot that a model's folder in the hub's cache calls main."""
     if "snapshots" not in files.folders():
         return files, ()
     revisions = sorted({name.split("/")[1] for name in files.sizes if name.startswith("snapshots/")})
@@ -94,7 +94,7 @@ def _snapshot(files: SourceFiles) -> tuple[SourceFiles, tuple[str, ...]]:
 def _weights(
     files: SourceFiles, tensors: SourceTensors, settings: ReadSettings, read: list[str]
 ) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a model by name. read: gets the names of the files that have them."""
+    """Return the tensors of a model by name. read: gets the names of the files that have them."""
     if any(name.startswith("adapter_model.") for name in files.sizes):
         raise ConfigError(
             f"{files} is a PEFT adapter without its base model. Load both with peft, and save the state dict of "
@@ -132,7 +132,7 @@ def _index(files: SourceFiles) -> str:
 
 
 def _whole(files: SourceFiles) -> str:
-    """Returns the name of the one file that has all weights."""
+    """Return the name of the one file that has all weights."""
     others = [name for name in files.sizes if name.endswith(".safetensors") and "/" not in name]
     whole = [name for name, _ in (SAFETENSORS, BINARY) if name in files.sizes] or others
     if whole and (whole != others or len(others) == 1):
@@ -153,7 +153,7 @@ def _weight_map(files: SourceFiles, index: str) -> dict[str, str]:
 
 
 def _indexed(files: SourceFiles, index: str) -> dict[str, str]:
-    """Returns the file that an index names for each tensor. Each must be one of the source's, in its own folder."""
+    """Return the file that an index names for each tensor. Each must be one of the source's, in its own folder."""
     what, suffix = files.what(index), index.removesuffix(".index.json").rpartition(".")[2]
     places = _weight_map(files, index)
     named = sorted(set(places.values()))

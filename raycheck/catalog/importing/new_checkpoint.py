@@ -50,7 +50,7 @@ class Piece:
 
 
 def planned(state: ImportedState, tensors: SourceTensors) -> list[list[Piece]]:
-    """Returns the pieces of each shard, which has one component. Tied tensors are one, under all their names.
+    """Return the pieces of each shard, which has one component. Tied tensors are one, under all their names.
 
     Models that come without any optimizer are components of their own, as what gets no gradient is: a run that trains
     only an adapter can use them as they are. The first shard is of `train`, and may have no pieces.
@@ -83,7 +83,7 @@ def planned(state: ImportedState, tensors: SourceTensors) -> list[list[Piece]]:
 
 
 def component_of(pieces: Sequence[Piece]) -> str:
-    """Returns the component of a shard's pieces: `train` where there are none."""
+    """Return the component of a shard's pieces: `train` where there are none."""
     return pieces[0].box.component if pieces else TRAIN
 
 

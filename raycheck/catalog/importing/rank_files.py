@@ -59,7 +59,7 @@ class _Parts:
 def _joined(
     files: SourceFiles, names: Mapping[int, str], world_size: int, tensors: SourceTensors, settings: ReadSettings
 ) -> Any:
-    """Returns the state that all ranks hold together: rank 0's, with every tensor put together from its parts."""
+    """Return the state that all ranks hold together: rank 0's, with every tensor put together from its parts."""
     missing = sorted(set(range(world_size)) - set(names))
     if missing:
         raise CorruptError(f"{files}: the files of ranks {missing[:10]} of {world_size} are missing")
@@ -108,7 +108,7 @@ def _tensor(parts: _Parts, name: str) -> SourceTensor:
 
 
 def _part_of(tensor: torch.Tensor, rank: int, what: str) -> tuple[tuple[int, ...], Box, torch.Tensor]:
-    """Returns the shape of a tensor, and the box of it that this rank holds."""
+    """Return the shape of a tensor, and the box of it that this rank holds."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     if not isinstance(tensor, DTensor):

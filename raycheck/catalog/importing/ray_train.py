@@ -25,7 +25,7 @@ class FoundCheckpoint:
 
 
 def has_checkpoints(files: SourceFiles) -> bool:
-    """Returns whether this is an experiment's directory, or that of one of Ray's trials."""
+    """Return whether this is an experiment's directory, or that of one of Ray's trials."""
     return SNAPSHOT in files.sizes or any(
         _FOLDER.fullmatch(part) for name in files.sizes for part in name.split("/")[:2]
     )

@@ -18,7 +18,7 @@ _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 def tensors_of(files: SourceFiles, name: str) -> Iterator[tuple[str, SourceTensor]]:
-    """Yields each tensor of a file, by its name. Raises CorruptError for a file that the format does not allow."""
+    """Yield each tensor of a file, by its name. Raises CorruptError for a file that the format does not allow."""
     what = files.what(name)
     header, at = _header(files, name, what)
     end = files.check(name) - at

@@ -52,5 +52,5 @@ def _of_lightning(loaded: Mapping[Any, Any], tensors: SourceTensors) -> SourceSt
 
 
 def _plain(key: str) -> str:
-    """Returns the name of an entry for a key such as model_state_dict."""
+    """Return the name of an entry for a key such as model_state_dict."""
     return next((key.removesuffix(end) for end in _SUFFIXES if key.endswith(end) and key != end), key)

@@ -47,54 +47,54 @@ class SourceFiles:
         self._scratch.close()
 
     def __str__(self) -> str:
-        """Returns the address as messages show it."""
+        """Return the address as messages show it."""
         return shown_uri(self.uri)
 
     def range(self, name: str, start: int, stop: int) -> Buffer:
-        """Returns exactly the bytes start..stop of a file. Raises CorruptError when it is shorter."""
+        """Return exactly the bytes start..stop of a file. Raises CorruptError when it is shorter."""
         raise NotImplementedError
 
     def local(self, name: str) -> Path:
-        """Returns a file on this machine that has the bytes of this one: itself, or a copy on disk."""
+        """Return a file on this machine that has the bytes of this one: itself, or a copy on disk."""
         self.check(name)
         if name not in self._copies:
             self._copies[name] = self._copy(name)
         return self._copies[name]
 
     def what(self, name: str) -> str:
-        """Returns a file's address for errors."""
+        """Return a file's address for errors."""
         return f"{self}: {name}" if name and not self.only else str(self)
 
     def check(self, name: str) -> int:
-        """Returns a file's size in bytes. Raises CorruptError for a name that is none of the source's files."""
+        """Return a file's size in bytes. Raises CorruptError for a name that is none of the source's files."""
         if name not in self.sizes:
             raise CorruptError(f"{self}: {name!r} is named by the source's own documents, and is none of its files")
         return self.sizes[name]
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """Returns a whole file. Raises CorruptError above `max_bytes`."""
+        """Return a whole file. Raises CorruptError above `max_bytes`."""
         size = self.check(name)
         if size > max_bytes:
             raise CorruptError(f"{self.what(name)} has {size} bytes, more than the {max_bytes} that it may have")
         return bytes(self.range(name, 0, size)) if size else b""
 
     def read_json(self, name: str) -> Any:
-        """Returns a JSON document. Raises CorruptError for anything else."""
+        """Return a JSON document. Raises CorruptError for anything else."""
         try:
             return json.loads(self.read(name, MAX_JSON_BYTES))
         except (ValueError, RecursionError) as error:
             raise CorruptError(f"{self.what(name)} is not JSON: {error}") from None
 
     def below(self, prefix: str) -> "SourceFiles":
-        """Returns the files below `prefix`, which ends in "/", under their names there."""
+        """Return the files below `prefix`, which ends in "/", under their names there."""
         return PartialFiles(self, prefix)
 
     def one(self, name: str) -> "SourceFiles":
-        """Returns the source that is this one file."""
+        """Return the source that is this one file."""
         return PartialFiles(self, "", only=name)
 
     def folders(self) -> list[str]:
-        """Returns the names of the folders directly below, in order."""
+        """Return the names of the folders directly below, in order."""
         return sorted({name.partition("/")[0] for name in self.sizes if "/" in name})
 
     def _copy(self, name: str) -> Path:
@@ -158,7 +158,7 @@ class LocalFiles(SourceFiles):
 
 
 def _cache_of(folder: Path) -> Path | None:
-    """Returns the model's folder in Hugging Face's cache, when `folder` is one of its snapshots; its files are links to
+    """Return the model's folder in Hugging Face's cache, when `folder` is one of its snapshots; its files are links to
     blobs beside it."""
     model = folder.parent.parent
     return model if folder.parent.name == "snapshots" and model.name.startswith(("models--", "datasets--")) else None

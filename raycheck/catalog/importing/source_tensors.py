@@ -26,7 +26,7 @@ class Box:
 
     @property
     def count(self) -> int:
-        """Returns the number of elements."""
+        """Return the number of elements."""
         return math.prod(self.sizes)
 
 
@@ -51,7 +51,7 @@ class SourceTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def pieces(self, max_bytes: int) -> Iterator[Box]:
-        """Yields boxes of at most `max_bytes`, as far as rows are that small and boxes can be split."""
+        """Yield boxes of at most `max_bytes`, as far as rows are that small and boxes can be split."""
         for box in self.boxes:
             rows = box.sizes[0] if box.sizes else 1
             row_bytes = max(1, box.count // max(rows, 1) * self.dtype.itemsize)
@@ -72,7 +72,7 @@ class SourceTensors:
         self._made: list[torch.Tensor] = []  # kept alive, since a storage is known by its address
 
     def add(self, tensor: SourceTensor, name: str) -> torch.Tensor:
-        """Returns the tensor on the meta device that represents `tensor`; one for all names of tied ones.
+        """Return the tensor on the meta device that represents `tensor`; one for all names of tied ones.
 
         Raises CorruptError, which says `name`, for boxes that do not cover the shape.
         """
@@ -88,12 +88,12 @@ class SourceTensors:
         return made
 
     def of(self, represented: torch.Tensor) -> SourceTensor:
-        """Returns the source's tensor that `represented` stands for."""
+        """Return the source's tensor that `represented` stands for."""
         return self._by_storage[_storage(represented)]
 
 
 def with_ties(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
-    """Returns the tensors with one place for those that hold equal bytes: tied weights, which the source has twice.
+    """Return the tensors with one place for those that hold equal bytes: tied weights, which the source has twice.
 
     Only weights of which few have the same shape are compared, as an embedding and the head that is tied to it. The
     slots of optimizers are not.
@@ -120,7 +120,7 @@ def _hold_equal_bytes(one: SourceTensor, other: SourceTensor) -> bool:
 
 
 def check_shape(shape: tuple[object, ...], what: str) -> tuple[int, ...]:
-    """Returns a shape that a tensor can have. Raises CorruptError for any other."""
+    """Return a shape that a tensor can have. Raises CorruptError for any other."""
     sizes = tuple(size for size in shape if type(size) is int and size >= 0)
     if len(sizes) != len(shape) or len(shape) > MAX_DIMENSIONS or math.prod(max(s, 1) for s in sizes) > MAX_ELEMENTS:
         raise CorruptError(f"{what} has the shape {str(list(shape))[:200]}, which no tensor can have")

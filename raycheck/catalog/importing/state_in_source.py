@@ -42,6 +42,6 @@ class ReadSettings:
 
 
 def count_in(tree: Mapping[str, Any], *names: str) -> int | None:
-    """Returns the first of these values that is a plausible count of steps or epochs; None when there is none."""
+    """Return the first of these values that is a plausible count of steps or epochs; None when there is none."""
     found = (tree.get(name) for name in names)
     return next((value for value in found if type(value) is int and 0 <= value < 10**9), None)

@@ -25,7 +25,7 @@ Represent = Callable[[torch.Tensor, str], torch.Tensor]
 
 
 def read_torch_file(files: SourceFiles, name: str, tensors: SourceTensors, *, verify: bool) -> Any:
-    """Returns what was saved in a file, with tensors on the meta device in place of its own.
+    """Return what was saved in a file, with tensors on the meta device in place of its own.
 
     verify: compare all bytes with the checksums that torch wrote. Raises ConfigError for what only pickle could make,
     CorruptError for a file that is truncated, or that torch did not write.
@@ -50,7 +50,7 @@ def load_restricted(path: Path, what: str, *, verify: bool) -> Any:
 
 
 def represented(value: Any, represent: Represent, what: str) -> Any:
-    """Returns a copy of a nested value with a representation in place of each tensor.
+    """Return a copy of a nested value with a representation in place of each tensor.
 
     Raises CorruptError for one that is nested too deeply, or has too many values: small pickles can describe both.
     """

@@ -110,7 +110,7 @@ def _print_news(bar: ProgressBar, news: FollowNews, *, as_json: bool) -> None:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[threading.Event]:
-    """Yields an event that the first Ctrl-C or SIGTERM sets. The second one ends the process."""
+    """Yield an event that the first Ctrl-C or SIGTERM sets. The second one ends the process."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -70,7 +70,7 @@ def import_(  # noqa: PLR0917  typer makes options of them
 
 
 def _entries(given: list[str] | None) -> dict[str, str] | None:
-    """Returns the key in the source of each entry. A name alone means the part of that name."""
+    """Return the key in the source of each entry. A name alone means the part of that name."""
     pairs = [item.partition("=") for item in given or ()]
     return {name: key if mark else name for name, mark, key in pairs} or None
 

@@ -67,7 +67,7 @@ def _shown(seen: LiveRun, problem: str) -> RenderableType:
 
 
 def table_of_facts(seen: LiveRun) -> Table:
-    """Returns what is so now: a name and a value per row."""
+    """Return what is so now: a name and a value per row."""
     history, now = seen.history, seen.history.status.now
     table = Table.grid(padding=(0, 2))
     speed = "-" if seen.steps_per_s is None else f"{short_number(float(f'{seen.steps_per_s:.3g}'))} a second"
@@ -84,7 +84,7 @@ def table_of_facts(seen: LiveRun) -> Table:
 
 
 def table_of_attempts(seen: LiveRun) -> Table:
-    """Returns the newest attempts, the live one first."""
+    """Return the newest attempts, the live one first."""
     columns = ("attempt", "ranks", "began", "went on at", "commits", "lost before", "why it ended")
     table = Table(*columns, box=None, pad_edge=False)
     for item in seen.history.attempts[: -MAX_ATTEMPTS - 1 : -1]:

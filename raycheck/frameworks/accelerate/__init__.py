@@ -1,4 +1,4 @@
-"""Inside Accelerate: `attach` makes save_state and load_state of an Accelerator those of a raycheck run.
+"""The adapter for Accelerate: `attach` makes an Accelerator's save_state and load_state use a raycheck run.
 
 attachment       attach, and what replaces the Accelerator's methods
 state            what of an Accelerator is saved, and what is refused

@@ -1,8 +1,8 @@
-"""Makes an Accelerator save into and restore from a raycheck run, in the training loop that is there.
+"""Makes an Accelerator save to and restore from a raycheck run, without changes to the training loop.
 
-A step ends when the training loop has done all it does with the batch on which the optimizer stepped: when it asks the
-prepared loader for the next batch. So schedulers, averages of weights and the script's own counters are in a save, in
-whatever order the loop has them, and gradients that are still accumulating never are.
+A step ends when the training loop has finished with the batch on which the optimizer stepped, that is, when it asks the
+prepared loader for the next batch. So a save includes schedulers, weight averages, and the script's own counters, in
+whatever order the loop updates them. It never includes partly accumulated gradients.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,8 +22,8 @@ from raycheck.settings import SaveSettings
 from raycheck.state.entries.per_rank_entries import PerRank
 
 RESTORE_FIRST = (
-    "raycheck.accelerate: restore before the first step, also in a fresh run: call accelerator.load_state() after "
-    "prepare, or loop over the epochs that attach(...).epochs(count) gives"
+    "raycheck.accelerate: restore before the first step, even in a fresh run: call accelerator.load_state() after "
+    "prepare, or iterate over attach(...).epochs(count)"
 )
 _ATTACHED = "_raycheck_attachment"
 
@@ -31,17 +31,17 @@ _ATTACHED = "_raycheck_attachment"
 def attach(
     accelerator: Accelerator, settings: SaveSettings | None = None, *, group: Group | None = None
 ) -> "Attachment":
-    """Let an Accelerator's save_state and load_state be those of this raycheck run, and save when `settings` say so.
+    """Make an Accelerator's save_state and load_state use this raycheck run, and save when `settings` say so.
 
-    Call it before or after `prepare`, on every rank. settings: when to save and what to keep. group: this rank's place
-    outside Ray Train; by default Ray Train's.
+    Call it before or after `prepare`, on every rank. settings: when to save and what to keep. group: the rank's group
+    outside Ray Train; default: Ray Train's worker group.
 
-    accelerator.load_state() then restores the newest checkpoint, or starts the run, and returns a RestoreResult.
-    save_state("name") saves this step once it has ended, under that name. Raises ConfigError, with the cure, for what
-    cannot be saved whole: FSDP1, DeepSpeed, Megatron-LM.
+    After that, accelerator.load_state() restores the newest checkpoint, or starts a new run, and returns a
+    RestoreResult. save_state("name") saves the current step when it ends, under that name. Raises ConfigError, with a
+    remedy, for training that cannot be saved completely: FSDP1, DeepSpeed, Megatron-LM.
     """
     if hasattr(accelerator, _ATTACHED):
-        raise ConfigError("raycheck.accelerate.attach was called before for this Accelerator")
+        raise ConfigError("raycheck.accelerate.attach was called before with this Accelerator")
     check_supported(accelerator)
     attachment = Attachment(accelerator, settings, group)
     setattr(accelerator, _ATTACHED, attachment)
@@ -49,10 +49,11 @@ def attach(
 
 
 class Attachment:
-    """Connects an Accelerator with a raycheck run. `attach` makes it.
+    """The connection between an Accelerator and a raycheck run, made by `attach`.
 
-    checkpointer: the run's Checkpointer. metrics: numbers to keep with each save from now on; change it in the loop.
-    Leaving it as a context manager, accelerator.end_training(), and the end of `epochs` make the last save.
+    checkpointer: the run's Checkpointer. metrics: numbers to store with every later save; update it in the loop. The
+    last save is made by accelerator.end_training(), by the end of `epochs`, or on leaving this object as a context
+    manager.
     """
 
     def __init__(self, accelerator: Accelerator, settings: SaveSettings | None, group: Group | None) -> None:
@@ -62,8 +63,8 @@ class Attachment:
         self._result: Any = None
         self._loaders: Loaders | None = None
         self._prepared = 0
-        self._stepped: set[int] = set()  # ids of the optimizers that have stepped, while the loop's body goes on
-        self._asked: list[Callable[[], None]] = []  # saves that wait for the end of the step
+        self._stepped: set[int] = set()  # ids of the optimizers that have stepped in the loop body under way
+        self._asked: list[Callable[[], None]] = []  # saves requested, to be made when the step ends
         own: Any = accelerator
         self._end_training: Callable[[], None] = own.end_training
         self._backward: Callable[..., None] = own.backward
@@ -73,9 +74,9 @@ class Attachment:
         own.skip_first_batches = self._skip_first_batches
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Give the epochs that are left of `count`: restore before the first, end each, and save after the last.
+        """Yield the remaining epochs out of `count`: restore before the first, end each one, and save after the last.
 
-        When the loop is left by `break`, call `close` or accelerator.end_training().
+        After leaving the loop with `break`, call `close` or accelerator.end_training().
         """
         if self._result is None:
             self.load_state()
@@ -88,19 +89,20 @@ class Attachment:
     def load_state(
         self, input_dir: str | None = None, load_kwargs: Mapping[str, Any] | None = None, **more: Any
     ) -> Any:
-        """Restore the newest checkpoint into all that was prepared and registered, or begin a fresh run.
+        """Restore the newest checkpoint into everything prepared and registered, or start a fresh run.
 
-        Returns a RestoreResult: step, epoch, epoch_step, samples. Raises as Checkpointer.restore does, and ConfigError
-        when it is given a folder, or what cannot be saved whole.
+        Returns a RestoreResult: step, epoch, epoch_step, samples. Raises the errors of Checkpointer.restore, and
+        ConfigError if given a folder or if something cannot be saved completely.
         """
         if input_dir is not None or load_kwargs or more:
             raise ConfigError(
                 f"accelerator.load_state({input_dir!r}): raycheck restores the run's newest checkpoint; call "
-                "load_state() without arguments. raycheck.fit(trainer, resume=...) goes back to another one, by step "
-                "or name. To begin from a folder of Accelerate's own, call load_state(folder) before attach"
+                "load_state() without arguments. To resume from another one, by step or name, use "
+                "raycheck.fit(trainer, resume=...). To start from a folder written by Accelerate, call "
+                "load_state(folder) before attach"
             )
         if self._result is not None:
-            raise ConfigError("accelerator.load_state() was called before; a run restores once, at the start")
+            raise ConfigError("accelerator.load_state() was called before; a run restores only once, at its start")
         accelerator: Any = self._accelerator
         check_supported(accelerator)
         state = state_of(accelerator)
@@ -117,16 +119,17 @@ class Attachment:
         self._prepared = self._count_prepared()
         self._result = self.checkpointer.restore()
         processes.rescale()
-        accelerator.step = 0  # batches accumulated; a step ends when there are none
+        accelerator.step = 0  # batches accumulated so far; a step ends when there are none
         accelerator.backward = self._backward
         return self._result
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **more: Any) -> None:
-        """Save this step, once the loop has done all it does with the batch, or now when it is between passes.
+        """Save the current step when the loop has finished with its batch; between epochs, save immediately.
 
-        output_dir: a name for the checkpoint, by which it can be restored, and under which it stays. Of a path that is
-        its last part. None: no name. safe_serialization is ignored: there are no pickles. Raises ConfigError for a
-        folder that exists, and for arguments meant for other ways of saving.
+        output_dir: a name for the checkpoint. A named checkpoint can be restored by name and is not deleted by
+        retention. If a path is given, only its last component is used. None: no name. safe_serialization is ignored:
+        pickles are never written. Raises ConfigError for a folder that exists and for arguments of other ways of
+        saving.
         """
         del safe_serialization
         if more:
@@ -143,9 +146,9 @@ class Attachment:
             self._save_what_was_asked_for()
 
     def end_step(self, metrics: Mapping[str, object] | None = None) -> None:
-        """End a step by hand, where its batch did not come from a prepared loader: at the end of the loop's body.
+        """End a step explicitly, at the end of the loop body, when its batch did not come from a prepared loader.
 
-        It does nothing while gradients accumulate. metrics: as for Checkpointer.end_step.
+        Does nothing while gradients accumulate. metrics: as for Checkpointer.end_step.
         """
         self.metrics.update(metrics or {})
         self._end_open_step()
@@ -168,7 +171,7 @@ class Attachment:
             self.checkpointer.__exit__(kind, error, trace)
 
     def _follow(self, optimizer: Any) -> None:
-        """Learn of the steps of one optimizer, before and after them."""
+        """Observe one optimizer's steps, before and after each."""
         step = optimizer.step
 
         def followed(*args: Any, **kwargs: Any) -> Any:
@@ -184,21 +187,21 @@ class Attachment:
         """Raise ConfigError before a step that could not be saved at its end."""
         if self._count_prepared() != self._prepared:
             raise ConfigError(
-                "something was prepared or registered after load_state(), and would not be saved; prepare everything "
-                "before it"
+                "something was prepared or registered after load_state() and would not be saved; prepare everything "
+                "before calling it"
             )
         loader = self._accelerator.gradient_state.active_dataloader
         if self._loaders is not None and self._loaders.train_on(loader):
             return
         if id(optimizer) in self._stepped:
             raise ConfigError(
-                "an optimizer steps again, and the last step has not ended: its batch came from no loader that was "
+                "an optimizer stepped again before the last step ended: its batch came from no loader that was "
                 "prepared and iterated after load_state(). Iterate a prepared loader, or call end_step() of what "
                 "attach returned at the end of each step"
             )
 
     def _end_open_step(self) -> None:
-        """End the step, if the optimizer has stepped since the last one. It is saved if a save is due."""
+        """End the step if the optimizer has stepped since the last one, and save it if a save is due."""
         if self._stepped:
             self._stepped.clear()
             self.checkpointer.end_step(self.metrics)
@@ -228,14 +231,15 @@ class Attachment:
         self._end_training()
 
     def _skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Returns the loader itself when it skips these batches anyway, since it goes on at the restored position."""
+        """Return the loader unchanged when it skips these batches anyway, because it resumes at the restored
+        position."""
         own = self._loaders.find(dataloader) if self._loaders else None
         if own is None or not num_batches:
             return self._skip(dataloader, num_batches) if own is None else dataloader
         if num_batches != own.to_skip:
             raise ConfigError(
-                f"skip_first_batches(loader, {num_batches}): after load_state() the loader goes on by itself, and "
-                f"leaves out {own.to_skip} batches; iterate it as it is"
+                f"skip_first_batches(loader, {num_batches}): after load_state() the loader resumes automatically and "
+                f"leaves out {own.to_skip} batches; iterate it unchanged"
             )
         return dataloader
 
@@ -243,7 +247,7 @@ class Attachment:
 def _name_of(path: str) -> str:
     if Path(path).is_dir():
         raise ConfigError(
-            f"accelerator.save_state({path!r}) is a folder that exists; raycheck saves into the run's bucket. Give a "
-            "name for the checkpoint, or nothing"
+            f"accelerator.save_state({path!r}) is a folder that exists; raycheck saves to the run's bucket. Give a "
+            "name for the checkpoint, or no argument"
         )
     return Path(path).name

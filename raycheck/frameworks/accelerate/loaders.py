@@ -1,8 +1,8 @@
-"""Counts exactly how far training is in the loaders that Accelerate prepared, and goes on there after a restart.
+"""Tracks the exact position of training in the loaders that Accelerate prepared, and resumes there after a restart.
 
-Accelerate fetches one batch ahead of the training loop, to know which one is the last. So what was fetched is not what
-was trained on. A loader asks for its next batch when the training loop has done all that it does with the last one:
-there a step ends, schedulers and averages of weights included, and there it may be saved.
+Accelerate fetches one batch ahead of the training loop, to know which one is the last. So the batches fetched are not
+the batches trained on. A loader asks for its next batch when the training loop has finished with the last one. At that
+point a step ends, including its schedulers and weight averages, and may be saved.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,10 +22,10 @@ CURE = (
 
 
 class PreparedLoader:
-    """Follows one loader that Accelerate prepared.
+    """The position in one loader that Accelerate prepared.
 
-    epoch: how many passes through it have ended. consumed: batches of this pass in steps that have ended. samples:
-    those of all passes, over all processes.
+    epoch: number of completed passes. consumed: batches of this pass whose steps have ended. samples: total over all
+    passes and all processes.
     """
 
     def __init__(self, loader: Any, body_ended: Callable[["PreparedLoader"], None]) -> None:
@@ -39,7 +39,7 @@ class PreparedLoader:
         self._body_ended = body_ended
         self._passes = 0
         self._is_in_pass = False
-        self._is_left = False  # the loop was left before its end
+        self._is_left = False  # the loop ended before the loader was exhausted
         self._is_exhausted = False  # the last batch was fetched
         self._fetched = 0
         self._at_begin: dict[str, Any] = {}
@@ -51,12 +51,12 @@ class PreparedLoader:
 
     @property
     def is_in_pass(self) -> bool:
-        """Returns whether a loop is iterating over it."""
+        """Return whether a loop is iterating over this loader."""
         return self._is_in_pass and not self._is_left
 
     @property
     def to_skip(self) -> int:
-        """Returns how many batches the next pass leaves out since they were trained on before a restart."""
+        """Return how many batches the next pass skips because they were trained on before a restart."""
         return self._resume["consumed"] // self.order.global_batch if self._resume else 0
 
     @property
@@ -64,14 +64,14 @@ class PreparedLoader:
         return self._samples_before + self.consumed * self.order.global_batch
 
     def end_step(self) -> None:
-        """Count as consumed what the loop was given. Accelerate has fetched one batch more, except at the end."""
+        """Count the batches given to the loop as consumed. Accelerate has fetched one more, except at the end."""
         if self._is_left:
             self.leave_pass()
         elif self._is_in_pass:
             self.consumed = self._fetched if self._is_exhausted else self._fetched - 1
 
     def leave_pass(self) -> None:
-        """End the pass at hand, if there is one: whoever iterates next begins at the first batch."""
+        """End the current pass, if there is one, so that the next iteration starts at the first batch."""
         if self._is_in_pass:
             self._samples_before, self.consumed = self.samples, 0
             self._is_in_pass = self._is_left = False
@@ -80,12 +80,12 @@ class PreparedLoader:
             self.order.end_pass()
 
     def begin_anew(self) -> None:
-        """Let an iterator that was begun before raise ConfigError."""
+        """Make every iterator created before this call raise ConfigError."""
         self._passes += 1
         self._is_in_pass = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position: after the newest step inside a pass, else at the beginning of the next one."""
+        """Return the position: after the newest step of the current pass, or at the start of the next pass."""
         if self.is_in_pass:
             place = {**self._at_begin, "consumed": self.consumed * self.order.global_batch}
         elif self._resume is not None:
@@ -95,7 +95,7 @@ class PreparedLoader:
         return {**place, "epoch": self.epoch + (self._is_in_pass and self._is_left), "samples": self.samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass go on at a saved position."""
+        """Make the next pass resume at a saved position."""
         self.loader.iteration = int(state["iteration"])
         self.order.load_state_dict(state["order"])
         self._resume = dict(state) if state["consumed"] else None
@@ -104,20 +104,20 @@ class PreparedLoader:
         self._samples_before = int(state["samples"]) - self.consumed * self.order.global_batch
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises StateMismatchError when a saved position would mean other samples here."""
+        """Raises StateMismatchError when a saved position would mean different samples here."""
         self.order.check_state_dict(state["order"])
         is_over = state["consumed"] >= state["order"]["length"]
         if state["consumed"] % self.order.global_batch and not is_over:
             raise StateMismatchError(
-                f"{state['consumed']} samples of the epoch were trained on, which is no whole number of batches of "
-                f"{self.order.global_batch} samples; keep batch_size x processes, or a divisor of it"
+                f"{state['consumed']} samples of the epoch were trained on, which is not a whole number of batches of "
+                f"{self.order.global_batch} samples; keep batch_size x processes the same, or use a divisor of it"
             )
 
     def _now(self) -> dict[str, Any]:
         return {"iteration": self.loader.iteration, "order": self.order.state_dict()}
 
     def _begin(self) -> Iterator[Any]:
-        """Give this process's batches of one pass. DataLoaderShard asks here, instead of torch's DataLoader."""
+        """Yield this process's batches of one pass. DataLoaderShard calls this instead of torch's DataLoader."""
         self._body_ended(self)
         self.leave_pass()
         resume, self._resume = self._resume, None
@@ -135,14 +135,14 @@ class PreparedLoader:
             self._body_ended(self)
             if number != self._passes:
                 raise ConfigError(
-                    "this iterator was begun before load_state(), or before another one of the same loader; iterate "
-                    "the loader anew"
+                    "this iterator was created before load_state(), or before another iterator of the same loader; "
+                    "iterate the loader again"
                 )
             is_first = self._fetched == skipped
             if skipped and is_first:
                 self.fetch_random.put_back()
             before = None if base.num_workers else self.fetch_random.take()
-            batch = next(batches, self)  # itself: no batch of a user's
+            batch = next(batches, self)  # self is the sentinel: never a user's batch
             self._is_exhausted = batch is self
             self.fetch_random.value = None if self._is_exhausted else before
             if self.put_random_back is not None:
@@ -156,11 +156,11 @@ class PreparedLoader:
             except GeneratorExit:
                 self._is_left = number == self._passes
                 raise
-        if skipped and is_first:  # nothing was left of this epoch, so that the loader itself counts no pass
+        if skipped and is_first:  # nothing of this epoch was left, so the loader itself counts no pass
             self.loader.iteration += 1
 
     def _pass_ended(self) -> None:
-        """Take part when the loader has nothing left to give, and the loop has done all with its last batch."""
+        """End the pass: the loader is exhausted and the loop has finished with its last batch."""
         if self._is_exhausted:
             self._body_ended(self)
             self.leave_pass()
@@ -168,27 +168,27 @@ class PreparedLoader:
 
 
 class Loaders(DataStream):
-    """Is the position in all loaders that Accelerate prepared; its epochs and samples are those of the one trained on.
+    """The position in all loaders that Accelerate prepared; epochs and samples are those of the training loader.
 
-    body_ended: is called when the training loop has done all it does with a batch.
+    body_ended: called when the training loop has finished with a batch.
     """
 
     def __init__(self, accelerator: Accelerator, body_ended: Callable[[], None]) -> None:
         self._accelerator = accelerator
         self._when_body_ended = body_ended
         self._trained: int | None = None
-        self._epochs = 0  # while training takes its batches from elsewhere
+        self._epochs = 0  # used while the batches come from elsewhere
         self._steps = 0
         self.loaders = [PreparedLoader(loader, self._body_ended) for loader in accelerator._dataloaders]
 
     @property
     def _train_loader(self) -> PreparedLoader | None:
-        """Returns the loader that training takes its batches from; None while none is known."""
+        """Return the loader that training iterates, or None while it is not known."""
         return None if self._trained is None else self.loaders[self._trained]
 
     @property
     def is_in_pass(self) -> bool:
-        """Returns whether the training loop is iterating."""
+        """Return whether the training loop is iterating over its loader."""
         return self._train_loader is not None and self._train_loader.is_in_pass
 
     @property
@@ -204,24 +204,25 @@ class Loaders(DataStream):
         return self._train_loader.samples if self._train_loader else 0
 
     def train_on(self, loader: object) -> bool:
-        """Note from which loader the batch of this step came. Returns False for one that Accelerate did not prepare.
+        """Record which loader this step's batch came from. Returns False for a loader that Accelerate did not prepare.
 
-        Raises ConfigError, before the step, for one whose position cannot be told.
+        Raises ConfigError, before the step, for a loader whose position cannot be determined.
         """
         for number, prepared in enumerate(self.loaders):
             if prepared.loader is loader:
                 if prepared.order.refusal is not None:
                     raise ConfigError(
-                        f"raycheck cannot go on in the middle of a prepared loader: {prepared.order.refusal}. {CURE}"
+                        f"raycheck cannot resume in the middle of a prepared loader: {prepared.order.refusal}. {CURE}"
                     )
                 if not prepared.is_in_pass:
-                    raise ConfigError("this loop was begun before load_state(); iterate the loader after it")
+                    raise ConfigError("this loop started before load_state(); iterate the loader after it")
                 self._trained = number
                 return True
         return False
 
     def find(self, loader: object) -> PreparedLoader | None:
-        """Returns what follows this loader; None for one that Accelerate did not prepare, or cannot be followed."""
+        """Return the tracked position of this loader, or None if Accelerate did not prepare it or it cannot be
+        tracked."""
         return next((own for own in self.loaders if own.loader is loader and own.order.refusal is None), None)
 
     def end_step(self) -> None:
@@ -262,7 +263,7 @@ class Loaders(DataStream):
         if [position is None for position in state["loaders"]] != [bool(own.order.refusal) for own in self.loaders]:
             raise StateMismatchError(
                 f"{len(state['loaders'])} loaders were prepared when this was saved, and {len(self.loaders)} here, or "
-                "of other kinds; prepare the same ones in the same order before load_state"
+                "they are of other kinds; prepare the same loaders in the same order before load_state"
             )
         for own, position in zip(self.loaders, state["loaders"], strict=True):
             if position is not None:
@@ -271,12 +272,13 @@ class Loaders(DataStream):
         if here != state["samples_per_step"]:
             raise StateMismatchError(
                 f"an optimizer step took {state['samples_per_step']} samples over all processes, and would take {here} "
-                "here, so that steps and schedules would mean something else; choose the loader's batch_size and "
-                "gradient_accumulation_steps such that batch_size x processes x accumulation stays the same"
+                "here, which would change the meaning of steps and schedules; choose the loader's batch_size and "
+                "gradient_accumulation_steps so that batch_size x processes x accumulation stays the same"
             )
 
     def _samples_per_step(self, trained: int | None) -> int | None:
-        """Returns the samples of one optimizer step, over all processes; None while no loader is trained on."""
+        """Return the samples of one optimizer step over all processes, or None while the training loader is not
+        known."""
         if trained is None:
             return None
         return self.loaders[trained].order.global_batch * int(self._accelerator.gradient_accumulation_steps)
@@ -287,7 +289,7 @@ class Loaders(DataStream):
 
 
 class FetchedAhead:
-    """Is what differs from rank to rank of the position: random state from before the batch fetched ahead."""
+    """The per-rank part of the position: the random state from before the batch that was fetched ahead."""
 
     def __init__(self, loaders: Loaders) -> None:
         self._loaders = loaders

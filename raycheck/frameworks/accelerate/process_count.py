@@ -1,7 +1,7 @@
 """Keeps schedulers right when the number of processes changes.
 
-Accelerate steps a prepared scheduler once for each process at every optimizer step, unless batches are split. So a
-scheduler that was saved on 2 processes at optimizer step 100 stands at 200, and on 4 processes it would stand at 400.
+Accelerate steps a prepared scheduler once for each process at every optimizer step, unless batches are split. So at
+optimizer step 100 a scheduler has counted 200 steps on 2 processes, and 400 on 4.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from raycheck.errors import StateMismatchError
 
 
 class ProcessCount:
-    """Is the number of processes, as an entry of the state, and what follows from another one at a restore."""
+    """The number of processes as an entry of the state, and the rescaling of schedulers when it changes."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -21,7 +21,7 @@ class ProcessCount:
 
     @property
     def _per_process(self) -> list[Any]:
-        """Returns the schedulers that step once for each process."""
+        """Return the schedulers that step once for each process."""
         wrapped = self._accelerator._schedulers
         return [own.scheduler for own in wrapped if own.step_with_optimizer and not own.split_batches]
 
@@ -32,18 +32,20 @@ class ProcessCount:
         self._saved = int(state["num_processes"])
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises StateMismatchError for a scheduler that cannot be put where it would be with this many processes."""
+        """Raises StateMismatchError for a scheduler that cannot be rescaled to this number of processes."""
         here = self._accelerator.num_processes
         others = sorted({type(own).__name__ for own in self._per_process if not isinstance(own, LambdaLR)})
         if state["num_processes"] != here and others:
             raise StateMismatchError(
                 f"a {others[0]} that Accelerate steps once for each process was saved on {state['num_processes']} "
-                f"processes, and there are {here}. Use a LambdaLR (as get_scheduler of transformers gives), or let it "
-                "step once for all: Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))"
+                f"processes, and there are {here}. Use a LambdaLR (as get_scheduler of transformers returns), or make "
+                "it step once for all processes: "
+                "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))"
             )
 
     def rescale(self) -> None:
-        """After a restore: put schedulers where as many optimizer steps would have put them with these processes."""
+        """Move restored schedulers to where the same number of optimizer steps puts them with this number of
+        processes."""
         here = self._accelerator.num_processes
         if self._saved == here:
             return

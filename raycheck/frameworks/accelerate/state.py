@@ -1,4 +1,4 @@
-"""Says what of an Accelerator is saved, by which names, and refuses by name what cannot be saved whole."""
+"""Names the parts of an Accelerator that are saved, and refuses by name what cannot be saved completely."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from raycheck.data.data_stream import DataStream
 from raycheck.errors import ConfigError
 
 REFUSED = {
-    DistributedType.DEEPSPEED: "DeepSpeed keeps optimizer state of its own that raycheck does not know; use FSDP2, "
-    "FullyShardedDataParallelPlugin(fsdp_version=2)",
-    DistributedType.MEGATRON_LM: "Megatron-LM keeps state of its own that raycheck does not know; use FSDP2, "
-    "FullyShardedDataParallelPlugin(fsdp_version=2)",
-    DistributedType.XLA: "raycheck reads tensors of torch devices, and XLA's are none; train on GPUs or CPUs",
+    DistributedType.DEEPSPEED: "DeepSpeed keeps optimizer state in its own form, which raycheck cannot read; "
+    "use FSDP2, FullyShardedDataParallelPlugin(fsdp_version=2)",
+    DistributedType.MEGATRON_LM: "Megatron-LM keeps state in its own form, which raycheck cannot read; "
+    "use FSDP2, FullyShardedDataParallelPlugin(fsdp_version=2)",
+    DistributedType.XLA: "raycheck cannot read XLA tensors; train on GPUs or CPUs",
 }
 
 
 def check_supported(accelerator: Accelerator) -> None:
-    """Raises ConfigError, with the cure, for a way of training, or a setting, that cannot be saved whole."""
+    """Raises ConfigError, with a remedy, for a kind of training or a setting that cannot be saved completely."""
     kind = accelerator.distributed_type
     if kind in REFUSED:
         raise ConfigError(f"raycheck.accelerate: {REFUSED[kind]}")
@@ -30,19 +30,20 @@ def check_supported(accelerator: Accelerator) -> None:
     limit = accelerator.project_configuration.total_limit
     if limit is not None:
         raise ConfigError(
-            f"raycheck.accelerate: ProjectConfiguration(total_limit={limit}) counts folders, and there are none; leave "
-            f"it out and give raycheck.SaveSettings(keep_last={limit})"
+            f"raycheck.accelerate: ProjectConfiguration(total_limit={limit}) counts folders, and raycheck writes none; "
+            f"leave it out and give raycheck.SaveSettings(keep_last={limit})"
         )
     hooks = accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook
     if hooks:
         raise ConfigError(
-            "raycheck.accelerate: a hook of register_save_state_pre_hook or register_load_state_pre_hook writes or "
-            "reads a folder, and there is none; remove it. Models are saved whole, and export_hf makes a folder of one"
+            "raycheck.accelerate: a hook of register_save_state_pre_hook or register_load_state_pre_hook expects a "
+            "folder, and raycheck uses none; remove it. Models are saved completely; export_hf writes one into a "
+            "folder"
         )
 
 
 def state_of(accelerator: Accelerator) -> dict[str, object]:
-    """Returns what `prepare` and `register_for_checkpointing` were given, by the names of entries."""
+    """Return the objects given to `prepare` and `register_for_checkpointing`, by entry name."""
     state: dict[str, object] = {}
     for name, prepared in (
         ("model", accelerator._models),
@@ -63,7 +64,7 @@ def state_of(accelerator: Accelerator) -> dict[str, object]:
 
 
 def streams_in(state: dict[str, object]) -> list[DataStream]:
-    """Returns the streams of data that the user registered."""
+    """Return the data streams that the user registered."""
     registered: Any = state.get("registered", [])
     return [own for own in registered if isinstance(own, DataStream)]
 

@@ -1,9 +1,9 @@
 """Saves and restores the training of a Lightning Trainer on Ray Train: reached as `raycheck.lightning`.
 
 callback         what a script uses: Callback, fit
-strategies       and strategy("ddp" | "fsdp2")
-fit_session      one fit, from its restore to its last save
-lightning_state  what Lightning's own checkpoint holds beside the weights
+strategies       strategy("ddp" | "fsdp2"), for scripts too
+fit_session      one fit, from restore to last save
+lightning_state  what Lightning's own checkpoint contains besides the weights
 training_data    the training loader becomes a stream with a position
 logged_values    what self.log has accumulated in an epoch
 refusals         what is not supported

@@ -1,4 +1,5 @@
-"""What a script with Lightning's Trainer uses: the Callback, which does everything, and `fit`, which adds it."""
+"""The interface for scripts that use Lightning's Trainer: the Callback, which does everything, and `fit`, which adds
+it."""
 
 from functools import cache
 from typing import Any
@@ -10,18 +11,18 @@ from raycheck.group.group import Group
 from raycheck.settings import SaveSettings
 
 
-def Callback(  # noqa: N802  to the user it is the class of a callback, made for whichever package is imported
+def Callback(  # noqa: N802  users see a callback class, built for whichever package is imported
     settings: SaveSettings | None = None, *, group: Group | None = None, data_position: bool = True
 ) -> Any:
-    """Returns a callback for Trainer(callbacks=[...]) that restores, saves and reports a fit; it needs nothing else.
+    """Return a callback for Trainer(callbacks=[...]) that restores, saves, and reports a fit.
 
-    settings: when and how to save; a step is a batch after which an optimizer has stepped. group: this rank's place in
-    a group outside Ray Train; by default Ray Train's. data_position: whether the position in the training data is
-    saved, for which a plain DataLoader becomes raycheck.Batches. False leaves the loaders as they are: an epoch that
-    was cut off goes on at their beginning.
+    settings: when and how to save; a step is a batch after which an optimizer has stepped. group: the rank's group
+    outside Ray Train; default: Ray Train's worker group. data_position: whether to save the position in the training
+    data; if so, a plain DataLoader becomes raycheck.Batches. False leaves the loaders unchanged, and an interrupted
+    epoch restarts at their first batch.
 
-    Raises ConfigError when Lightning is absent or too old. What a Trainer has that is not supported is refused when its
-    fit begins.
+    Raises ConfigError when Lightning is missing or too old. Unsupported parts of a Trainer are refused when its fit
+    starts.
     """
     return _class_of(imported_package())(settings or SaveSettings(), group, keeps_position=data_position)
 
@@ -36,25 +37,25 @@ def fit(  # noqa: PLR0917  the arguments of Trainer.fit, in its order
     *,
     settings: SaveSettings | None = None,
 ) -> None:
-    """Runs trainer.fit() with raycheck's Callback, which is added if the Trainer has none.
+    """Run trainer.fit() with raycheck's Callback, adding it if the Trainer has none.
 
-    The arguments are those of Trainer.fit. train_dataloaders: also a LightningDataModule, or raycheck.Batches.
-    ckpt_path: a file of Lightning's to begin a fresh run from; a run that has checkpoints goes on from its own.
-    settings: for a Callback that is added.
+    The arguments are those of Trainer.fit. train_dataloaders: may also be a LightningDataModule or raycheck.Batches.
+    ckpt_path: a Lightning file from which a fresh run starts; a run with checkpoints resumes from its own. settings:
+    for the Callback, if this call adds it.
 
-    Raises ConfigError when the Trainer has the Callback and settings are given too, and as the fit does.
+    Raises ConfigError if settings are given although the Trainer has the Callback, and the errors of the fit.
     """
     package_of(trainer)
     has_callback = any(hasattr(callback, "is_raycheck") for callback in trainer.callbacks)
     if has_callback and settings is not None:
-        raise ConfigError("the Trainer has raycheck's Callback already, with settings of its own: leave settings out")
+        raise ConfigError("the Trainer already has raycheck's Callback with settings of its own: leave settings out")
     if not has_callback:
         trainer.callbacks.insert(0, Callback(settings))
     trainer.fit(model, train_dataloaders, val_dataloaders, datamodule=datamodule, ckpt_path=ckpt_path)
 
 
 class FitHooks:
-    """Begins and ends raycheck's side of a fit by Lightning's hooks of a callback."""
+    """Lightning's callback hooks that start and end raycheck's part of a fit."""
 
     is_raycheck = True
 
@@ -90,7 +91,7 @@ class FitHooks:
 
 
 def _workers(group: Group | None) -> int:
-    """Returns how many workers train together."""
+    """Return how many workers train together."""
     if group is not None:
         return group.world_size
     import torch.distributed as dist

@@ -1,9 +1,9 @@
-"""Runs raycheck's side of one Trainer.fit(): restores where Lightning would read its file, and saves between steps.
+"""Runs raycheck's part of one Trainer.fit(): restores where Lightning would read its file, and saves between steps.
 
-Lightning has no hook that comes after a batch's validation and before the next batch is fetched, and none that comes
-after everything that ends an epoch. So methods of its loops and of its checkpoint connector are wrapped while a fit
-lasts, on these instances alone. The order of a restore is Lightning's own: the values of loops, callbacks and hooks
-before the strategy is set up, the tensors after it.
+Lightning has no hook that runs after a batch's validation and before the next batch is fetched, and none that runs
+after everything at the end of an epoch. So a fit wraps methods of the Trainer's loops and of its checkpoint connector,
+on these instances only, and unwraps them when it ends. A restore follows Lightning's own order: the values of loops,
+callbacks, and hooks before the strategy is set up, the tensors after it.
 """
 
 import logging
@@ -30,9 +30,9 @@ logger = logging.getLogger("raycheck")
 
 
 class FitSession:
-    """Holds what one fit needs, from the Callback's setup to the end of the fit.
+    """raycheck's part of one fit, from the Callback's setup to the end of the fit.
 
-    Raises ConfigError when it is made, for what of the Trainer is not supported.
+    Its constructor raises ConfigError for unsupported parts of the Trainer.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class FitSession:
         self._keeps_position = keeps_position
         self._global_step = 0
         self._metrics_before: dict[str, Any] = {}
-        self._is_epoch_over = False  # all that ends an epoch was done, and raycheck has not counted the epoch yet
-        self._has_unended_step = False  # the epoch's last step, which ends together with the epoch
+        self._is_epoch_over = False  # Lightning has ended the epoch, but raycheck has not counted it yet
+        self._has_unended_step = False  # the epoch's last step, which ends with the epoch
         self._has_run_ended = False
         self._undo: list[Callable[[], None]] = []
         self._install()
@@ -74,14 +74,14 @@ class FitSession:
             self._undo.append(lambda: setattr(loop, "_data_source", source))
 
     def _wrap(self, obj: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Put a method in the place of another one. Returns the other one."""
+        """Replace a method. Returns the original."""
         original: Callable[..., Any] = getattr(obj, name)
         setattr(obj, name, method)
         self._undo.append(lambda: delattr(obj, name))
         return original
 
     def end(self) -> None:
-        """End the fit, which has come to its end. Saves the last step, and waits until it is committed."""
+        """End a fit that has completed: save the last step and wait for its commit."""
         try:
             self._checkpointer.close()
             if not self._start.is_fresh and not self._has_run_ended:
@@ -90,7 +90,7 @@ class FitSession:
             self._uninstall()
 
     def abandon(self, error: BaseException) -> None:
-        """End the fit, which has raised, and save nothing new."""
+        """End a fit that has raised, without a new save."""
         self._uninstall()
         self._checkpointer.__exit__(type(error), error, error.__traceback__)
 
@@ -101,22 +101,22 @@ class FitSession:
     # Restoring, in the order in which Lightning calls these.
 
     def _resume_start(self, path: Any = None, weights_only: bool | None = None) -> None:
-        """Give Lightning the values of the checkpoint, as if it had read its own file.
+        """Give Lightning the checkpoint's values as if it had read them from its own file.
 
-        path: a file of Lightning's that the user gave; it counts in a fresh run only.
+        path: a Lightning file given by the user; used in a fresh run only.
         """
         trainer = self._trainer
         if self._start.is_fresh:
             self._read_user_file(path, weights_only=weights_only)
             return
         if path and trainer.global_rank == 0:
-            logger.info("ckpt_path=%s is left out: the run has checkpoints, and goes on from %s", path, self._key)
+            logger.info("ckpt_path=%s is ignored: the run has checkpoints and resumes from %s", path, self._key)
         connector = trainer._checkpoint_connector
         connector._ckpt_path = None
         try:
             self._early = self._read_early()
         except DamagedError as error:
-            self._damage = error  # restore() finds it too, and takes all ranks to an older checkpoint
+            self._damage = error  # restore() finds it too and moves all ranks to an older checkpoint
             return
         connector._loaded_checkpoint = self._early
         for callback in weight_averagings(trainer, self._package):  # its model is restored as an entry
@@ -127,21 +127,21 @@ class FitSession:
         return str(self._start.checkpoint)
 
     def _read_early(self) -> dict[str, Any]:
-        """Read what Lightning's hooks are shown before the strategy is set up."""
+        """Read the values that Lightning's hooks see before the strategy is set up."""
         checkpoint = open_run(self._checkpointer.uri).at(self._key)
         values = LightningState()
         checkpoint.restore(into={"lightning": values})
         assert values.saved is not None, "a restore that changes nothing raises"
         found = dict(values.saved["checkpoint"])
         found["optimizer_states"] = []  # restored in place, later
-        if not is_fsdp2(self._trainer.strategy):  # as Lightning's own sharded strategy, which shows no weights
+        if not is_fsdp2(self._trainer.strategy):  # like Lightning's own sharded strategy, which exposes no weights
             module = self._trainer.lightning_module
             found["state_dict"] = self._read_weights(checkpoint) if self._has_load_hook else dict(module.state_dict())
         return found
 
     @property
     def _has_load_hook(self) -> bool:
-        """Returns whether the module or a callback of the user's may change the weights that are loaded."""
+        """Return whether the user's module or callbacks may change the loaded weights."""
         module, base = type(self._trainer.lightning_module), named(self._package, "callbacks", "Callback")
         module_base = named(self._package, "core", "LightningModule")
         averaging = named(self._package, "callbacks", "WeightAveraging")
@@ -152,7 +152,7 @@ class FitSession:
         )
 
     def _read_weights(self, checkpoint: Any) -> dict[str, Any]:
-        """Read the saved weights into tensors of their own, by the names of the live module's state_dict()."""
+        """Read the saved weights into new tensors, under the names of the live module's state_dict()."""
         index = checkpoint.index(checkpoint.manifest(), values=False)
         saved = {
             tensor.name.removeprefix("model."): torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
@@ -166,11 +166,11 @@ class FitSession:
         return others | {keys.get(name, name): tensor for name, tensor in saved.items()}
 
     def _restore(self) -> None:
-        """Restore everything, once the module, the optimizers and the schedulers are there."""
+        """Restore everything, once the module, the optimizers, and the schedulers exist."""
         trainer, checkpointer = self._trainer, self._checkpointer
         check_optimizers(trainer)
         if self._start.is_fresh:
-            self._restore_training_state()  # from a file of Lightning's, if the user gave one
+            self._restore_training_state()  # from a Lightning file, if the user gave one
         for name, value in self._entries().items():
             checkpointer.add(name, value)
         checkpointer.restore()
@@ -180,14 +180,14 @@ class FitSession:
         if self._early is None:
             raise self._damage or ConfigError("Lightning did not ask for a checkpoint's values before it was set up")
         self._restore_training_state()
-        if self._has_load_hook and "state_dict" in self._early:  # what the hook made of the weights counts
+        if self._has_load_hook and "state_dict" in self._early:  # the hook may have changed the weights
             strict = trainer.lightning_module.strict_loading
             trainer.strategy.load_model_state_dict(self._early, strict=strict)
         assert self._state.saved is not None, "the entry `lightning` was restored"
         self._apply_own_values(self._state.saved["raycheck"])
 
     def _entries(self) -> dict[str, Any]:
-        """Returns the entries of the state. Metrics come first: a module with metrics is refused without them."""
+        """Return the entries of the state. Metrics come first because a module with metrics is refused without them."""
         trainer, averaged = (
             self._trainer,
             [one._average_model for one in weight_averagings(self._trainer, self._package)],
@@ -207,13 +207,13 @@ class FitSession:
         return {name: value for name, value in found.items() if value is not None and value != []}
 
     def _own_values(self) -> dict[str, Any]:
-        """Returns what Lightning's own checkpoint leaves out, and a run that was never hurt has."""
+        """Return values that an uninterrupted run has but Lightning's own checkpoint leaves out."""
         trainer = self._trainer
         timers = [one for one in trainer.callbacks if isinstance(one, named(self._package, "callbacks", "Timer"))]
         left_s = [one.time_remaining() for one in timers]
         is_out_of_time = any(left is not None and left <= 0 for left in left_s)
         return {
-            "should_stop": bool(trainer.should_stop) and not is_out_of_time,  # who gives more time goes on
+            "should_stop": bool(trainer.should_stop) and not is_out_of_time,  # given more time, a run continues
             "callback_metrics": dict(trainer._logger_connector._callback_metrics),
             "is_epoch_over": self._is_epoch_over,
             "frozen": self._frozen() if self._is_finetuning else [],
@@ -230,15 +230,15 @@ class FitSession:
                 parameter.requires_grad_(name not in values["frozen"])
         progress = trainer.fit_loop.epoch_progress.current
         if progress.ready == progress.completed:
-            # With max_steps Lightning takes any restored loop to be inside an epoch, and would begin an empty one.
+            # With max_steps, Lightning assumes that a restored loop is inside an epoch, and would start an empty one.
             self._end_restart()
         if values["is_epoch_over"]:
             self._checkpointer.end_epoch()
         elif progress.ready != progress.completed and not self._keeps_position and trainer.global_rank == 0:
-            logger.warning("the epoch was cut off; it goes on at the beginning of the training loader's data")
+            logger.warning("the epoch was interrupted; it resumes at the beginning of the training loader's data")
 
     def _end_restart(self) -> None:
-        """Tell the loops that they are not in a restored epoch, whatever they would conclude themselves."""
+        """Mark the loops as not being in a restored epoch, overriding their own conclusion."""
         named(self._package, "loops.loop", "_Loop").restarting.fset(self._trainer.fit_loop, False)
 
     @property
@@ -253,7 +253,7 @@ class FitSession:
     # Saving, in the order in which Lightning calls these.
 
     def _end_batch(self, data_fetcher: Any) -> None:
-        """End a step after its validation, if an optimizer has stepped in this batch."""
+        """End a step after its validation if an optimizer has stepped in this batch."""
         loop = self._trainer.fit_loop.epoch_loop
         if loop._skip_next_val:
             loop._skip_next_val = False
@@ -261,7 +261,7 @@ class FitSession:
         self._end_batch_of_lightning(data_fetcher)
         self._logged.add_restored()
         if loop.global_step == self._global_step:
-            return  # gradients are being accumulated, and are not saved
+            return  # gradients are being accumulated, which are never saved
         self._global_step = loop.global_step
         if loop._is_training_done or (self._trainer.should_stop and self._trainer.fit_loop._can_stop_early):
             self._has_unended_step = True
@@ -269,9 +269,10 @@ class FitSession:
             self._checkpointer.end_step(self._new_metrics())
 
     def _end_epoch(self) -> None:
-        """End the epoch, and its last step, after all that Lightning and the user's hooks do at its end."""
+        """End the epoch and its last step, after everything that Lightning and the user's hooks do at the epoch's
+        end."""
         if not self._start.is_fresh:
-            # In a restored epoch Lightning leaves out ReduceLROnPlateau, as its own checkpoints have no metrics.
+            # In a restored epoch Lightning skips ReduceLROnPlateau because its own checkpoints have no metrics.
             self._end_restart()
         self._end_epoch_of_lightning()
         self._logged.forget()
@@ -283,20 +284,20 @@ class FitSession:
         self._checkpointer.end_epoch()
 
     def _end_run(self) -> None:
-        """Save the last step before callbacks put averaged weights into the model."""
+        """Save the last step before callbacks copy averaged weights into the model."""
         self._checkpointer.close()
         self._has_run_ended = True
         self._end_run_of_lightning()
 
     def _new_metrics(self) -> dict[str, Any]:
-        """Returns the numbers that were logged since the last step: those of a validation only at its own step."""
+        """Return the numbers logged since the last step. A validation's numbers belong to its own step only."""
         before = self._metrics_before
         now = self._metrics_before = dict(self._trainer._logger_connector._callback_metrics)
         fresh = {name: value for name, value in now.items() if before.get(name) is not value}
         return {name: value for name, value in fresh.items() if not torch.is_tensor(value) or value.numel() == 1}
 
     def _average_as_at_the_end(self) -> None:
-        """Leave averaged weights in the model of a run that had nothing left to train, as the end of training does."""
+        """Copy averaged weights into the model of a run with nothing left to train, as the end of training does."""
         names = ("WeightAveraging", "StochasticWeightAveraging")
         kinds = tuple(named(self._package, "callbacks", name) for name in names)
         for callback in self._trainer.callbacks:

@@ -1,8 +1,8 @@
-"""Makes an entry of what Lightning's own checkpoint holds beside weights and optimizers, as Lightning collects it.
+"""The state entry for everything in Lightning's own checkpoint except weights and optimizers, as Lightning collects it.
 
-Loops, callbacks, schedulers, precision plugin, datamodule, and whatever the user's on_save_checkpoint adds. It is rank
-0's, as in Lightning's own files: it is the extra state of a module, which may differ from rank to rank, and of which
-the first rank's is kept.
+It contains loops, callbacks, schedulers, the precision plugin, the datamodule, and whatever the user's
+on_save_checkpoint adds. As in Lightning's own files, the values are rank 0's: they are stored as a module's extra
+state, which may differ from rank to rank and of which only the first rank's is saved.
 """
 
 import logging
@@ -22,9 +22,9 @@ PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class LightningState(torch.nn.Module):
-    """Is the entry `lightning`. saved: what a restore has read, None before.
+    """The entry `lightning`. saved: the restored values, None before a restore.
 
-    more: returns values of raycheck's own, which are kept beside Lightning's.
+    more: a function that returns raycheck's own values, saved along with Lightning's.
     """
 
     def __init__(self, trainer: Any = None, package: str = "", more: Any = dict) -> None:
@@ -42,43 +42,43 @@ class LightningState(torch.nn.Module):
         self.saved = state
 
     def _collected(self) -> dict[str, Any]:
-        """Returns Lightning's checkpoint without what other entries hold.
+        """Return Lightning's checkpoint without the parts that other entries hold.
 
-        Nothing is gathered or copied: Lightning is shown the live tensors. Raises ConfigError when a user's hook
-        replaced weights, since the live ones are what is saved.
+        Nothing is gathered or copied: Lightning sees the live tensors. Raises ConfigError if a user's hook replaced
+        weights, because raycheck saves the live ones.
         """
         trainer = self._trainer
         live = dict(trainer.lightning_module.state_dict())
         shown = {"lightning_module_state_dict": lambda: dict(live), "optimizer_state": lambda one: one.state_dict()}
         with _shadowed(trainer.strategy, shown):
             checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        if has_weight_averaging(trainer, self._package):  # the averaged model is an entry of its own
+        if has_weight_averaging(trainer, self._package):  # the averaged model is a separate entry
             checkpoint["state_dict"] = checkpoint.pop("current_model_state", checkpoint["state_dict"])
             checkpoint.pop("averaging_state", None)
         replaced = [name for name, value in checkpoint.pop("state_dict", {}).items() if live.get(name) is not value]
         if replaced:
             raise ConfigError(
                 f"an on_save_checkpoint puts other tensors into checkpoint['state_dict'] ({', '.join(replaced[:3])}). "
-                "raycheck saves the live weights, each once; put other tensors under a key of their own"
+                "raycheck saves the live weights, each once; store other tensors under another key"
             )
         checkpoint.pop("optimizer_states", None)
         for key in HYPER_PARAMETERS:
             if key in checkpoint:
                 checkpoint[key] = self._plain(key, checkpoint[key])
-        checkpoint.pop("hparams_type", None)  # a class; with it goes what only load_from_checkpoint reads
+        checkpoint.pop("hparams_type", None)  # a class; only load_from_checkpoint reads these keys
         return checkpoint
 
     def _plain(self, key: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns those hyperparameters that are plain values. No restore of a fit reads any of them."""
+        """Return the hyperparameters that are plain values. Restoring a fit reads none of them."""
         left = sorted(name for name, value in values.items() if not _is_plain(value))
         if left and key not in self._said and self._trainer.global_rank == 0:
             self._said.add(key)
-            logger.info("%s that are objects are not saved: %s", key, ", ".join(left))
+            logger.info("%s: hyperparameters that are objects are not saved: %s", key, ", ".join(left))
         return {name: value for name, value in values.items() if name not in left}
 
 
 def weight_averagings(trainer: Any, package: str) -> list[Any]:
-    """Returns the Trainer's callbacks that keep averaged weights as a model of their own."""
+    """Return the Trainer's callbacks that keep averaged weights in a separate model."""
     return [one for one in trainer.callbacks if isinstance(one, named(package, "callbacks", "WeightAveraging"))]
 
 
@@ -88,7 +88,7 @@ def has_weight_averaging(trainer: Any, package: str) -> bool:
 
 @contextmanager
 def _shadowed(obj: Any, methods: Mapping[str, Any]) -> Iterator[None]:
-    """Give an object other methods for a moment."""
+    """Replace an object's methods temporarily."""
     for name, method in methods.items():
         setattr(obj, name, method)
     try:

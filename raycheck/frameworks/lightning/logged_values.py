@@ -1,7 +1,7 @@
-"""Saves what self.log(..., on_epoch=True) has accumulated in an epoch, which Lightning's own checkpoints leave out.
+"""Saves the values that self.log(..., on_epoch=True) accumulates in an epoch; Lightning's checkpoints leave them out.
 
-Without it, the epoch's mean would be that of the batches after a restart, and a scheduler or EarlyStopping that
-monitors it would decide otherwise than in a run that was never hurt.
+Without them, the epoch's mean would cover only the batches after a restart, and a scheduler or EarlyStopping that
+monitors it would decide differently than in an uninterrupted run.
 """
 
 import logging
@@ -11,9 +11,9 @@ logger = logging.getLogger("raycheck")
 
 
 class LoggedValues:
-    """Keeps one rank's accumulated values across a restore.
+    """One rank's accumulated values, preserved across a restore.
 
-    Lightning makes an accumulator when a value is logged for the first time, so the saved one is added after that.
+    Lightning creates an accumulator when a value is logged for the first time, so saved values are added after that.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -25,30 +25,30 @@ class LoggedValues:
         return {"world_size": self._trainer.world_size, "values": {**self._pending, **values}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take saved values. With another number of ranks they are left out: each rank has accumulated its own."""
+        """Load saved values. At another world size they are dropped, because each rank accumulated its own."""
         if state["world_size"] == self._trainer.world_size:
             self._pending = dict(state["values"])
         elif state["values"] and self._trainer.global_rank == 0:
             logger.warning(
-                "the means of this epoch that are logged by on_epoch=True (%s) leave out the batches before the "
-                "restart: %d ranks had accumulated them, and now there are %d",
+                "this epoch's means logged with on_epoch=True (%s) leave out the batches before the restart: they "
+                "were accumulated by %d ranks, and now there are %d",
                 ", ".join(sorted(state["values"])),
                 state["world_size"],
                 self._trainer.world_size,
             )
 
     def add_restored(self) -> None:
-        """Add the restored values to the accumulators that exist by now. Call it after each batch."""
+        """Add restored values to those accumulators that now exist. Call it after each batch."""
         metrics = self._metrics() if self._pending else {}
         for name in metrics.keys() & self._pending.keys():
             _add(metrics[name], self._pending.pop(name))
 
     def forget(self) -> None:
-        """Drop what belongs to an epoch that is over."""
+        """Drop the values of an epoch that is over."""
         self._pending = {}
 
     def _metrics(self) -> dict[str, Any]:
-        """Returns Lightning's accumulators of the epoch under way that hold a value."""
+        """Return Lightning's accumulators of the current epoch that hold a value."""
         results = self._trainer.fit_loop.epoch_loop._results
         return {
             name: metric
@@ -65,7 +65,7 @@ def _accumulated(metric: Any) -> dict[str, Any]:
 
 
 def _add(metric: Any, saved: dict[str, Any]) -> None:
-    """Accumulate a saved value as if it had come first. One addition of two numbers is exact in either order."""
+    """Accumulate a saved value as if it had come first. The sum of two numbers is the same in either order."""
     before = saved["value"].to(metric.value.device)
     if metric.meta.is_mean_reduction:
         metric.value = before + metric.value

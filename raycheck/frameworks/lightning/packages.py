@@ -1,7 +1,7 @@
-"""Tells apart the two packages that PyTorch Lightning is installed as: `lightning.pytorch` and `pytorch_lightning`.
+"""Distinguishes the two packages that PyTorch Lightning is installed as: `lightning.pytorch` and `pytorch_lightning`.
 
-Their classes have the same names and are not the same classes, so everything here is made for the one that the script
-uses. No module of this folder imports either of them by itself.
+Their classes have the same names but are different classes, so everything here is built for the package that the script
+uses. No module of this folder imports either package at import time.
 """
 
 import sys
@@ -16,9 +16,10 @@ TESTED = "2.6.6"
 
 
 def imported_package() -> str:
-    """Returns the name of the package that the script has imported; that of `lightning.pytorch` if it is both or none.
+    """Return the name of the package that the script has imported, or `lightning.pytorch` if it imported both or
+    neither.
 
-    Raises ConfigError when it is not installed, or older than the version that was tested.
+    Raises ConfigError when the package is not installed or is older than the oldest tested version.
     """
     loaded = [name for name in DISTRIBUTIONS if name in sys.modules]
     package = loaded[0] if loaded else next(iter(DISTRIBUTIONS))
@@ -27,14 +28,14 @@ def imported_package() -> str:
 
 
 def package_of(trainer: object) -> str:
-    """Returns the name of the package that a Trainer's class comes from. Raises ConfigError for anything else."""
+    """Return the name of the package that defines a Trainer's class. Raises ConfigError for any other object."""
     for base in type(trainer).__mro__:
         for package in DISTRIBUTIONS:
             if base.__module__.startswith(f"{package}.trainer"):
                 return package
-    raise ConfigError(f"{type(trainer).__qualname__} is no Trainer of lightning.pytorch or pytorch_lightning")
+    raise ConfigError(f"{type(trainer).__qualname__} is not a Trainer of lightning.pytorch or pytorch_lightning")
 
 
 def named(package: str, module: str, name: str) -> Any:
-    """Returns a class or function of the package, such as ("callbacks", "ModelCheckpoint")."""
+    """Return a class or function of the package, such as ("callbacks", "ModelCheckpoint")."""
     return getattr(import_module(f"{package}.{module}"), name)

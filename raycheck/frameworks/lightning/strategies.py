@@ -1,6 +1,6 @@
-"""Makes Lightning's strategies fit into Ray Train's workers, which Ray has already started and connected.
+"""Lightning strategies for Ray Train's workers, which Ray has already started and connected.
 
-Ray has such classes for DDP, FSDP1 and DeepSpeed; FSDP2 has none. Outside Ray Train a rank's place is that in
+Ray has such classes for DDP, FSDP1, and DeepSpeed, but not for FSDP2. Outside Ray Train, ranks come from
 torch.distributed.
 """
 
@@ -17,13 +17,13 @@ Kind = Literal["ddp", "fsdp2"]
 
 
 def strategy(kind: Kind, **options: Any) -> Any:
-    """Returns a strategy for Trainer(strategy=...) inside Ray Train. Neither plugins nor prepare_trainer are needed.
+    """Return a strategy for Trainer(strategy=...) inside Ray Train. No plugins and no prepare_trainer are needed.
 
-    kind: "ddp", or "fsdp2", with which the module's configure_model() shards it by torch's fully_shard over
-    self.device_mesh["data_parallel"]. options: go to Lightning's DDPStrategy or ModelParallelStrategy. With "fsdp2",
-    data_parallel_size is by default the number of workers / tensor_parallel_size, which is 1.
+    kind: "ddp" or "fsdp2". With "fsdp2" the module's configure_model() shards the module with torch's fully_shard over
+    self.device_mesh["data_parallel"]. options: passed to Lightning's DDPStrategy or ModelParallelStrategy. With
+    "fsdp2", data_parallel_size defaults to the number of workers / tensor_parallel_size, which defaults to 1.
 
-    Raises ConfigError for another kind, and when Lightning is absent or too old.
+    Raises ConfigError for another kind, and when Lightning is missing or too old.
     """
     if kind not in get_args(Kind):
         raise ConfigError(f'strategy({kind!r}): give "ddp" or "fsdp2" (FSDP1 cannot be resharded)')
@@ -31,12 +31,13 @@ def strategy(kind: Kind, **options: Any) -> Any:
 
 
 def is_fsdp2(candidate: object) -> bool:
-    """Returns whether a strategy was made by strategy("fsdp2")."""
+    """Return whether a strategy was made by strategy("fsdp2")."""
     return isinstance(candidate, ShardedByModule)
 
 
 class WorkerEnvironment:
-    """Tells Lightning this worker's place. Ray, or whoever made the process group, has started the processes."""
+    """This worker's rank and world size, for Lightning. The processes were started by Ray, or by the process group's
+    creator."""
 
     creates_processes_externally = True
 
@@ -67,11 +68,11 @@ class WorkerEnvironment:
         """Ignore what Lightning computes from its devices."""
 
     def teardown(self) -> None:
-        """Leave the process group to those who made it."""
+        """Do nothing: the process group belongs to its creator."""
 
 
 class OnThisWorker:
-    """Puts a strategy on this worker's device, and into its environment, whatever the Trainer has chosen."""
+    """A mixin that fixes a strategy to this worker's device and environment, whatever the Trainer has chosen."""
 
     _environment: Any = None
 
@@ -96,7 +97,7 @@ class OnThisWorker:
 
 
 class ReplicatedByDdp(OnThisWorker):
-    """Gives each worker its share of the data."""
+    """A mixin for DDP that gives each worker its share of the data."""
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
@@ -104,12 +105,12 @@ class ReplicatedByDdp(OnThisWorker):
 
 
 class ShardedByModule(OnThisWorker):
-    """Has the module shard itself over all workers, and is told of a checkpoint's values before it is set up."""
+    """A mixin for FSDP2: the module shards itself over all workers, and checkpoint values are read before setup."""
 
     restore_checkpoint_after_setup = False
 
     def setup_environment(self) -> None:
-        """Settle the sizes. Lightning calls it before any callback's setup."""
+        """Determine the mesh sizes. Lightning calls this before any callback's setup."""
         this: Any = self
         trainer = this.lightning_module.trainer
         if trainer.state.fn == "fit":
@@ -122,14 +123,14 @@ class ShardedByModule(OnThisWorker):
 
 
 def _refuse_averaging(callbacks: list[Any], package: str) -> None:
-    """Raise ConfigError for a callback that averages weights: Lightning copies the module for it, once it is set up."""
+    """Raise ConfigError for a callback that averages weights: Lightning copies the module for it after setup."""
     for name in ("WeightAveraging", "StochasticWeightAveraging"):
         for callback in callbacks:
             if isinstance(callback, named(package, "callbacks", name)):
                 raise ConfigError(
                     f'{type(callback).__qualname__} with strategy("fsdp2"): Lightning copies the whole module for it, '
-                    "and a sharded one cannot be copied. Take it out, and keep averages as buffers of the module, "
-                    "which are made in configure_model() after fully_shard"
+                    "and a sharded module cannot be copied. Remove it, and keep averages as buffers of the module, "
+                    "created in configure_model() after fully_shard"
                 )
 
 
@@ -146,7 +147,7 @@ def _environment_class(package: str) -> type:
 
 
 def _ray_context() -> Any:
-    """Returns Ray Train's context of this worker; None outside Ray Train."""
+    """Return this worker's Ray Train context, or None outside Ray Train."""
     import ray.train
 
     try:

@@ -1,7 +1,7 @@
-"""Gives Lightning training batches from raycheck's Batches, whose position is saved, instead of from a DataLoader.
+"""Feeds Lightning's training from raycheck's Batches, whose position is saved, instead of from a DataLoader.
 
-Lightning makes its iterators early, and sometimes before a restore; the loader here begins at its first batch, from
-where the stream is then. A loader whose position nobody could save is refused before the first step.
+Lightning creates its iterators early, sometimes before a restore. The loader here starts at the stream's position when
+its first batch is fetched. A loader whose position cannot be saved is refused before the first step.
 """
 
 import logging
@@ -21,14 +21,14 @@ logger = logging.getLogger("raycheck")
 OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
 ADVICE = (
     "Give raycheck.Batches(dataset, global_batch=...).loader(num_workers=...) as the training loader, or "
-    "Callback(..., data_position=False), with which an epoch that was cut off goes on at the loader's beginning"
+    "Callback(..., data_position=False), with which an interrupted epoch restarts at the loader's first batch"
 )
 
 
 class EpochLoader:
-    """Gives Lightning one epoch of Batches each time it is iterated; in a restored epoch what is left of it.
+    """A loader that yields one epoch of Batches each time it is iterated, or the rest of a restored epoch.
 
-    Lightning counts the batches of the whole epoch, also in a restored one, so the length is that of a whole epoch.
+    Its length is that of a whole epoch even in a restored one, because Lightning counts all batches of the epoch.
     """
 
     def __init__(self, loader: Any, batches: Batches) -> None:
@@ -42,15 +42,16 @@ class EpochLoader:
         return iter(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns nothing: the position is an entry of its own. With this method Lightning takes it to be resumable."""
+        """Return no state: the position is a separate entry. Lightning treats a loader with this method as
+        resumable."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take nothing: the position is restored by itself."""
+        """Do nothing: the position is restored as a separate entry."""
 
 
 class ConvertedSource:
-    """Stands in for Lightning's source of training loaders, and converts what it gives, once."""
+    """A proxy for Lightning's source of training loaders, which converts the loaders once."""
 
     def __init__(self, source: Any, convert: Callable[[Any], Any]) -> None:
         self._source = source
@@ -68,26 +69,27 @@ class ConvertedSource:
 
 
 class LoaderConversion:
-    """Converts a Trainer's training loader into one with a position. batches: None until then, and for none."""
+    """The conversion of a Trainer's training loader into one with a position. batches: None before it, and without a
+    loader."""
 
     def __init__(self, trainer: Any, saved: Mapping[str, Any]) -> None:
-        """saved: the state of the Batches in the checkpoint that is to be restored, empty for none."""
+        """saved: the state of Batches in the checkpoint to restore; empty without one."""
         self._trainer = trainer
         self._saved = saved
         self.batches: Batches | None = None
 
     def convert(self, loaders: Any) -> Any:
-        """Returns the loaders in the form given (one, or a list, dict or CombinedLoader of one), with a position.
+        """Return the loaders in the form given (one, or a list, dict, or CombinedLoader of one), with a position.
 
-        Raises ConfigError, naming the loader, when it could not go on in the middle of an epoch.
+        Raises ConfigError, naming the loader, if it cannot resume in the middle of an epoch.
         """
         if isinstance(loaders, named(package_of(self._trainer), "utilities.combined_loader", "CombinedLoader")):
-            loaders = loaders.iterables  # of one loader all its modes are the same
+            loaders = loaders.iterables  # with one loader, all its modes are equivalent
         if isinstance(loaders, dict | list | tuple):
             if len(loaders) != 1:
                 raise ConfigError(
-                    f"{len(loaders)} training loaders: a run has one position in its data. Combine their datasets into "
-                    "one, such as torch.utils.data.StackDataset(a=..., b=...), whose batches have the same form. "
+                    f"{len(loaders)} training loaders: a run has a single position in its data. Combine the datasets "
+                    "into one, such as torch.utils.data.StackDataset(a=..., b=...), whose batches have the same form. "
                     f"{ADVICE}"
                 )
             if isinstance(loaders, dict):
@@ -99,7 +101,7 @@ class LoaderConversion:
         elif isinstance(loaders, Batches):
             loaders = loaders.loader()
         elif getattr(loaders, "_asked_epoch", None) is not None:
-            raise ConfigError("Batches.loader(epoch) gives one epoch alone; give Lightning loader() without an epoch")
+            raise ConfigError("Batches.loader(epoch) yields a single epoch; give Lightning loader() without an epoch")
         if not isinstance(batches, Batches):
             raise ConfigError(
                 f"the training loader is a {type(loaders).__module__}.{type(loaders).__qualname__}, whose position is "
@@ -109,7 +111,7 @@ class LoaderConversion:
         return EpochLoader(loaders, batches)
 
     def _converted(self, loader: "DataLoader[Any]") -> tuple[Batches, Any]:
-        """Returns Batches of the loader's dataset, and a loader of these with its options."""
+        """Return Batches of the loader's dataset, and a loader of them with the same options."""
         trainer = self._trainer
         sampler = loader.sampler
         self._refuse_other_orders(loader)
@@ -117,7 +119,7 @@ class LoaderConversion:
         place = trainer.distributed_sampler_kwargs if is_distributed else {"num_replicas": 1, "rank": 0}
         if isinstance(sampler, DistributedSampler):
             shuffle, seed = sampler.shuffle, sampler.seed
-        else:  # Lightning shuffles training data whenever it distributes them
+        else:  # Lightning shuffles training data whenever it distributes it
             shuffle, seed = is_distributed or isinstance(sampler, RandomSampler), _global_seed()
         shuffle = bool(shuffle) and not trainer.overfit_batches
         assert loader.batch_size is not None
@@ -132,8 +134,8 @@ class LoaderConversion:
         )
         if global_batch % place["num_replicas"] and trainer.global_rank == 0:
             logger.warning(
-                "a global batch of %d does not divide among %d workers: their shares differ by one sample, and each "
-                "worker's mean counts alike",
+                "a global batch of %d cannot be divided evenly among %d workers: their shares differ by one sample, "
+                "but each worker's mean has the same weight",
                 global_batch,
                 place["num_replicas"],
             )
@@ -143,7 +145,7 @@ class LoaderConversion:
             options["prefetch_factor"] = loader.prefetch_factor
         if trainer.global_rank == 0:
             logger.info(
-                "the training DataLoader is given out as raycheck.Batches(global_batch=%d, seed=%d, shuffle=%s)",
+                "the training DataLoader is replaced by raycheck.Batches(global_batch=%d, seed=%d, shuffle=%s)",
                 global_batch,
                 batches.state_dict()["seed"],
                 shuffle,
@@ -151,7 +153,7 @@ class LoaderConversion:
         return batches, batches.loader(**options)
 
     def _refuse_other_orders(self, loader: "DataLoader[Any]") -> None:
-        """Raise ConfigError for a DataLoader whose order or batches are not those that Batches would give."""
+        """Raise ConfigError for a DataLoader whose order or batches differ from those of Batches."""
         sampler, connector = loader.sampler, self._trainer._accelerator_connector
         is_torchdatas = type(loader).__module__.startswith("torchdata.")
         is_whole = not isinstance(sampler, RandomSampler) or (
@@ -167,7 +169,7 @@ class LoaderConversion:
         elif type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
             problem = f"makes its batches by a {type(loader.batch_sampler).__qualname__}"
         elif not is_known:
-            problem = f"has a {type(sampler).__qualname__} for its order"
+            problem = f"takes its order from a {type(sampler).__qualname__}"
         elif connector.is_distributed and not is_shared:
             problem = "gives every worker all samples (use_distributed_sampler=False)"
         if problem:
@@ -175,7 +177,8 @@ class LoaderConversion:
 
 
 def _check_last_batch(loader: "DataLoader[Any]", global_batch: int, *, shuffle: bool, is_first: bool) -> None:
-    """Say that the samples which fill no whole batch are left out. Raises ConfigError if they were always the same."""
+    """Log that samples that do not fill a batch are left out. Raises ConfigError if they are the same in every
+    epoch."""
     length = len(loader.dataset)  # type: ignore[arg-type]
     left = length % global_batch
     if not left or loader.drop_last:
@@ -183,13 +186,13 @@ def _check_last_batch(loader: "DataLoader[Any]", global_batch: int, *, shuffle: 
     if not shuffle:
         raise ConfigError(
             f"the training loader keeps a last, smaller batch: the last {left} of {length} samples would never be "
-            "trained on, since raycheck.Batches gives whole batches only. Set drop_last=True if that is meant, or "
-            "shuffle=True, by which other samples are left out in each epoch"
+            "trained on, since raycheck.Batches yields whole batches only. Set drop_last=True to accept that, or "
+            "shuffle=True, with which different samples are left out in each epoch"
         )
     if is_first:
         logger.warning(
-            "of %d training samples %d fill no whole batch of %d and are left out, in each epoch other ones: "
-            "raycheck.Batches gives whole batches only",
+            "%d training samples leave a remainder of %d that does not fill a batch of %d and is left out, different "
+            "samples in each epoch: raycheck.Batches yields whole batches only",
             length,
             left,
             global_batch,
@@ -197,5 +200,5 @@ def _check_last_batch(loader: "DataLoader[Any]", global_batch: int, *, shuffle: 
 
 
 def _global_seed() -> int:
-    """Returns the seed that Lightning would give its DistributedSampler: that of seed_everything, else 0."""
+    """Return the seed that Lightning would give its DistributedSampler: that of seed_everything, or 0."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))

@@ -1,10 +1,10 @@
-"""Inside torchtitan: a CheckpointManager that its trainer takes by the Config alone.
+"""The adapter for torchtitan: a CheckpointManager that its trainer uses when the Config selects it.
 
-manager          CheckpointManager: what the trainer calls, and how its settings are mapped
+manager          CheckpointManager: the methods that the trainer calls, and the mapping of its settings
 parts            the parts of a pipeline as one model, and the trainer's own counters
-position         the position in torchtitan's data loader, also at another number of data-parallel ranks
-resplit          what is left of an epoch, shared among another number of ranks
-first_weights    where a fresh run takes its weights from
+position         the position in torchtitan's data loader, for any number of data-parallel ranks
+resplit          the rest of an epoch, divided among another number of ranks
+first_weights    the source of a fresh run's weights
 """
 
 from raycheck.frameworks.versions import require

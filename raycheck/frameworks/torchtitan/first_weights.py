@@ -1,4 +1,5 @@
-"""Takes a fresh run's weights from where torchtitan's settings say: Hugging Face files, a DCP directory, or a run."""
+"""Loads a fresh run's weights from the source in torchtitan's settings: Hugging Face files, a DCP directory, or a
+run."""
 
 from typing import Any
 
@@ -13,7 +14,7 @@ from raycheck.run import Run, open_run
 
 
 def load_first_weights(config: Any, model: nn.Module, parts: list[nn.Module], adapter: Any) -> bool:
-    """Load the model of a fresh run as `initial_load_path` and `initial_load_in_hf` say. Returns False for neither.
+    """Load a fresh run's model as `initial_load_path` and `initial_load_in_hf` say. Returns False if neither is set.
 
     Raises ConfigError when there is nothing to load from.
     """
@@ -31,14 +32,14 @@ def load_first_weights(config: Any, model: nn.Module, parts: list[nn.Module], ad
 
 
 def _load_hugging_face(path: str | None, parts: list[nn.Module], adapter: Any, config: Any) -> None:
-    """Load the model from a folder of Hugging Face files, or from a run whose model has Hugging Face's names."""
+    """Load the model from a folder of Hugging Face files, or from a run whose model uses Hugging Face's names."""
     if adapter is None:
-        raise ConfigError("initial_load_in_hf: this model has no state_dict_adapter, which knows Hugging Face's names")
+        raise ConfigError("initial_load_in_hf: this model has no state_dict_adapter, which maps Hugging Face's names")
     run = _run_at(path) if path else None
     if path and run is None and filesystem.is_remote(path):
         raise ConfigError(
             f"initial_load_in_hf: there is no checkpoint of a raycheck run at {path}. For Hugging Face files in a "
-            "bucket, make a run of them once, by raycheck import FILES RUN, and give RUN as initial_load_path"
+            "bucket, convert them to a run once, by raycheck import FILES RUN, and give RUN as initial_load_path"
         )
     if run is None and (not path or not filesystem.isdir(path)):
         raise ConfigError(
@@ -55,7 +56,7 @@ def _load_hugging_face(path: str | None, parts: list[nn.Module], adapter: Any, c
 
 
 def _run_at(path: str) -> Run | None:
-    """Returns the run at `path`; None where none is, or nothing was committed yet."""
+    """Return the run at `path`, or None if there is none or it has no commit yet."""
     try:
         run = open_run(path)
     except NotFoundError:
@@ -64,24 +65,24 @@ def _run_at(path: str) -> Run | None:
 
 
 def _fill(tensors: dict[str, torch.Tensor], run: Run) -> None:
-    """Read tensors from the entry `model` of the run's newest checkpoint, by their names there.
+    """Read tensors by name from the entry `model` of the run's newest checkpoint.
 
-    Each rank reads its own part of them. Raises ConfigError when one of them is not in it.
+    Each rank reads its own part of them. Raises ConfigError when a tensor is missing there.
     """
     assert run.head is not None, "see _run_at"
     there = {tensor.name for tensor in run.head.tensors()}
     if missing := sorted(name for name in tensors if f"model.{name}" not in there):
         raise ConfigError(
             f"initial_load_in_hf: {run.head.entry.key} of {run.store} has no model.{missing[0]}. Give a run that "
-            "'raycheck import' has made of Hugging Face files, or leave initial_load_in_hf out for a run of "
-            "torchtitan's"
+            "'raycheck import' created from Hugging Face files, or leave initial_load_in_hf out for a run saved by "
+            "torchtitan"
         )
     run.head.restore(into={"model": ShapedModule(tensors)}, strict=False, cast=True)
 
 
 def _load_dcp(path: str, parts: list[nn.Module]) -> None:
     if not filesystem.isdir(path):
-        raise ConfigError(f"initial_load_path={path!r}: it is neither a raycheck run nor a folder")
+        raise ConfigError(f"initial_load_path={path!r}: neither a raycheck run nor a folder")
     weights = _weights(parts)
     with torch.no_grad():
         load(weights, checkpoint_id=path)

@@ -1,7 +1,7 @@
 """torchtitan's CheckpointManager, saving to and restoring from a raycheck run.
 
-The trainer calls `load` once and `save` after each step; what that means is this module's. When a step is due is
-decided by raycheck from `interval`, and on a preemption notice.
+The trainer calls `load` once and `save` after each step; this module implements both. raycheck decides when a save is
+due, from `interval` and on a preemption notice.
 """
 
 import os
@@ -30,29 +30,29 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 class CheckpointManager(BaseCheckpointManager):
-    """Saves and restores what torchtitan's trainer gives it. The trainer makes it from the Config."""
+    """The checkpoint manager that torchtitan's trainer creates from the Config."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
-        """Says when to save, what to keep, and where, in torchtitan's words.
+        """When to save, what to keep, and where, in torchtitan's terms.
 
-        folder: under torchrun the run's URI, such as "s3://bucket/runs/my-run", or a folder in dump_folder. Inside Ray
-        Train the run is Ray's, and this stays as it is.
+        folder: under torchrun, the run's URI, such as "s3://bucket/runs/my-run", or a folder in dump_folder. Inside Ray
+        Train, Ray determines the run; keep the default.
         """
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
         """Whether training waits for each commit ("disabled"), or only for the copy into host memory."""
 
         settings: Annotated[SaveSettings | None, tyro.conf.Suppress] = None
-        """More triggers and rules of retention; `interval` and `keep_latest_k` hold beside them."""
+        """More triggers and retention rules, in addition to `interval` and `keep_latest_k`."""
 
         def __post_init__(self) -> None:
             own: Any = self
             keep, in_hf = own.keep_latest_k, own.initial_load_in_hf
-            if keep == 1:  # torchtitan needs two, since the newest folder may be half written
+            if keep == 1:  # torchtitan requires two because its newest folder may be half written
                 own.keep_latest_k = 2
             if filesystem.is_remote(own.initial_load_path or "") and not own.initial_load_in_hf_quantized:
-                own.initial_load_in_hf = False  # torchtitan reads no Hugging Face files from a bucket; we read runs
+                own.initial_load_in_hf = False  # torchtitan cannot read Hugging Face files from a bucket; we read runs
             BaseCheckpointManager.Config.__post_init__(self)
             own.keep_latest_k, own.initial_load_in_hf = keep, in_hf
             if own.enable:
@@ -73,7 +73,7 @@ class CheckpointManager(BaseCheckpointManager):
         base_folder: str = "",
     ) -> None:
         self.enable = config.enable
-        self.save_future = None  # nothing that the trainer has to wait for
+        self.save_future = None  # the trainer has nothing to wait for
         if not self.enable:
             return
         self._config = config
@@ -106,10 +106,10 @@ class CheckpointManager(BaseCheckpointManager):
         self._checkpointer = Checkpointer(state, _settings_of(config), group=_group(config, base_folder))
 
     def _load(self, step: int = -1) -> bool:
-        """Restore the newest checkpoint, or the one of `load_step`; in a fresh run, take the first weights."""
+        """Restore the newest checkpoint or that of `load_step`; in a fresh run, load the initial weights."""
         if step != self._config.load_step:
             raise ConfigError(
-                f"load(step={step}): give it as load_step in the Config, {self._config.load_step} is there"
+                f"load(step={step}): set load_step in the Config instead, where it is {self._config.load_step}"
             )
         skip = self._config.exclude_from_loading
         preview = self._checkpointer.peek(skip=skip)
@@ -126,17 +126,17 @@ class CheckpointManager(BaseCheckpointManager):
         return load_first_weights(self._config, self._model, self._parts, self._adapter)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """End a step, which saves it if it is due. The last one is committed when this returns."""
+        """End a step and save it if due. The last step is committed when this returns."""
         if curr_step == 0:  # create_seed_checkpoint
             if not self._is_loaded:
                 self._load(self._config.load_step)
             self._checkpointer.close()
             return True
         if not self._is_loaded:
-            raise ConfigError("raycheck.torchtitan: load() comes before the first step, also in a fresh run")
+            raise ConfigError("raycheck.torchtitan: call load() before the first step, even in a fresh run")
         if curr_step != self._step + 1:
             raise ConfigError(
-                f"save(step {curr_step}) comes after step {self._step}; each step is saved or counted once"
+                f"save(step {curr_step}) was called after step {self._step}; each step is saved or counted only once"
             )
         self._step = curr_step
         self._checkpointer.end_step(tokens=self._tokens_per_step)
@@ -150,17 +150,17 @@ class CheckpointManager(BaseCheckpointManager):
         return step % self._config.interval == 0 or (step == 1 and self._config.enable_first_step_checkpoint)
 
     def _maybe_wait_for_staging(self) -> None:
-        """Do nothing: the copy into host memory has ended when `save` returns."""
+        """Do nothing: the copy into host memory is complete when `save` returns."""
 
     def _wait_for_saving(self) -> None:
         self._checkpointer.wait()
 
     def _close(self) -> None:
-        """Save the last step, unless an error has ended the training: then let what is in flight end."""
+        """Save the last step; if training failed, only wait for the saves in flight."""
         checkpointer = getattr(self, "_checkpointer", None)
         if checkpointer is None or checkpointer.is_closed:
             return
-        error = sys.exc_info()[1]  # torchtitan closes while it handles the error
+        error = sys.exc_info()[1]  # torchtitan calls close() while handling the error
         if error is None:
             checkpointer.close()
         else:
@@ -168,27 +168,27 @@ class CheckpointManager(BaseCheckpointManager):
 
 
 def _check(config: CheckpointManager.Config) -> None:
-    """Raises ConfigError for settings that cannot be kept."""
+    """Raises ConfigError for settings that cannot be honored."""
     if config.load_only:
         raise ConfigError(
-            "load_only=True: a run that saves nothing needs no CheckpointManager of raycheck's; load its weights with "
-            "initial_load_path, in a run of its own, or with raycheck.open_run(uri).restore"
+            "load_only=True: a run that saves nothing does not need raycheck's CheckpointManager; load the weights "
+            "with initial_load_path, in a new run, or with raycheck.open_run(uri).restore"
         )
     if config.last_save_in_hf:
         raise ConfigError(
-            "last_save_in_hf=True: raycheck writes the last step whole, so that training can go on from it. Make the "
-            "Hugging Face files from it afterwards, as `raycheck docs torchtitan` shows: raycheck.open_run(uri)"
-            ".restore, then torchtitan's state_dict_adapter"
+            "last_save_in_hf=True: raycheck saves the complete last step, so that training can continue from it. "
+            "Convert it to Hugging Face files afterwards, as `raycheck docs torchtitan` shows: "
+            "raycheck.open_run(uri).restore, then torchtitan's state_dict_adapter"
         )
     if config.initial_load_path and not config.initial_load_model_only:
         raise ConfigError(
-            "initial_load_model_only=False: to begin from all of another run, use raycheck.fit(trainer, resume=uri), "
-            "or 'raycheck fork' and the new run's name"
+            "initial_load_model_only=False: to start from the full state of another run, use raycheck.fit(trainer, "
+            "resume=uri), or 'raycheck fork' and the new run's name"
         )
     settings = config.settings
     if settings is not None and settings.every_steps != "default":
         raise ConfigError(
-            f"settings.every_steps={settings.every_steps}: give it as `interval`, which torchtitan obeys too"
+            f"settings.every_steps={settings.every_steps}: set `interval` instead, which torchtitan also uses"
         )
 
 
@@ -201,7 +201,7 @@ def _settings_of(config: CheckpointManager.Config) -> SaveSettings:
 
 
 def _group(config: CheckpointManager.Config, base_folder: str) -> Any:
-    """Returns the group under torchrun; None inside Ray Train, whose group a Checkpointer finds by itself."""
+    """Return the group under torchrun, or None inside Ray Train, whose group the Checkpointer finds automatically."""
     if TORCHRUN not in os.environ:
         if config.load_step != -1:
             raise ConfigError(
@@ -209,8 +209,8 @@ def _group(config: CheckpointManager.Config, base_folder: str) -> Any:
             )
         if filesystem.is_remote(config.folder):
             raise ConfigError(
-                f"folder={config.folder!r}: inside Ray Train the run lies where RunConfig(storage_path=, name=) "
-                "says; leave folder out"
+                f"folder={config.folder!r}: inside Ray Train, RunConfig(storage_path=, name=) determines the run's "
+                "location; leave folder out"
             )
         return None
     folder = config.folder

@@ -1,6 +1,7 @@
 """Presents the parts of a pipeline as one model, and torchtitan's optimizers and counters as entries of a state.
 
-Names are those of the whole model. So a checkpoint of a pipeline goes into another pipeline, or into a model without.
+Names are those of the whole model. So a pipeline's checkpoint can be restored into another pipeline, or into a model
+without one.
 """
 
 from typing import Any
@@ -11,9 +12,9 @@ from raycheck.errors import ConfigError, StateMismatchError
 
 
 def whole(parts: list[nn.Module]) -> nn.Module:
-    """Returns one module that holds what all parts hold, under the names that the whole model has for it.
+    """Return one module with the contents of all parts, under their names in the whole model.
 
-    The modules and parameters in it are those of the parts. Raises ConfigError when two parts hold the same name.
+    It shares the parts' modules and parameters. Raises ConfigError when two parts hold the same name.
     """
     if len(parts) == 1:
         return parts[0]
@@ -43,10 +44,10 @@ def _add(source: nn.Module, target: nn.Module, path: str) -> None:
 
 
 class Counters:
-    """Keeps the trainer's step and tokens, and refuses a step that means another number of tokens.
+    """The trainer's step and token counts, as an entry that refuses a change in the tokens per step.
 
-    The trainer counts the tokens of its own rank. So they are saved as the sum over the ranks, which is the same at
-    another number of them.
+    The trainer counts its own rank's tokens. They are saved as the sum over all ranks, which does not depend on the
+    number of ranks.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -54,12 +55,12 @@ class Counters:
 
     @property
     def tokens_per_step(self) -> int:
-        """Returns the tokens of one optimizer step, over all ranks."""
+        """Return the tokens of one optimizer step, over all ranks."""
         return self.samples_per_step * int(self._trainer.config.training.seq_len)
 
     @property
     def samples_per_step(self) -> int:
-        """Returns the sequences of one optimizer step, over all ranks."""
+        """Return the sequences of one optimizer step, over all ranks."""
         batch = self._trainer.config.training.local_batch_size
         return int(batch * self._trainer.gradient_accumulation_steps * self._ranks("batch"))
 
@@ -73,11 +74,11 @@ class Counters:
         self._trainer.load_state_dict({**rest, "ntokens_seen": int(state["ntokens_seen"]) // self._ranks("loss")})
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises StateMismatchError when a step would mean another number of tokens than before."""
+        """Raises StateMismatchError when a step would take a different number of tokens than before."""
         if state["tokens_per_step"] != self.tokens_per_step:
             raise StateMismatchError(
                 f"an optimizer step took {state['tokens_per_step']} tokens over all ranks, and would take "
-                f"{self.tokens_per_step} here, so that steps and schedules would mean something else; set "
+                f"{self.tokens_per_step} here, which would change the meaning of steps and schedules; set "
                 "training.global_batch_size, which torchtitan keeps at any number of ranks"
             )
 
@@ -87,5 +88,5 @@ class Counters:
 
 
 def is_trainer(value: object) -> bool:
-    """Returns whether an entry of the states is torchtitan's trainer, whose tokens are counted per rank."""
+    """Return whether an entry of the states is torchtitan's trainer, whose tokens are counted per rank."""
     return all(hasattr(value, name) for name in ("config", "parallel_dims", "gradient_accumulation_steps"))

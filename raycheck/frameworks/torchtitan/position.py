@@ -1,7 +1,8 @@
-"""Keeps the position in torchtitan's data loader, which is another one on each data-parallel rank.
+"""Saves the position in torchtitan's data loader, which differs on each data-parallel rank.
 
-torchtitan pickles it, and refuses another number of data-parallel ranks. Here it is plain values, since no pickle is
-ever loaded from a bucket. At another number of ranks, what is left of the epoch is shared among them (resplit.py).
+torchtitan pickles the position and refuses another number of data-parallel ranks. Here it is saved as plain values,
+because no pickle is ever loaded from a bucket. At another number of ranks, the rest of the epoch is divided among them
+(resplit.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,23 +16,23 @@ from raycheck.frameworks.torchtitan.resplit import Resplit
 
 ENTRY = "dataloader"
 CURE = (
-    f'exclude_from_loading=["{ENTRY}"] begins its data anew, with everything else restored; or keep '
+    f'exclude_from_loading=["{ENTRY}"] restarts the data from its beginning and restores everything else; or keep '
     "data_parallel_replicate_degree x data_parallel_shard_degree"
 )
 
 
 class LoaderPosition:
-    """Is this rank's position in the loader, as an entry that differs from rank to rank.
+    """This rank's position in the loader, as an entry that differs from rank to rank.
 
-    loader: a ParallelAwareDataloader. resplit: shares data among another number of ranks. Raises ConfigError for a
+    loader: a ParallelAwareDataloader. resplit: divides data among another number of ranks. Raises ConfigError for a
     loader that cannot report its position.
     """
 
     def __init__(self, loader: Any, resplit: Resplit) -> None:
         if not isinstance(loader, StatefulDataLoader) or not hasattr(loader, "dp_rank"):
             raise ConfigError(
-                f"raycheck.torchtitan: the data loader is a {type(loader).__qualname__}, which is no "
-                "ParallelAwareDataloader, so that its position cannot be saved; derive it from that class"
+                f"raycheck.torchtitan: the data loader is a {type(loader).__qualname__}, which is not a "
+                "ParallelAwareDataloader, so its position cannot be saved; derive it from that class"
             )
         self.loader: Any = loader
         self._resplit = resplit
@@ -46,18 +47,18 @@ class LoaderPosition:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: `go` takes the position by the data-parallel rank, not by the number of the process."""
+        """Do nothing: `go` selects the position by data-parallel rank, not by process rank."""
 
     def check(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Keep where the ranks that saved had come, for `go`. saved: the values of this entry, of each of them.
+        """Keep the saved positions for `go`. saved: the values of this entry from each rank that saved.
 
-        Raises StateMismatchError, before anything has changed, when that cannot be done with this many ranks.
+        Raises StateMismatchError, before anything has changed, when they cannot be used with this number of ranks.
         """
         by_rank = {int(own["dp_rank"]): own for own in saved}
         sizes = {int(own["dp_size"]) for own in saved}
         if sizes != {len(by_rank)} or sorted(by_rank) != list(range(len(by_rank))):
             raise StateMismatchError(
-                f"the positions of data-parallel ranks {sorted(by_rank)} are there, of {sizes}; {CURE}"
+                f"only the positions of data-parallel ranks {sorted(by_rank)} were saved, of {sizes}; {CURE}"
             )
         self._saved = [by_rank[rank] for rank in sorted(by_rank)]
         if len(self._saved) == self.loader.dp_world_size:
@@ -65,12 +66,12 @@ class LoaderPosition:
         if why_not := self._resplit.refusal:
             raise StateMismatchError(
                 f"the data was read by {sizes.pop()} data-parallel ranks and there are {self.loader.dp_world_size}, "
-                f"and what is left of it cannot be shared among them: {why_not}. {CURE}"
+                f"and the rest of it cannot be divided among them: {why_not}. {CURE}"
             )
         self._resplit.check(self._saved)
 
     def go(self) -> None:
-        """Go on where the ranks had come whose positions `check` has taken."""
+        """Move the loader to the positions that `check` accepted."""
         loader = self.loader
         if len(self._saved) == loader.dp_world_size:
             mine = self._saved[loader.dp_rank]
@@ -78,13 +79,13 @@ class LoaderPosition:
             StatefulDataLoader.load_state_dict(loader, mine["state"])
         else:
             self._resplit.share(self._saved)
-        loader._iterator, loader._initial_iter_for_state_dict = None, False  # made when its state was asked for
+        loader._iterator, loader._initial_iter_for_state_dict = None, False  # created when the state was read
 
 
 class Steps(DataStream):
-    """Counts the steps as positions in one endless epoch, and puts random state back once the loader is iterated.
+    """A stream that counts steps in one endless epoch, and restores random state when the loader is iterated.
 
-    samples_per_step: sequences of one optimizer step, over all ranks.
+    samples_per_step: sequences in one optimizer step, over all ranks.
     """
 
     def __init__(self, loader: Any, samples_per_step: int) -> None:
@@ -108,16 +109,16 @@ class Steps(DataStream):
         self._steps += 1
 
     def end_epoch(self) -> None:
-        """Do nothing: torchtitan begins its data again by itself, and counts steps only."""
+        """Do nothing: torchtitan restarts its data automatically and counts steps only."""
 
     def end_loaders(self) -> None:
-        """Do nothing: the trainer iterates its loader after the restore only."""
+        """Do nothing: the trainer iterates its loader only after the restore."""
 
     def before_first_batch(self, call: Callable[[], object]) -> None:
         if not self._steps:
             return
         loader: Any = self._loader
-        begin = loader._get_iterator  # what StatefulDataLoader's __iter__ calls; it draws a seed
+        begin = loader._get_iterator  # called by StatefulDataLoader's __iter__; draws a seed
 
         def begin_and_put_back() -> Any:
             del loader._get_iterator

@@ -1,8 +1,9 @@
 """The data of TRL's GRPO: its batches are prompts to generate from, and their completions last for several steps.
 
-A generation batch is `generation_batch_size` completions of a few prompts. TRL's loader gives it again at each of the
-micro-batches that use it; here it is one batch of the stream at each step, which gives the same micro-batches. Every
-rank saves the completions it still uses, so a save may come at any step. At another world size they are generated anew.
+A generation batch is `generation_batch_size` completions of a few prompts. TRL's loader yields it again for each
+micro-batch that uses it. Here it is one batch of the stream at each step, which yields the same micro-batches. Every
+rank saves the completions that it still uses, so a save can happen at any step. At another world size they are
+generated again.
 """
 
 from collections.abc import Sequence
@@ -15,33 +16,34 @@ from raycheck.frameworks.transformers.training_data import Layout
 
 
 def generates(trainer: Any) -> bool:
-    """Returns whether this trainer makes its own training data by generation, as GRPO does."""
+    """Return whether this trainer generates its own training data, as GRPO does."""
     return hasattr(trainer, "_buffered_inputs")
 
 
 def hold_generation_batch(trainer: Any, accumulation: int) -> None:
-    """Keep the size of a generation batch when the number of micro-batches in a step changes."""
+    """Keep a generation batch's size when the number of micro-batches per step changes."""
     args = trainer.args
     if not generates(trainer) or accumulation == args.gradient_accumulation_steps:
         return
     micro = args.steps_per_generation * accumulation
     if micro % args.gradient_accumulation_steps:
         raise ConfigError(
-            f"steps_per_generation={args.steps_per_generation} with gradient_accumulation_steps="
-            f"{args.gradient_accumulation_steps}, which must be {accumulation} at this number of workers: the "
-            "generation batch cannot be held. Give another number of workers"
+            f"steps_per_generation={args.steps_per_generation} with "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}, which must be {accumulation} at this "
+            "number of workers: the generation batch cannot be kept. Use another number of workers"
         )
     args.steps_per_generation = micro // args.gradient_accumulation_steps
     args.generation_batch_size = args.per_device_train_batch_size * args.world_size * args.steps_per_generation
 
 
 def generation_layout(trainer: Any) -> Layout:
-    """Returns the layout of GRPO: an epoch's prompts in generation batches, each as often as steps train on it."""
+    """Return GRPO's layout: an epoch's prompts in generation batches, each repeated for every step that trains on
+    it."""
     args = trainer.args
     uses = args.steps_per_generation * trainer.num_iterations
     if uses % args.gradient_accumulation_steps:
         raise ConfigError(
-            f"steps_per_generation={args.steps_per_generation} x num_iterations={trainer.num_iterations} is no "
+            f"steps_per_generation={args.steps_per_generation} x num_iterations={trainer.num_iterations} is not a "
             f"multiple of gradient_accumulation_steps={args.gradient_accumulation_steps}: a step would train on two "
             "generations"
         )

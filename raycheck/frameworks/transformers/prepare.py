@@ -1,4 +1,4 @@
-"""What a script calls after it has made its trainer. transformers is imported once its version is known."""
+"""The call for scripts, after they have created a trainer. transformers is imported once its version is checked."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar
@@ -20,17 +20,18 @@ def prepare(
     extra: Mapping[str, object] | None = None,
     group: Group | None = None,
 ) -> T:
-    """Make a transformers Trainer, or one of TRL's, save to and resume from the run's bucket.
+    """Make a transformers or TRL trainer save to and resume from the run's bucket.
 
-    Call it in the training function once the trainer is complete, instead of Ray's `prepare_trainer`, or after it. The
-    trainer gets a subclass of its class. `trainer.train()` then goes on from the run's newest checkpoint, or starts a
-    new run.
+    Call it in the training function once the trainer is complete, either instead of Ray's `prepare_trainer` or after
+    it. The trainer's class becomes a subclass of its own. `trainer.train()` then resumes from the run's newest
+    checkpoint, or starts a new run.
 
-    settings: when and how to save. Where it is silent, the trainer's arguments decide (save_strategy, save_steps,
+    settings: when and how to save. What they leave open, the trainer's arguments decide (save_strategy, save_steps,
         save_total_limit, metric_for_best_model).
-    extra: further entries of the state, by name: a moving average of the weights, a reference model, an object with
+    extra: further entries of the state, by name, such as a moving average of the weights, a reference model, or an
+    object with
         state_dict and load_state_dict.
-    group: this rank's place in a group outside Ray Train; by default Ray Train's.
+    group: the rank's group outside Ray Train; default: Ray Train's worker group.
 
     Returns the trainer itself. Raises ConfigError, naming the setting, for what cannot be saved or restored.
     """

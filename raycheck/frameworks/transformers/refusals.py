@@ -1,4 +1,4 @@
-"""Refuses, by the name of the setting and before the first step, what cannot be saved or restored truly."""
+"""Refuses, before the first step and by the setting's name, what cannot be saved or restored faithfully."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from raycheck.errors import ConfigError
 
 TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "GRPOTrainer")
-"""The trainers of TRL that were tested. Others keep state of their own that nobody has looked at."""
+"""The TRL trainers that were tested. Others may keep state that has not been examined."""
 _REPLACED = (
     "get_train_dataloader",
     "_get_train_sampler",
@@ -26,7 +26,7 @@ _REPLACED = (
     "_init_training_state",
     "_run_epoch",
 )
-"""Methods of Trainer that raycheck replaces, or must know word for word."""
+"""Methods of Trainer that raycheck replaces, or whose exact behavior it relies on."""
 _KNOWN = ("transformers.", "trl.trainer.", "ray.train.")
 
 
@@ -40,33 +40,33 @@ def _class_problems(cls: type) -> Iterator[str]:
     from transformers import Trainer
 
     if not issubclass(cls, Trainer):
-        yield f"prepare({cls.__qualname__}): give a transformers.Trainer, or a trainer of TRL"
+        yield f"prepare({cls.__qualname__}): give a transformers.Trainer or a TRL trainer"
         return
     for name in _REPLACED:
         if not callable(getattr(Trainer, name, None)):
             yield f"this transformers has no Trainer.{name}: raycheck was tested with 5.23; install that"
     if any(base.__name__ == "ResumableTrainer" for base in cls.__mro__):
-        yield "prepare() was called with this trainer before; call it once"
+        yield "prepare() was called with this trainer before; call it only once"
     for base in cls.__mro__:
         if base.__module__.startswith(_KNOWN):
             continue
         if base.__module__.startswith("trl."):
-            yield f"{base.__qualname__} of {base.__module__}: raycheck knows TRL's {', '.join(TRL_TRAINERS)}"
+            yield f"{base.__qualname__} of {base.__module__}: raycheck supports TRL's {', '.join(TRL_TRAINERS)}"
         for name in sorted({*_REPLACED} & {*vars(base)}):
             yield (
-                f"{base.__qualname__}.{name} would not be called: raycheck takes its place. What it saves goes into "
-                "prepare(extra=...), the order of the data into train_sampling_strategy"
+                f"{base.__qualname__}.{name} would not be called: raycheck replaces it. Pass what it saves to "
+                "prepare(extra=...), and set the data's order with train_sampling_strategy"
             )
     own = next((base.__name__ for base in cls.__mro__ if base.__module__.startswith("trl.trainer.")), None)
     if own is not None and own not in TRL_TRAINERS:
-        yield f"{own} of TRL may keep state that raycheck does not know; it knows {', '.join(TRL_TRAINERS)}"
+        yield f"{own} of TRL may keep state that raycheck does not save; it supports {', '.join(TRL_TRAINERS)}"
 
 
 def _parallelism(trainer: Any) -> Iterator[str]:
     if trainer.is_deepspeed_enabled:
         yield "deepspeed: its flat buffers cannot be resharded; use fsdp=True (FSDP2)"
     if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
-        yield 'fsdp_config["version"]=1: FSDP1 cannot be saved truly; give version 2'
+        yield 'fsdp_config["version"]=1: FSDP1 cannot be saved faithfully; set version 2'
     if trainer.is_fsdp_xla_enabled:
         yield 'fsdp_config["xla"]: XLA is not supported'
     if trainer.args.n_gpu > 1:
@@ -82,11 +82,12 @@ def _parallelism(trainer: Any) -> Iterator[str]:
 
 def _arguments(args: Any) -> Iterator[str]:
     if args.auto_find_batch_size:
-        yield "auto_find_batch_size=True: a batch size that changes makes the data's position mean other samples"
+        yield "auto_find_batch_size=True: a changing batch size makes the data position mean different samples"
     if args.save_only_model:
         yield (
-            "save_only_model=True: a restart would go on with a new optimizer. Leave it out; SaveSettings("
-            "after_commit=raycheck.AfterCommit.export(...)) writes the model alone, as a Hugging Face directory"
+            "save_only_model=True: a restart would continue with a new optimizer. Leave it out; "
+            "SaveSettings(after_commit=raycheck.AfterCommit.export(...)) writes the model alone, as a Hugging Face "
+            "directory"
         )
     if args.push_to_hub and str(getattr(args.hub_strategy, "value", args.hub_strategy)) != "end":
         yield (
@@ -94,7 +95,7 @@ def _arguments(args: Any) -> Iterator[str]:
             'hub_strategy="end", and SaveSettings(after_commit=raycheck.AfterCommit.export(...)) for what to push'
         )
     if args.enable_jit_checkpoint:
-        yield "enable_jit_checkpoint=True: raycheck saves by itself when a node is about to go; leave it out"
+        yield "enable_jit_checkpoint=True: raycheck saves automatically before a node is preempted; leave it out"
     strategy = str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
     if strategy not in ("random", "sequential", "group_by_length"):
         yield f"train_sampling_strategy={strategy!r}: its batches depend on the number of ranks"
@@ -102,15 +103,15 @@ def _arguments(args: Any) -> Iterator[str]:
     if config.split_batches:
         yield "accelerator_config.split_batches=True: give the batch size per device instead"
     if config.dispatch_batches:
-        yield "accelerator_config.dispatch_batches=True: every rank reads its own samples"
+        yield "accelerator_config.dispatch_batches=True: with raycheck every rank reads its own samples; leave it out"
 
 
 def refuse_dataset(dataset: Any) -> None:
-    """Raises ConfigError for training data that has no samples by number."""
+    """Raises ConfigError for training data without indexed samples."""
     name = f"train_dataset is a {type(dataset).__module__}.{type(dataset).__qualname__}"
     advice = (
-        "it cannot go on at a sample's number after a restart without reading everything before it. Give a map-style "
-        "dataset: with datasets, load it without streaming=True"
+        "it cannot resume at a given sample after a restart without reading everything before it. Give a map-style "
+        "dataset; with the datasets library, load it without streaming=True"
     )
     is_ray = any(base.__module__.startswith("ray.data.") for base in type(dataset).__mro__)
     if is_ray:
@@ -120,7 +121,7 @@ def refuse_dataset(dataset: Any) -> None:
 
 
 def refuse_callbacks(callbacks: list[Any], saved: Mapping[str, object]) -> None:
-    """Raises ConfigError for a callback that holds a module or a tensor of its own, which no entry of the state has.
+    """Raises ConfigError for a callback with a module or tensor that no entry of the state contains.
 
     saved: the entries of the state.
     """
@@ -132,8 +133,8 @@ def refuse_callbacks(callbacks: list[Any], saved: Mapping[str, object]) -> None:
             if any(id(tensor) not in known for tensor in _tensors(value)):
                 raise ConfigError(
                     f"the callback {type(callback).__qualname__} holds weights or tensors in its attribute {name!r} "
-                    "that no save would have. Give them to prepare(extra={...}), or the callback state_dict() and "
-                    "load_state_dict()"
+                    "that no save would contain. Pass them to prepare(extra={...}), or give the callback "
+                    "state_dict() and load_state_dict()"
                 )
 
 

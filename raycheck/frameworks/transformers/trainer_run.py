@@ -1,8 +1,8 @@
-"""One call of trainer.train(): its Checkpointer, and what happens when.
+"""One call of trainer.train(): its Checkpointer, and the order of events.
 
-A step ends for raycheck after the Trainer has logged and evaluated, so that a save has the evaluation of its step, and
-a restart does not lose it. The random state is put back as late as a run that was never hurt would have it: inside an
-epoch just before the first batch (Batches do so), at an epoch's beginning after the callbacks' on_train_begin.
+For raycheck a step ends after the Trainer has logged and evaluated. So a save includes the evaluation of its step, and
+a restart does not lose it. The random state is restored as late as an uninterrupted run would reach it: inside an epoch
+just before the first batch (Batches does that), at the start of an epoch after the callbacks' on_train_begin.
 """
 
 import logging
@@ -43,10 +43,10 @@ logger = logging.getLogger("raycheck")
 
 
 class TrainerRun:
-    """Leads one trainer through its run, on this rank. ResumableTrainer calls it.
+    """The run of one trainer on this rank, driven by ResumableTrainer.
 
-    ckpt: the Checkpointer during train(); None before, and after, and when raycheck is turned off. steps_ended: how
-    many optimizer steps have ended for it.
+    ckpt: the Checkpointer during train(); None outside it, and when raycheck is turned off. steps_ended: how many
+    optimizer steps have ended in it.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TrainerRun:
         self._trainer = trainer
         self._joined = joined_settings(settings, trainer.args)
         if self._joined.settings.every_tokens and str(trainer.args.include_num_input_tokens_seen) == "no":
-            raise ConfigError("every_tokens: the Trainer counts tokens with include_num_input_tokens_seen='all' alone")
+            raise ConfigError("every_tokens: the Trainer counts tokens only with include_num_input_tokens_seen='all'")
         self._extra = dict(extra)
         self._group = group
         self._was_trained = False
@@ -67,47 +67,49 @@ class TrainerRun:
         self._of_rank = RankValues(trainer)
         self._data: Batches | None = None
         self._state: dict[str, object] = {}
-        self._is_asked = False  # for a save, by the Trainer's own flow
+        self._is_asked = False  # the Trainer's control flow has requested a save
         self._tokens = 0
         self._random: tempfile.TemporaryDirectory[str] | None = None
-        self._clock: tuple[float, float] = (0.0, 0.0)  # seconds of training before this start, and when it began
+        self._clock: tuple[float, float] = (0.0, 0.0)  # seconds trained before this start, and the start time
 
     def open(self, resume_from_checkpoint: object, trial: object) -> Checkpointer:
-        """Make the Checkpointer of this call of train(). Raises ConfigError for arguments that are not supported."""
+        """Create the Checkpointer for this call of train(). Raises ConfigError for unsupported arguments."""
         if trial is not None:
-            raise ConfigError("hyperparameter_search: each trial needs a run of its own; use Ray Tune with one each")
+            raise ConfigError(
+                "hyperparameter_search: each trial needs its own run; use Ray Tune with one run per trial"
+            )
         if isinstance(resume_from_checkpoint, str):
             raise ConfigError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r}: a folder that the Trainer wrote does not say "
-                "where raycheck's order of samples is. Make the model from it (from_pretrained), or leave it out: then "
-                "training goes on from the newest checkpoint of the run"
+                f"resume_from_checkpoint={resume_from_checkpoint!r}: a folder that the Trainer wrote has no position "
+                "in raycheck's order of samples. Load the model from it (from_pretrained), or leave it out: then "
+                "training resumes from the newest checkpoint of the run"
             )
         if self._was_trained:
-            raise ConfigError(
-                "train() was called before, and this run has ended: a second phase needs a run of its own"
-            )
+            raise ConfigError("train() was called before, and this run has ended: a second phase needs a new run")
         self._was_trained = True
         self._say()
         return Checkpointer({}, self._joined.settings, group=self._group)
 
     def look(self, ckpt: Checkpointer, *, must_resume: bool) -> None:
-        """See what the restore will find, and hold the number of samples in a step. Raises NotFoundError."""
+        """Preview the checkpoint to restore, and keep its number of samples per step. Raises NotFoundError."""
         trainer = self._trainer
         seen, where = ckpt.peek(), ckpt.uri.partition("?")[0]
         if seen.is_fresh and must_resume:
-            raise NotFoundError(f"resume_from_checkpoint=True: {where} has no checkpoint; leave it out to begin")
+            raise NotFoundError(
+                f"resume_from_checkpoint=True: {where} has no checkpoint; leave it out to start a new run"
+            )
         self.ckpt = ckpt
         if not seen.is_fresh:
             if "trainer" not in seen.values:
                 raise ConfigError(
                     f"{where} was not saved by raycheck.transformers: it has {', '.join(seen.entries)}. Give this "
-                    "training a run name of its own"
+                    "training a different run name"
                 )
             self._saved = seen.values["trainer"]
             accumulation = held_accumulation(trainer, self._saved["facts"])
             if accumulation != trainer.args.gradient_accumulation_steps:
                 logger.warning(
-                    "gradient_accumulation_steps=%d instead of %d, so that a step has %d samples on %d ranks as before",
+                    "gradient_accumulation_steps=%d instead of %d, so that a step still has %d samples on %d ranks",
                     accumulation,
                     trainer.args.gradient_accumulation_steps,
                     self._saved["facts"]["step_samples"],
@@ -120,11 +122,11 @@ class TrainerRun:
         for callback in [*trainer.callback_handler.callbacks]:
             if _reports_to_ray(callback):
                 trainer.remove_callback(callback)
-                logger.info("%s is left out: raycheck reports commits to Ray Train", type(callback).__name__)
+                logger.info("%s is removed: raycheck reports commits to Ray Train", type(callback).__name__)
         trainer.add_callback(_AtTrainBegin(self))
 
     def loader(self) -> Any:
-        """Returns the loader of micro-batches, whose position the state holds."""
+        """Return the loader of micro-batches, whose position is part of the state."""
         trainer = self._trainer
         layout = generation_layout(trainer) if generates(trainer) else plain_layout(trainer)
         data = training_data(trainer, layout)
@@ -132,8 +134,8 @@ class TrainerRun:
         return data.loader
 
     def take_over(self, *, num_train_epochs: int) -> tuple[int, int]:
-        """Put the checkpoint's counts into the new TrainerState. Returns the epoch, and how many of its micro-batches
-        are done; the number of epochs when there is nothing left to train."""
+        """Copy the checkpoint's counts into the new TrainerState. Returns the epoch and how many of its micro-batches
+        are done; the epoch is the number of epochs when nothing is left to train."""
         trainer, saved, place = self._trainer, self._saved, self._place
         self._values = TrainerValues(trainer, facts_of(trainer))
         if saved is None or place is None:
@@ -149,7 +151,7 @@ class TrainerRun:
         return place.epoch, place.epoch_step * trainer.args.gradient_accumulation_steps
 
     def restore(self) -> None:
-        """Give the Checkpointer all that the state has, now that it exists, and fill it."""
+        """Give the Checkpointer the complete state, which exists by now, and restore it."""
         trainer, ckpt = self._trainer, self.ckpt
         assert ckpt is not None, "restore() is called during train()"
         self._state = {
@@ -172,7 +174,7 @@ class TrainerRun:
             Trainer._save_rng_state(trainer, self._random.name)  # noqa: SLF001  of this process, for `begin`
 
     def begin(self) -> None:
-        """Put back what the loop has just begun anew. Called once, before the first step."""
+        """Restore the values that the loop has just reset. Called once, before the first step."""
         trainer, place, saved = self._trainer, self._place, self._saved
         refuse_callbacks(trainer.callback_handler.callbacks, self._state)
         self._clock = (0.0, time.time())
@@ -186,18 +188,19 @@ class TrainerRun:
 
     @property
     def is_resumed(self) -> bool:
-        """Returns whether this call goes on with a training that had begun before."""
+        """Return whether this call resumes earlier training."""
         return self._place is not None
 
     def seconds_before(self) -> float:
         return self._clock[0]
 
     def ask_for_save(self, *, is_by_strategy: bool) -> None:
-        """Note that the Trainer's flow wants a save of this step. is_by_strategy: save_strategy is why."""
+        """Record that the Trainer's control flow requests a save of this step. is_by_strategy: whether save_strategy
+        asked."""
         self._is_asked |= self._joined.follows_strategy or not is_by_strategy
 
     def end_step(self) -> None:
-        """End an optimizer step, after its log and evaluation."""
+        """End an optimizer step, after its logging and evaluation."""
         ckpt, state = self._live(), self._trainer.state
         tokens, self._tokens = int(state.num_input_tokens_seen) - self._tokens, int(state.num_input_tokens_seen)
         self._note_seconds()
@@ -206,7 +209,7 @@ class TrainerRun:
         self._save_if_asked()
 
     def end_epoch(self, *, is_stopping: bool) -> None:
-        """End an epoch, after its log and evaluation. is_stopping: training ends here, perhaps inside the epoch."""
+        """End an epoch, after its logging and evaluation. is_stopping: training ends here, perhaps inside the epoch."""
         ckpt, data = self._live(), self._data
         assert data is not None, "an epoch has data"
         self._note_seconds()
@@ -215,7 +218,8 @@ class TrainerRun:
         self._save_if_asked()
 
     def finish(self, *, best_step: int | None) -> None:
-        """Save the last step before anything else changes the model. best_step: the step whose model to load then."""
+        """Save the last step before anything else changes the model. best_step: the step whose model to load after
+        that."""
         ckpt, trainer = self._live(), self._trainer
         self._note_seconds()
         ckpt.save(self._metrics())
@@ -242,7 +246,7 @@ class TrainerRun:
         self._values.seconds = before + time.time() - began
 
     def _metrics(self) -> dict[str, float]:
-        """Returns what was logged of this very step: an older evaluation says nothing about this model."""
+        """Return the numbers logged at exactly this step: an older evaluation says nothing about this model."""
         state = self._trainer.state
         found: dict[str, float] = {}
         for line in reversed(state.log_history):
@@ -262,7 +266,7 @@ class TrainerRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
-    """Says where a checkpoint's training was. is_same_size: as many ranks wrote it as there are now."""
+    """The position of a checkpoint's training. is_same_size: whether as many ranks wrote it as there are now."""
 
     step: int
     epoch: int
@@ -271,7 +275,7 @@ class _Place:
 
 
 class _AtTrainBegin(TrainerCallback):  # type: ignore[misc,unused-ignore]
-    """Is the last callback of on_train_begin: after the loop has begun its sums anew, before the first step."""
+    """The last callback of on_train_begin: it runs after the loop has reset its sums and before the first step."""
 
     def __init__(self, run: TrainerRun) -> None:
         self._run = run
@@ -282,7 +286,7 @@ class _AtTrainBegin(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
 
 def _optional_entries(trainer: Any) -> dict[str, object]:
-    """Returns what only some trainers have: a gradient scaler, a tokenizer, callbacks with a state of their own, and a
+    """Return the entries that only some trainers have: a gradient scaler, a tokenizer, callbacks with state, and a
     reference model that training changes."""
     found: dict[str, object] = {}
     scaler = getattr(trainer.accelerator, "scaler", None)
@@ -301,6 +305,6 @@ def _optional_entries(trainer: Any) -> dict[str, object]:
 
 
 def _reports_to_ray(callback: object) -> bool:
-    """Returns whether this is Ray's callback, which reads checkpoints from a folder. raycheck reports them itself."""
+    """Return whether this is Ray's callback, which reports checkpoints from a folder. raycheck reports them itself."""
     kinds = [(base.__module__.partition(".")[0], base.__name__) for base in type(callback).__mro__]
     return ("ray", "RayTrainReportCallback") in kinds

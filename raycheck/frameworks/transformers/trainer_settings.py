@@ -1,7 +1,8 @@
-"""Makes one SaveSettings of the script's own and of the Trainer's arguments. What the script's own say wins.
+"""Merges the script's SaveSettings with the Trainer's arguments. The script's settings win.
 
-The Trainer's own flow decides when to save unless SaveSettings has a trigger: then its callbacks may still ask for a
-save, but not save_strategy. Retention is always raycheck's, with the Trainer's limits where SaveSettings are silent.
+The Trainer's control flow decides when to save unless SaveSettings has a trigger. Then callbacks may still ask for a
+save, but save_strategy may not. Retention is always raycheck's; the Trainer's limits apply where SaveSettings leaves
+them open.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -25,11 +26,10 @@ _DEFAULTS = {spec.name: spec.default for spec in fields(SaveSettings)}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinedSettings:
-    """Holds the settings that result, and what was decided on the way.
+    """The resulting settings and the decisions behind them.
 
-    settings: for the Checkpointer. follows_strategy: whether save_strategy of the Trainer's arguments says when to
-    save. said: for the log, what was taken from the arguments. contradictions: for the log, arguments that are not
-    obeyed.
+    settings: for the Checkpointer. follows_strategy: whether the Trainer's save_strategy decides when to save. said:
+    for the log, what was taken from the arguments. contradictions: for the log, arguments that are ignored.
     """
 
     settings: SaveSettings
@@ -39,7 +39,7 @@ class JoinedSettings:
 
 
 def joined_settings(given: SaveSettings | None, args: Any) -> JoinedSettings:
-    """Join SaveSettings with the Trainer's arguments. Raises ConfigError where no order of the two could make sense."""
+    """Merge SaveSettings with the Trainer's arguments. Raises ConfigError where the two contradict each other."""
     settings = given or SaveSettings()
     said: list[str] = []
     against: list[str] = []
@@ -48,12 +48,12 @@ def joined_settings(given: SaveSettings | None, args: Any) -> JoinedSettings:
     if settings.every_steps not in ("default", None):
         own.append("every_steps")
     if own:
-        if strategy != "steps" or args.save_steps != 500:  # the default of both, which nobody has to have given
+        if strategy != "steps" or args.save_steps != 500:  # both are defaults, which the user need not have given
             asked = f"save_strategy={strategy!r}" + (f", save_steps={args.save_steps}" if strategy == "steps" else "")
             against.append(f"{asked}: SaveSettings({', '.join(own)}) says when to save")
     else:
         settings = replace(settings, every_steps=None)
-        said.append(f"saves as save_strategy={strategy!r} says" + (_every(args) if strategy == "steps" else ""))
+        said.append(f"saves by save_strategy={strategy!r}" + (_every(args) if strategy == "steps" else ""))
     if args.save_total_limit is not None:
         limit = args.save_total_limit if args.save_total_limit > 0 else None
         if settings.keep_last == _DEFAULTS["keep_last"]:
@@ -64,12 +64,12 @@ def joined_settings(given: SaveSettings | None, args: Any) -> JoinedSettings:
     if args.metric_for_best_model is not None:
         settings = _with_best(settings, args, said)
     if args.ignore_data_skip:
-        against.append("ignore_data_skip=True: the data goes on with the next sample, and nothing is read again")
+        against.append("ignore_data_skip=True: training resumes with the next sample, and no data is read again")
     return JoinedSettings(settings=settings, follows_strategy=not own, said=tuple(said), contradictions=tuple(against))
 
 
 def best_metric(args: Any) -> str:
-    """Returns the name under which the Trainer logs its metric_for_best_model."""
+    """Return the name under which the Trainer logs its metric_for_best_model."""
     name = str(args.metric_for_best_model)
     return name if name.startswith("eval_") else f"eval_{name}"
 
@@ -81,8 +81,9 @@ def _with_best(settings: SaveSettings, args: Any, said: list[str]) -> SaveSettin
         return replace(settings, keep_best=(metric, "max" if args.greater_is_better else "min", 1))
     if args.load_best_model_at_end and settings.keep_best[:2] != (metric, mode):
         raise ConfigError(
-            f"load_best_model_at_end=True needs the best by {metric} ({mode}), and SaveSettings(keep_best="
-            f"{settings.keep_best!r}) would let it go: give keep_best=({metric!r}, {mode!r}, 1), or none"
+            f"load_best_model_at_end=True needs the best by {metric} ({mode}), and "
+            f"SaveSettings(keep_best={settings.keep_best!r}) would delete it: give keep_best=({metric!r}, {mode!r}, "
+            "1), or none"
         )
     return settings
 

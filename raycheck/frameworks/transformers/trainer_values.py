@@ -1,8 +1,8 @@
-"""What the Trainer and its callbacks count, as entries of the state.
+"""Counts kept by the Trainer and its callbacks, as entries of the state.
 
-One entry holds rank 0's values, which every rank takes over from the checkpoint's preview before its loop counts from
-them. The other holds what each rank has of its own. Values are put back into the objects that are there: a callback is
-never made anew, as transformers does it by the name of its class.
+One entry holds rank 0's values. Every rank takes them from the checkpoint's preview before its loop counts from them.
+The other entry holds each rank's own values. Values are restored into the existing objects; transformers would instead
+create a new callback by the name of its class.
 """
 
 import logging
@@ -26,16 +26,16 @@ _COUNTED = (
     "best_global_step",
     "best_model_checkpoint",
 )
-"""Fields of TrainerState that training changes. The others follow from the arguments, as they are now."""
+"""Fields of TrainerState that training changes. The others follow from the current arguments."""
 _LOSS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
 _OF_TRL = ("_total_train_tokens", "entropy_coef", "_last_world_entropy")
 """Counts of TRL's trainers, equal on all ranks."""
 
 
 class TrainerValues:
-    """Gives rank 0's values a state_dict: TrainerState, callbacks, sums for the log, and facts to compare with.
+    """The entry with rank 0's values: TrainerState, callbacks, running sums for the log, and facts to compare.
 
-    facts: what a restart compares its own arguments with.
+    facts: values with which a restart compares its own arguments.
     """
 
     def __init__(self, trainer: Any, facts: Mapping[str, object]) -> None:
@@ -56,7 +56,7 @@ class TrainerValues:
             "max_steps": trainer.state.max_steps,
             "callbacks": dict(_callback_states(trainer)),
             "callbacks_began": self._began,
-            "loss": {name: getattr(trainer, name, 0) for name in _LOSS},  # the loop makes them at its start
+            "loss": {name: getattr(trainer, name, 0) for name in _LOSS},  # created by the loop at its start
             "trl": {name: getattr(trainer, name) for name in _OF_TRL if hasattr(trainer, name)},
             "metrics": {name: list(values) for name, values in metrics.items()},
             "seconds": self.seconds,
@@ -64,11 +64,11 @@ class TrainerValues:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: `take_over_state` and `take_over_sums` have taken it from the preview, on every rank."""
+        """Do nothing: `take_over_state` and `take_over_sums` have read the values from the preview on every rank."""
 
 
 def take_over_state(trainer: Any, saved: Mapping[str, Any]) -> None:
-    """Put saved counts into a new TrainerState, and saved callbacks' state into the callbacks that there are."""
+    """Copy saved counts into a new TrainerState, and saved callback state into the existing callbacks."""
     for name in _COUNTED:
         setattr(trainer.state, name, saved["state"][name])
     for name, value in saved["trl"].items():
@@ -84,10 +84,10 @@ def take_over_state(trainer: Any, saved: Mapping[str, Any]) -> None:
 
 
 def take_over_sums(trainer: Any, saved: Mapping[str, Any], of_rank: Mapping[str, Any] | None) -> None:
-    """Put back the sums from which the log's next loss is made.
+    """Restore the running loss, so that the next logged value continues from before the restart.
 
-    of_rank: this rank's own. None, after a resize: what was summed up for the next line of the log is left out of it,
-    and out of the mean loss of the run.
+    of_rank: this rank's values. None after a resize: the sum since the last log line is then missing from the next line
+    and from the run's mean loss.
     """
     for name in _LOSS:
         setattr(trainer, name, saved["loss"][name])
@@ -103,9 +103,9 @@ def take_over_sums(trainer: Any, saved: Mapping[str, Any], of_rank: Mapping[str,
 
 
 class RankValues:
-    """Gives what each rank has of its own a state_dict: the loss since the last log, and GRPO's generations.
+    """The entry with each rank's own values: the loss since the last log, and GRPO's generations.
 
-    loaded: what a restore has given; None in a fresh run.
+    loaded: the restored values; None in a fresh run.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -127,7 +127,7 @@ class RankValues:
 
 
 def _callbacks(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the callbacks that export their state, by class and by their number among those of one class."""
+    """Yield the callbacks that export their state, named by class and by their number within the class."""
     from transformers.trainer_callback import ExportableState
 
     count: dict[str, int] = defaultdict(int)
@@ -143,7 +143,7 @@ def _callback_states(trainer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _fill_callback(name: str, callback: Any, saved: Mapping[str, Any], began: Mapping[str, Any]) -> None:
-    """Put saved state into a callback. Arguments that the script has changed since training began stay as given."""
+    """Load saved state into a callback. Arguments that the script has changed since training started stay as given."""
     live = callback.state()
     for key, value in saved.get("attributes", {}).items():
         setattr(callback, key, value)

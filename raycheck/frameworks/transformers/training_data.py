@@ -1,8 +1,8 @@
-"""The stream of batches behind a loader as the Trainer expects it.
+"""The stream of batches behind the loader that the Trainer expects.
 
-One batch of raycheck.Batches is one optimizer step: this rank's micro-batches, collated where the samples are read. The
-Trainer sees a loader of micro-batches, and takes those of one step at a time; so nothing is read ahead that would not
-be counted. What is held over a change of the world size is the number of samples in a step.
+One batch of raycheck.Batches is one optimizer step: this rank's micro-batches, collated in the process that reads the
+samples. The Trainer sees a loader of micro-batches and takes those of one step at a time, so nothing is read ahead
+without being counted. The number of samples per step stays the same when the world size changes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,11 +21,11 @@ MICRO_BATCH = "per_device_train_batch_size"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Says which samples an optimizer step takes, and how a rank's share of them becomes micro-batches.
+    """Which samples an optimizer step takes, and how a rank's share of them is divided into micro-batches.
 
     global_batch: samples in one batch of the stream, over all ranks. micro_batches: how many of them a step has on each
-    rank. micro_batch: samples in each; None: a step's micro-batches are all one and the same batch. order: of the
-    samples, by epoch; None: a random one, or the dataset's if is_sequential.
+    rank. micro_batch: samples in each; None: a step's micro-batches are all the same batch. order: the order of
+    samples, by epoch; None: random, or the dataset's order if is_sequential.
     """
 
     global_batch: int
@@ -36,10 +36,10 @@ class Layout:
 
 
 def held_accumulation(trainer: Any, facts: Mapping[str, Any]) -> int:
-    """Returns how many micro-batches a step must have here, so that it has as many samples as in the checkpoint.
+    """Return how many micro-batches a step needs here to have as many samples as in the checkpoint.
 
-    facts: of the checkpoint, see `facts_of`. Raises StateMismatchError when the script asks for another number of
-    samples, and ConfigError when they cannot be shared out over the ranks there are.
+    facts: the checkpoint's, see `facts_of`. Raises StateMismatchError when the script asks for another number of
+    samples, and ConfigError when they cannot be divided among the current ranks.
     """
     args = trainer.args
     samples = args.per_device_train_batch_size * args.world_size
@@ -50,26 +50,26 @@ def held_accumulation(trainer: Any, facts: Mapping[str, Any]) -> int:
         raise StateMismatchError(
             f"a step has {here} samples here ({MICRO_BATCH}={args.per_device_train_batch_size} x "
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} x {args.world_size} ranks) and {saved} in "
-            "the checkpoint, so steps and schedule would mean other samples. Give the same product"
+            "the checkpoint, so steps and schedule would mean different samples. Keep the product the same"
         )
     if saved % samples:
         raise ConfigError(
-            f"the checkpoint's steps have {saved} samples, which {args.world_size} ranks with {MICRO_BATCH}="
-            f"{args.per_device_train_batch_size} cannot share: give a {MICRO_BATCH} that divides "
+            f"the checkpoint's steps have {saved} samples, which {args.world_size} ranks with "
+            f"{MICRO_BATCH}={args.per_device_train_batch_size} cannot divide evenly: give a {MICRO_BATCH} that divides "
             f"{saved / args.world_size:g}, or another number of workers"
         )
     return int(saved // samples)
 
 
 def facts_of(trainer: Any) -> dict[str, int]:
-    """Returns what a restart at another world size must hold, or know."""
+    """Return the values that a restart at another world size must keep or know."""
     args = trainer.args
     size = args.per_device_train_batch_size * args.world_size
     return {"step_samples": size * args.gradient_accumulation_steps, "world_size": args.world_size}
 
 
 def plain_layout(trainer: Any) -> Layout:
-    """Returns the layout of supervised training, as train_sampling_strategy asks for it."""
+    """Return the layout of supervised training, following train_sampling_strategy."""
     args = trainer.args
     strategy = str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
     batch = facts_of(trainer)["step_samples"]
@@ -87,7 +87,7 @@ def data_seed(args: Any) -> int:
 
 
 def _by_length(trainer: Any, batch: int) -> Callable[[int], Sequence[int]]:
-    """Returns the order of transformers' LengthGroupedSampler, with a seed from the epoch."""
+    """Return the order of transformers' LengthGroupedSampler, seeded by the epoch."""
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
     dataset, args = trainer.train_dataset, trainer.args
@@ -109,14 +109,14 @@ def _by_length(trainer: Any, batch: int) -> Callable[[int], Sequence[int]]:
 
 @dataclass(kw_only=True, slots=True)
 class TrainingData:
-    """Holds the stream, for the state, and the loader, for the Trainer."""
+    """The stream, an entry of the state, and the loader, given to the Trainer."""
 
     batches: Batches
     loader: "DataLoader[Any]"
 
 
 def training_data(trainer: Any, layout: Layout) -> TrainingData:
-    """Make the stream of the trainer's train_dataset. Raises ConfigError for data that cannot be one."""
+    """Make a stream of the trainer's train_dataset. Raises ConfigError for data that cannot be streamed this way."""
     args, dataset = trainer.args, trainer.train_dataset
     if dataset is None:
         raise ConfigError("train_dataset=None: training needs one")
@@ -152,7 +152,7 @@ def training_data(trainer: Any, layout: Layout) -> TrainingData:
 
 @dataclass(frozen=True, slots=True)
 class _Collate:
-    """Makes a rank's share of a step into its micro-batches, in the process that reads the samples."""
+    """A collator that divides a rank's share of a step into micro-batches, in the process that reads the samples."""
 
     collate: Callable[[list[Any]], Any]
     layout: Layout
@@ -165,8 +165,8 @@ class _Collate:
 
 
 class _MicroBatches(Dataset[Any]):
-    """Gives the stream's micro-batches one after the other, whatever index it is asked for. Its length is in samples,
-    since the Trainer reads from it how many there are."""
+    """A dataset that yields the stream's micro-batches in order, whatever index is requested. Its length is in samples
+    because the Trainer reads their number from it."""
 
     def __init__(self, batches: Batches, options: dict[str, Any], layout: Layout) -> None:
         self._stream = batches.loader(**options)
@@ -177,7 +177,7 @@ class _MicroBatches(Dataset[Any]):
         self.per_epoch = batches.batches_per_epoch * layout.micro_batches
 
     def begin(self) -> None:
-        """Go on where the stream is: at the beginning of an epoch, or after a restore inside it."""
+        """Continue from the stream's position: the start of an epoch, or a restored position inside it."""
         self._steps, self._waiting = iter(self._stream), []
 
     def __len__(self) -> int:
@@ -191,7 +191,8 @@ class _MicroBatches(Dataset[Any]):
 
 @dataclass(frozen=True, slots=True)
 class _Numbers(Sampler[list[int]]):
-    """Counts an epoch's micro-batches. After a restart transformers leaves out the first of these numbers, no data."""
+    """A sampler that numbers an epoch's micro-batches. After a restart transformers skips the first numbers, not
+    data."""
 
     micro: _MicroBatches = field()
 

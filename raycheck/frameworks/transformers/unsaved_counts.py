@@ -1,8 +1,9 @@
-"""Warns of what a callback of the user's counts and no save has: after a restart such a count begins anew.
+"""Warns about counts in the user's callbacks that no save contains: after a restart they start again from zero.
 
-Whether an attribute is a count or a setting cannot be told from its value, so the callbacks are looked at twice: when
-training begins, and at the first save. What has changed meanwhile is named. A look is short whatever a callback holds,
-asks nothing of objects that are no plain values, and never fails: it is only for a warning.
+An attribute's value does not show whether it is a count or a setting, so the callbacks are inspected twice: when
+training starts and at the first save. Attributes that have changed in between are named. An inspection is short
+whatever a callback contains, runs no code of objects that are not plain values, and never fails, because it only serves
+a warning.
 """
 
 import logging
@@ -15,24 +16,24 @@ logger = logging.getLogger("raycheck")
 
 _OF_LIBRARIES = {"transformers", "trl", "accelerate", "peft", "ray", "raycheck"}
 _MAX_ITEMS = 10_000
-"""Of longer values only the length is compared."""
+"""Longer values are compared by length only."""
 
 
 class UnsavedCounts:
-    """Remembers the plain values in the callbacks that no save has."""
+    """The plain values in callbacks that no save contains, as they were when training started."""
 
     def __init__(self, callbacks: Iterable[Any]) -> None:
         self._began = [(callback, _plain(callback)) for callback in callbacks if _is_left_out(callback)]
 
     def warn(self) -> None:
-        """Logs a warning for each callback that has counted since the beginning, once."""
+        """Log a warning, once, for each callback that has counted since training started."""
         began, self._began = self._began, []
         for callback, before in began:
             now = _plain(callback)
             counted = sorted(name for name, text in now.items() if before.get(name) != text)
             if counted:
                 logger.warning(
-                    "the callback %s counts in %s, which is not saved: after a restart it begins anew. Give it "
+                    "the callback %s counts in %s, which is not saved: after a restart it starts again. Give it "
                     "state_dict() and load_state_dict(), or make it an ExportableState",
                     type(callback).__qualname__,
                     ", ".join(counted),
@@ -47,7 +48,7 @@ def _is_left_out(callback: Any) -> bool:
 
 
 def _plain(callback: Any) -> dict[str, str]:
-    """Returns the plain values in a callback's attributes, as short text, by name."""
+    """Return the plain values among a callback's attributes as short text, by name."""
     kinds = (int, float, complex, str, bytes, list, tuple, dict, set, deque)
     texts = {}
     for name, value in dict(getattr(callback, "__dict__", {})).items():
@@ -65,7 +66,7 @@ def _text(value: object) -> str:
 
 
 class _Short(reprlib.Repr):
-    """Writes the first items of plain values as text, two levels deep; of any other object it writes the class."""
+    """A repr of the first items of plain values, two levels deep; other objects are shown by class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class _Short(reprlib.Repr):
 
     def repr_instance(self, x: Any, level: int) -> str:
         for kind in (dict, list, tuple, set, deque):
-            if isinstance(x, kind):  # one of its own class, such as a Counter
+            if isinstance(x, kind):  # an instance of a subclass, such as a Counter
                 return str(getattr(self, f"repr_{kind.__name__}")(x, level))
         if x is None or isinstance(x, (int, float, complex)):
             return repr(x)

@@ -1,9 +1,9 @@
-"""The engine as Ray actors, one for each rank, and how the server calls them.
+"""The engine as Ray actors, one per rank, and how the server calls them.
 
-Every call names a method of Tenants, and goes to all ranks, in the same order to each. What the method raises comes
-back as a value that says whose fault it was, so that an exception of Ray's always means that an actor is gone. All of
-them are started anew then, and know no model yet: whoever calls opens its models again. So they are when a call failed
-on some ranks only, for then the ranks may differ.
+Every call names a method of Tenants and is sent to all ranks, in the same order to each. An exception of the method is
+returned as a value that says whose fault it was, so an exception from Ray always means that an actor is gone. Then all
+actors are restarted without any model, and the callers open their models again. All actors are also restarted when a
+call failed on some ranks only, because the ranks may then differ.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ from raycheck.tinker.engine.ranks import Ranks
 
 logger = logging.getLogger("raycheck.tinker")
 GRACE_S = 60.0
-"""How much longer the other ranks may take than the one that has failed."""
+"""How much longer the other ranks may take after one has failed."""
 PLACED_S = 20.0
-"""After how long it is said that Ray has not started an actor."""
+"""How long Ray may take to start an actor before a warning is logged."""
 Category = Literal["user", "server", "fenced"]
 
 
 class EngineGoneError(Exception):
-    """The engine died, or its node did. All models have to be opened again.
+    """The engine or its node died. All models must be opened again.
 
-    was_running: the engine was busy with this very call when it died; False for calls that waited behind another one.
+    was_running: whether the engine died while running this call; False for calls waiting behind another one.
     """
 
     def __init__(self, text: str, *, was_running: bool = True) -> None:
@@ -36,7 +36,8 @@ class EngineGoneError(Exception):
 
 
 class EngineRefusalError(Exception):
-    """An operation failed, and the engine lives. category: whose fault it was; "fenced": another server has the run."""
+    """An operation failed, but the engine is alive. category: whose fault it was; "fenced": another server has the
+    run."""
 
     def __init__(self, text: str, category: Category) -> None:
         super().__init__(text)
@@ -45,7 +46,7 @@ class EngineRefusalError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineAnswer:
-    """Holds what an operation returned, or why it failed."""
+    """The return value of an operation, or why it failed."""
 
     value: Any = None
     error: str | None = None
@@ -53,25 +54,25 @@ class EngineAnswer:
 
 
 class Engine(Protocol):
-    """What the server needs of an engine. life: differs after each start; models live as long as one life."""
+    """The interface of an engine. life: changes with each start; models exist for one life only."""
 
     life: int
 
     async def call(self, method: str, *args: Any, life: int | None = None) -> Any:
-        """Call a method of Tenants. Raises EngineRefusalError, and EngineGoneError after which `life` is another.
+        """Call a method of Tenants. Raises EngineRefusalError, and EngineGoneError, after which `life` has changed.
 
-        life: the one that the call belongs to, since a model was opened in it; the engine of any other life never gets
-        the call. None: whichever engine there is.
+        life: the life in which the model was opened; an engine of another life never receives the call. None: any
+        engine.
         """
 
 
 def answer_of(call: Callable[[], Any]) -> EngineAnswer:
-    """Makes a call, and returns its outcome as a value."""
+    """Make a call and return its outcome as a value."""
     try:
         return EngineAnswer(value=call())
     except (FencedError, SupersededError) as error:
         return EngineAnswer(error=str(error), category="fenced")
-    except ValueError as error:  # a ConfigError is one, too
+    except ValueError as error:  # includes ConfigError
         return EngineAnswer(error=str(error), category="user")
     except RaycheckError as error:
         return EngineAnswer(error=str(error), category="server")
@@ -80,14 +81,14 @@ def answer_of(call: Callable[[], Any]) -> EngineAnswer:
 
 
 def value_of(answer: EngineAnswer) -> Any:
-    """Returns the value of an answer. Raises EngineRefusalError for an error."""
+    """Return the value of an answer. Raises EngineRefusalError if the answer is an error."""
     if answer.error is not None:
         raise EngineRefusalError(answer.error, answer.category)
     return answer.value
 
 
 class EngineActor:
-    """Runs in one rank's process: Tenants over one base model."""
+    """The actor of one rank: Tenants over one base model."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
@@ -97,7 +98,7 @@ class EngineActor:
         self._store: Any = None
 
     def serve_rendezvous(self, size: int) -> tuple[str, int]:
-        """Let this rank be the first one, at which the others find each other. Returns its address and port."""
+        """Make this rank the first one, where the others rendezvous. Returns its address and port."""
         from ray.util import get_node_ip_address
 
         host = str(get_node_ip_address())  # type: ignore[no-untyped-call]
@@ -105,7 +106,7 @@ class EngineActor:
         return host, self._store.port
 
     def start(self, source: str, dtype: str, ranks: Ranks, rendezvous: tuple[str, int] | None) -> None:
-        """Join the other ranks, and load the base model. Raises ConfigError when it cannot be loaded."""
+        """Join the other ranks and load the base model. Raises ConfigError if it cannot be loaded."""
         import ray
 
         from raycheck.tinker.engine.base_model import BaseModel
@@ -138,7 +139,7 @@ class EngineActor:
 
 
 def _join(ranks: Ranks, store: Any, rendezvous: tuple[str, int]) -> None:
-    """Make the process group: values of the CPU go by gloo, and those of GPUs by NCCL."""
+    """Create the process group: gloo for CPU tensors, NCCL for GPU tensors."""
     import torch
     import torch.distributed as dist
 
@@ -151,13 +152,13 @@ def _join(ranks: Ranks, store: Any, rendezvous: tuple[str, int]) -> None:
 def _tcp_store(*args: Any, **settings: Any) -> Any:
     import torch.distributed
 
-    return vars(torch.distributed)["TCPStore"](*args, **settings)  # torch's type hints do not have it
+    return vars(torch.distributed)["TCPStore"](*args, **settings)  # missing in torch's type hints
 
 
 class RayEngine:
-    """Starts the actors, and starts all of them again when one died.
+    """An engine of Ray actors, which are all restarted when one dies.
 
-    ranks: how many there are; the base model is sharded over them. num_cpus, num_gpus: what Ray reserves for each.
+    ranks: how many actors; the base model is sharded over them. num_cpus, num_gpus: what Ray reserves for each.
     """
 
     def __init__(
@@ -169,19 +170,19 @@ class RayEngine:
         self._resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
         self._actors: list[Any] = []
         self._starting = asyncio.Lock()
-        self._sent: list[object] = []  # the calls of this life without an answer; the actors run them in this order
+        self._sent: list[object] = []  # this life's unanswered calls; the actors run them in this order
 
     async def call(self, method: str, *args: Any, life: int | None = None) -> Any:
         while not self._actors:
             await self._start()
-        if life not in (None, self.life):  # nothing is waited for from here until the call is sent
-            raise EngineGoneError("another engine has been started since the model was opened", was_running=False)
+        if life not in (None, self.life):  # no await from here until the call is sent
+            raise EngineGoneError("the engine was restarted since the model was opened", was_running=False)
         now, sent, mark = self.life, self._sent, object()
         sent.append(mark)
         try:
             return await self._answer(method, args, is_next=lambda: sent[0] is mark)
         finally:
-            if now == self.life:  # a list of a life that is over stays, so that one call is blamed for the death
+            if now == self.life:  # the list of an ended life is kept, so that one call is blamed for the death
                 sent.remove(mark)
 
     async def _answer(self, method: str, args: tuple[Any, ...], *, is_next: Callable[[], bool]) -> Any:
@@ -203,19 +204,19 @@ class RayEngine:
             return calls[0].result()
         fenced = [error for error in refusals if error.category == "fenced"]
         if len(refusals) < len(actors) and not fenced:
-            logger.warning("the ranks are started again: %s failed on some only: %s", method, refusals[0])
+            logger.warning("restarting all ranks because %s failed on some ranks only: %s", method, refusals[0])
             await self._end(life)
         raise (fenced or refusals)[0]
 
     async def _end(self, life: int) -> None:
-        """End all actors of this life. The next call starts new ones."""
+        """Stop all actors of this life. The next call starts new ones."""
         async with self._starting:
             if life == self.life:
                 _kill(self._actors)
                 self.life, self._actors, self._sent = life + 1, [], []
 
     async def _start(self) -> None:
-        """Start the actors. Raises EngineGoneError when one ends, and ConfigError for a base model that cannot be."""
+        """Start the actors. Raises EngineGoneError if one dies, and ConfigError if the base model cannot be loaded."""
         import ray
 
         async with self._starting:
@@ -240,7 +241,8 @@ class RayEngine:
             self._actors = actors
 
     async def _placed(self, actors: list[Any]) -> None:
-        """Wait until Ray has started the actors. Say so when it takes long: no node may ever have room for them."""
+        """Wait until Ray has started the actors. Log a warning if it takes long: no node may ever have room for
+        them."""
         import ray
 
         starting = [asyncio.ensure_future(_ready(actor)) for actor in actors]
@@ -249,8 +251,8 @@ class RayEngine:
             has: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
             needs = self._resources
             logger.warning(
-                "%d of %d ranks wait until Ray has room: each needs %g CPUs and %g GPUs, and the cluster has %g and %g "
-                "in all. Add nodes, end what else runs there, or start again with fewer ranks or GPUs",
+                "%d of %d ranks wait until Ray has room: each needs %g CPUs and %g GPUs, and the cluster has %g and "
+                "%g in total. Add nodes, stop other work on them, or restart with fewer ranks or GPUs",
                 len(waiting),
                 len(actors),
                 needs["num_cpus"],
@@ -266,17 +268,17 @@ async def _ready(actor: Any) -> None:
 
 
 async def _successful(call: Any) -> Any:
-    """Returns the value that a rank answers with. Raises EngineRefusalError for an error, and Ray's for a death."""
+    """Return a rank's answer. Raises EngineRefusalError for an error, and Ray's exception for a death."""
     return value_of(await call)
 
 
 def _error(call: "asyncio.Task[Any]") -> BaseException | None:
-    """Returns what a call has raised; None for one that has not, or not yet."""
+    """Return the exception of a call, or None if it has not raised one (yet)."""
     return None if not call.done() or call.cancelled() else call.exception()
 
 
 def _deaths(calls: "list[asyncio.Task[Any]]") -> list[BaseException]:
-    """Returns the errors of the calls that no rank has answered."""
+    """Return the exceptions of calls that got no answer."""
     return [error for call in calls if (error := _error(call)) and not isinstance(error, EngineRefusalError)]
 
 

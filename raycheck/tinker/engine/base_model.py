@@ -1,7 +1,7 @@
-"""Loads the model that all tenants share. Its weights are frozen, and over several ranks they are sharded by FSDP2.
+"""Loads the model that all tenants share. Its weights are frozen, and FSDP2 shards them over several ranks.
 
-There is one tree of modules. An adapter is no part of it: it is lent to the tree for the time of a call, and hooks on
-the linear layers add what it computes. So neither FSDP nor another tenant ever sees its weights.
+There is one tree of modules. An adapter is not part of it: for the duration of a call, hooks on the linear layers add
+the adapter's outputs. So neither FSDP nor another tenant ever sees its weights.
 """
 
 import hashlib
@@ -23,18 +23,17 @@ _MLP = ("mlp", "feed_forward", "ffn", "experts")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
-    """Adds scaling * up @ down to the weight of each linear layer that it has a pair for, by the layer's path."""
+    """An adapter: it adds scaling * up @ down to the weight of each linear layer for whose path it has a pair."""
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
     scaling: float
 
 
 class BaseModel:
-    """Holds a causal language model of transformers, frozen and in evaluation mode.
+    """A frozen causal language model of transformers in evaluation mode.
 
-    source: a folder, or a model's name on the hub. dtype: the type of its weights, such as "float32". It lies on the
-    GPU where this process has one. Raises ConfigError when there is no such model, and when the ranks have different
-    ones.
+    source: a folder, or a model's name on the Hub. dtype: the type of its weights, such as "float32". The model is
+    placed on the GPU if this process has one. Raises ConfigError if the model does not exist or differs between ranks.
     """
 
     def __init__(self, source: str, *, dtype: str = "float32", ranks: Ranks = ALONE) -> None:
@@ -66,7 +65,7 @@ class BaseModel:
 
     @contextmanager
     def with_adapter(self, adapter: Adapter | None) -> Iterator[Any]:
-        """Lend an adapter to the model for the time of the block. Yields the model; None: as it is."""
+        """Apply an adapter to the model within the block, or no adapter if None. Yields the model."""
         self._adapter = adapter
         try:
             yield self.model
@@ -84,29 +83,29 @@ class BaseModel:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Loads the tokenizer that lies with the model. Raises ConfigError when there is none."""
+        """Load the tokenizer stored with the model. Raises ConfigError if there is none."""
         from transformers import AutoTokenizer
 
         try:
             return AutoTokenizer.from_pretrained(self.source)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"base_model={self.source} has no tokenizer, which stop strings need; give stop tokens: {error}"
+                f"base_model={self.source} has no tokenizer, which stop strings need; use stop tokens: {error}"
             ) from error
 
     def layer_size(self, path: str) -> tuple[int, int]:
-        """Returns how many values a linear layer reads and gives."""
+        """Return a linear layer's input and output sizes."""
         layer = self._linear[path]
         return layer.in_features, layer.out_features
 
     @property
     def stop_tokens(self) -> list[int]:
-        """Returns the tokens at which the model ends a text by itself."""
+        """Return the model's own end-of-text tokens."""
         found = getattr(self.model.generation_config, "eos_token_id", None)
         return [] if found is None else [found] if isinstance(found, int) else list(found)
 
     def linear_layers(self, *, attn: bool, mlp: bool, unembed: bool) -> list[str]:
-        """Returns the paths of the linear layers of these kinds. Raises ConfigError when the model has none."""
+        """Return the paths of the linear layers of these kinds. Raises ConfigError if the model has none."""
         output = self.model.get_output_embeddings()
         found = [
             path
@@ -116,7 +115,7 @@ class BaseModel:
             or (mlp and not _is_within(path, _ATTENTION) and _is_within(path, _MLP))
         ]
         if not found:
-            raise ConfigError(f"base_model={self.source}: {self.arch} has no linear layers of the kinds asked for")
+            raise ConfigError(f"base_model={self.source}: {self.arch} has no linear layers of the requested kinds")
         return found
 
 
@@ -125,8 +124,8 @@ def _is_within(path: str, words: tuple[str, ...]) -> bool:
 
 
 def _shard(model: Any, device: torch.device, ranks: Ranks) -> None:
-    """Shard the weights over the ranks, layer by layer, so that no GPU ever holds more than one whole layer beside its
-    shards."""
+    """Shard the weights over the ranks, layer by layer, so that no GPU ever holds more than one full layer in addition
+    to its shards."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -139,7 +138,7 @@ def _shard(model: Any, device: torch.device, ranks: Ranks) -> None:
 
 
 def fingerprint_of(model: nn.Module) -> str:
-    """Returns a digest of all weights with their names. A checkpoint of an adapter fits only the same base model."""
+    """Return a digest of all weights and their names. An adapter's checkpoint fits only the same base model."""
     digest = hashlib.blake2b(digest_size=16)
     for name, weight in model.named_parameters():
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())

@@ -1,9 +1,9 @@
-"""Samples from a model: the sequences of a request in batches, each with random numbers of its own.
+"""Samples from a model: a request's sequences in batches, each sequence with its own random numbers.
 
-The log-probability of a token is that under the model itself, at temperature 1 and with all tokens allowed: what a
-policy gradient compares with. A sequence depends on the order alone (seed included) and not on what ran before: batches
-are made of nothing but the order and the number of ranks, and keep their size until their last sequence has ended.
-The ranks take the sequences in turn.
+A token's log-probability is the model's own, at temperature 1 and with all tokens allowed, as a policy gradient needs
+it. A sequence depends only on the order (including its seed), not on earlier requests: batches depend only on the order
+and the number of ranks, and keep their size until their last sequence has ended. Sequences are distributed over the
+ranks in turn.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,11 +28,11 @@ from raycheck.tinker.wire.samples import (
 from raycheck.tinker.wire.training_data import FloatArray
 
 MAX_BATCH_TOKENS = 65536
-"""How many tokens, prompts included, the sequences of a batch may have together; a longer sequence goes alone."""
+"""The maximum number of tokens in a batch, prompts included; a longer sequence gets its own batch."""
 
 
 def sample(base: BaseModel, adapter: Adapter | None, order: SampleOrder) -> SampleOutput:
-    """Sample what `order` says, from the base model or from it with an adapter. Every rank returns all sequences."""
+    """Sample as `order` says, from the base model with or without an adapter. Every rank returns all sequences."""
     ranks = base.ranks
     size = max(1, MAX_BATCH_TOKENS // (len(order.prompt) + order.max_tokens))
     mine = range(ranks.rank, order.num_samples, ranks.size)
@@ -43,7 +43,7 @@ def sample(base: BaseModel, adapter: Adapter | None, order: SampleOrder) -> Samp
             found = model(input_ids=prompt, use_cache=True)
             logits, cache = found.logits[0].float(), getattr(found, _cache_name(model), None)
             if cache is None:
-                raise ConfigError(f"base_model={base.source}: it keeps no keys and values, which sampling needs")
+                raise ConfigError(f"base_model={base.source}: the model has no key-value cache, which sampling needs")
             numbers = mine[begin : begin + size]
             made |= _sequences(base, model, order, numbers, cache=cache, logits=logits[-1])
     everywhere = {number: found for part in ranks.gather(made) for number, found in part.items()}
@@ -56,9 +56,10 @@ def sample(base: BaseModel, adapter: Adapter | None, order: SampleOrder) -> Samp
 def _sequences(
     base: BaseModel, model: Any, order: SampleOrder, numbers: Sequence[int], *, cache: Any, logits: Tensor
 ) -> dict[int, SampledTokens]:
-    """Returns the sequences with these numbers. cache: the prompt's keys and values. logits: of the first new token.
+    """Return the sequences with these numbers. cache: the prompt's key-value cache. logits: of the first new token.
 
-    Without a number it goes along until the other ranks have ended: the base model's weights are gathered from all.
+    Without numbers, this rank runs along until the other ranks have finished, because weights are gathered from all
+    ranks.
     """
     rows = max(1, len(numbers))
     cache.batch_repeat_interleave(rows)
@@ -95,7 +96,7 @@ def _sequences(
 
 
 def _likeliest_of(row: int, found: Sequence[Any]) -> LikeliestTokens | None:
-    """Returns the likeliest tokens of one sequence. found: those of all sequences, place by place; [] for none."""
+    """Return one sequence's most likely tokens. found: those of all sequences, by position; [] for none."""
     if not found:
         return None
     return LikeliestTokens(
@@ -105,12 +106,13 @@ def _likeliest_of(row: int, found: Sequence[Any]) -> LikeliestTokens | None:
 
 
 def _cache_name(model: Any) -> str:
-    """Returns what the model's forward calls the keys and values of earlier tokens: transformers 5.24 renamed them."""
+    """Return the name of the cache argument of the model's forward, which transformers 5.24 renamed."""
     return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
 def _choice(order: SampleOrder) -> Callable[[Tensor, Sequence[torch.Generator]], Tensor]:
-    """Returns what chooses a token for each row of logits: the likeliest, or one drawn by the row's own generator."""
+    """Return the function that chooses a token per row of logits: the most likely, or one drawn by the row's
+    generator."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     if order.temperature <= 0:
@@ -132,7 +134,7 @@ def _choice(order: SampleOrder) -> Callable[[Tensor, Sequence[torch.Generator]],
 
 
 def _stop(base: BaseModel, order: SampleOrder) -> Callable[[Tensor], Tensor]:
-    """Returns what says, for each row of tokens so far, whether its last token ends it."""
+    """Return the function that says, for each row of tokens so far, whether its last token ends it."""
     from transformers import StopStringCriteria
 
     given = base.stop_tokens if order.stop_tokens is None else list(order.stop_tokens)
@@ -144,8 +146,8 @@ def _stop(base: BaseModel, order: SampleOrder) -> Callable[[Tensor], Tensor]:
 
 
 def _prompt_scores(logits: Tensor, order: SampleOrder) -> PromptScores:
-    """Returns what `order` asks for of the prompt. A token is scored after those before it, so that the first has no
-    score. logits: of the token after each one of the prompt."""
+    """Return the prompt scores that `order` requests. A token is scored given those before it, so the first has no
+    score. logits: for the token after each prompt token."""
     if not (order.prompt_logprobs or order.likeliest_prompt or order.targets):
         return PromptScores()
     scores = torch.log_softmax(logits[:-1], -1)

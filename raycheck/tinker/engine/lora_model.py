@@ -1,8 +1,8 @@
-"""One tenant's model: an adapter over the shared weights, its optimizer, and what of it goes into a checkpoint.
+"""One tenant's model: an adapter over the shared weights, its optimizer, and their form in a checkpoint.
 
-What is saved is an `AdapterModule`: a module that has the adapter's parameters alone, under the names that they have in
-a PEFT model. So a checkpoint holds no base weight, and raycheck's export still writes it as a PEFT directory, since the
-adapter's configuration is at hand. Every rank has the whole adapter, and a checkpoint has it once.
+A checkpoint stores an `AdapterModule`: a module with only the adapter's parameters, under their names in a PEFT model.
+So it contains no base weights, yet raycheck can export it as a PEFT directory because the module carries the adapter's
+configuration. Every rank has the complete adapter, and a checkpoint stores it once.
 """
 
 import math
@@ -19,13 +19,13 @@ ADAPTER = "default"
 
 
 class AdapterModule(nn.Module):
-    """Has the parameters of an adapter, and what raycheck's exports ask a PEFT model for."""
+    """The parameters of an adapter, with the attributes of a PEFT model that raycheck's exports read."""
 
     def __init__(self, base: Any, config: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
         self.peft_config = {ADAPTER: config}
         self.active_adapters = [ADAPTER]
-        self._base = (base,)  # in a tuple, so that it does not become a part of this module
+        self._base = (base,)  # in a tuple, so that it does not become a submodule
         for name, parameter in parameters.items():
             _attach(self, name.split("."), parameter)
 
@@ -44,7 +44,7 @@ def _attach(module: nn.Module, path: list[str], parameter: nn.Parameter) -> None
 
 
 class LoraModel:
-    """Holds one tenant's model. Two models of equal shape over equal bases are equal to the last bit."""
+    """One tenant's model. Two new models of equal shape over equal bases are bitwise identical."""
 
     def __init__(self, base: BaseModel, shape: LoraShape) -> None:
         from peft import LoraConfig
@@ -74,14 +74,14 @@ class LoraModel:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0)
 
     def add_gradients(self, gradients: list[torch.Tensor]) -> None:
-        """Add to the gradients that wait for the next step. gradients: one for each of `parameters`."""
+        """Add to the gradients accumulated for the next step. gradients: one for each of `parameters`."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def step(self, params: AdamParams) -> dict[str, float]:
-        """Make one step of AdamW with the gradients so far, and forget them. Returns its metrics.
+        """Make one AdamW step with the accumulated gradients, and clear them. Returns the step's metrics.
 
-        Raises ValueError for gradients whose norm is not finite; then nothing changes.
+        Raises ValueError, without any change, if the norm of the gradients is not finite.
         """
         found = [parameter for parameter in self.parameters if parameter.grad is not None]
         norm = nn.utils.get_total_norm([parameter.grad for parameter in found if parameter.grad is not None])
@@ -102,14 +102,14 @@ class LoraModel:
 
     @property
     def state(self) -> Mapping[str, object]:
-        """Returns what a checkpoint holds of this model."""
+        """Return this model's state for a checkpoint."""
         return {"model": self.adapter, "optimizer": self.optimizer}
 
 
 def _pair(base: BaseModel, path: str, rank: int, generator: torch.Generator) -> tuple[nn.Parameter, nn.Parameter]:
-    """Returns A and B of one layer, as PEFT begins them: A is drawn, on the CPU for all devices alike, and B is 0.
+    """Return A and B of one layer, initialized as PEFT does: A is drawn on the CPU, for any device, and B is 0.
 
-    They are float32 whatever the base model has: small steps would be lost in a shorter type.
+    They are always float32, because small steps would be lost in a shorter type.
     """
     width_in, width_out = base.layer_size(path)
     down = torch.empty(rank, width_in)

@@ -1,4 +1,4 @@
-"""Holds what a client chooses about its model and about one optimizer step, checked when it is made."""
+"""A client's choices for its model and for one optimizer step, validated on creation."""
 
 import sys
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ ALPHA = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraShape:
-    """Says which adapter a model has.
+    """The shape of a model's adapter.
 
-    rank: of each pair A and B. seed: that A is drawn with. train_attn, train_mlp, train_unembed: which linear layers
-    have a pair: those of attention, of the MLPs, and the output layer. Raises ValueError for what cannot be.
+    rank: of each pair A and B. seed: for drawing A. train_attn, train_mlp, train_unembed: which linear layers have a
+    pair: those of attention, those of the MLPs, and the output layer. Raises ValueError for invalid values.
     """
 
     rank: int
@@ -31,12 +31,14 @@ class LoraShape:
             raise ValueError(f"lora_config.seed={self.seed!r}: give a whole number from 0 to 2**63 - 1")
         parts = (self.train_attn, self.train_mlp, self.train_unembed)
         if any(type(part) is not bool for part in parts) or not any(parts):
-            raise ValueError("lora_config: train_attn, train_mlp and train_unembed are true or false, and one is true")
+            raise ValueError(
+                "lora_config: train_attn, train_mlp, and train_unembed must be true or false, and at least one true"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamParams:
-    """Says how one step of AdamW is made. grad_clip_norm: 0 clips nothing. Raises ValueError for what cannot be."""
+    """The settings of one AdamW step. grad_clip_norm: 0 disables clipping. Raises ValueError for invalid values."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -51,12 +53,12 @@ class AdamParams:
             if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
                 raise ValueError(f"adam_params.{spec.name}={value!r}: give a finite number of at least 0")
         if self.beta1 >= 1 or self.beta2 >= 1:
-            raise ValueError(f"adam_params: beta1={self.beta1} and beta2={self.beta2} have to be below 1")
+            raise ValueError(f"adam_params: beta1={self.beta1} and beta2={self.beta2} must be below 1")
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> "AdamParams":
-        """Read the fields of a request; unknown ones are ignored. Raises ValueError for another optimizer."""
+        """Read the fields of a request, ignoring unknown ones. Raises ValueError for another optimizer."""
         if given.get("type", "adamw") not in ("adamw", "adam"):
-            raise ValueError(f"optim_params.type={given['type']!r}: this server has AdamW only")
+            raise ValueError(f"optim_params.type={given['type']!r}: this server supports AdamW only")
         names = {spec.name for spec in fields(cls)}
         return cls(**{name: value for name, value in given.items() if name in names and value is not None})

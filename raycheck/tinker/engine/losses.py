@@ -1,4 +1,4 @@
-"""The losses by name: each returns the loss of every token of one datum, whose sum is what is differentiated.
+"""The losses by name: each returns the loss of every token of one datum; their sum is differentiated.
 
 logprobs: log-probabilities of the datum's target tokens under the model, float32, of shape (tokens,), or with
 cross_entropy (tokens, targets). inputs: the datum's other inputs, of that shape. config: the settings of
@@ -31,7 +31,7 @@ def ppo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, flo
 
 
 def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
-    """The clipped ratio weighs the log-probability, and gets no gradient itself."""
+    """Policy gradient weighted by the clipped ratio, which is detached."""
     ratio = _clipped(_ratio(logprobs, inputs), config).detach()
     return -ratio * logprobs * inputs["advantages"] * _weights(logprobs, inputs)
 

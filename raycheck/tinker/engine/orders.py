@@ -1,4 +1,4 @@
-"""What the server tells the engine, and what it gets back: plain values, without torch."""
+"""The engine's inputs and outputs: plain values, without torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ NoteValue = str | int | float | bool
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseFacts:
-    """Describes the base model to the server. max_tokens: 0 where it has no limit."""
+    """Facts about the base model. max_tokens: 0 for no limit."""
 
     arch: str
     vocab_size: int
@@ -22,7 +22,7 @@ class BaseFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadSource:
-    """Says which checkpoint a model is loaded from. uri: of its run. key: the checkpoint's key there."""
+    """The checkpoint to load a model from. uri: of its run. key: the checkpoint's key there."""
 
     uri: str
     key: str
@@ -31,7 +31,8 @@ class LoadSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOrder:
-    """Says how a save's checkpoint is called and kept. See Checkpointer.save. name: None for a rolling one without."""
+    """The name and retention of a save's checkpoint. See Checkpointer.save. name: None for an unnamed, rolling
+    checkpoint."""
 
     name: str | None
     note: Mapping[str, NoteValue] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class SaveOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassOutput:
-    """Holds what a pass has computed. logprobs, losses: for each datum one value for each of its target tokens."""
+    """The results of a pass. logprobs, losses: one value per target token of each datum."""
 
     logprobs: tuple[FloatArray, ...]
     losses: tuple[FloatArray, ...]
@@ -50,14 +51,14 @@ class PassOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOrder:
-    """Says what to sample, and from which weights.
+    """What to sample, and from which weights.
 
-    source, shape: the checkpoint, and the shape of its adapter; None for the base model. max_tokens: per sequence.
-    stop_tokens: None for the base model's own. seed: of the first sequence; each next one has the next number.
-    temperature: 0 takes the likeliest token. top_k: -1 for all. scored_last: how many tokens of the prompt are scored,
-    from its end; None for all but the first. likeliest_prompt, likeliest_sampled: of how many tokens the
-    log-probabilities are returned at each scored token of the prompt, and at each sampled one. targets: tokens whose
-    log-probabilities at the prompt are returned.
+    source, shape: the checkpoint and the shape of its adapter; None for the base model. max_tokens: per sequence.
+    stop_tokens: None for the base model's own. seed: of the first sequence; each later one adds 1. temperature: 0 takes
+    the most likely token. top_k: -1 for all. scored_last: how many prompt tokens to score, from the end; None for all
+    but the first. likeliest_prompt, likeliest_sampled: how many of the most likely tokens to return, with
+    log-probabilities, at each scored prompt token and at each sampled token. targets: tokens whose log-probabilities at
+    the prompt to return.
     """
 
     source: LoadSource | None

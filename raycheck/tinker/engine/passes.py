@@ -1,8 +1,8 @@
-"""Forward and backward passes over a batch. The gradients of a request are added as a whole, or not at all.
+"""Forward and backward passes over a batch. A request's gradients are added completely or not at all.
 
-Each rank has a part of the batch, of about as many tokens as the others. There sequences run in the order in which they
-come, in groups of bounded size, each padded on the right. Parts and groups depend on nothing but the request and the
-number of ranks, so that a request that is repeated gives the same bits.
+Each rank processes a part of the batch with about as many tokens as the other parts. A rank runs its sequences in
+order, in groups of bounded size, each padded on the right. Parts and groups depend only on the request and the number
+of ranks, so a repeated request gives bitwise identical results.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,17 +17,16 @@ from raycheck.tinker.engine.orders import PassOutput
 from raycheck.tinker.wire.training_data import FloatArray, TrainingBatch, TrainingDatum
 
 MAX_GROUP_TOKENS = 8192
-"""How many tokens, padding included, go through the model at a time; a longer sequence goes alone."""
+"""The maximum number of tokens in a group, padding included; a longer sequence forms its own group."""
 MAX_GROUP_TARGETS = 1 << 22
-"""How many targets, padding included, a group has; a sequence with more goes alone. Where each token has one target,
-MAX_GROUP_TOKENS is the narrower bound."""
+"""The maximum number of targets in a group, padding included; a sequence with more forms its own group. If each token
+has one target, MAX_GROUP_TOKENS is the tighter bound."""
 
 
 def run_pass(tenant: LoraModel, batch: TrainingBatch) -> PassOutput:
-    """Compute a batch's losses, and add their gradients to the tenant's unless it is forward_only.
+    """Compute a batch's losses and, unless it is forward_only, add their gradients to the tenant's.
 
-    Every rank returns the whole output. Raises ValueError for a loss or a gradient that is not finite; then nothing is
-    added.
+    Every rank returns the complete output. Raises ValueError, adding nothing, if a loss or gradient is not finite.
     """
     ranks = tenant.base.ranks
     parts = [list(_groups(part)) for part in _parts(batch.data, ranks.size)]
@@ -38,7 +37,7 @@ def run_pass(tenant: LoraModel, batch: TrainingBatch) -> PassOutput:
     gradients = [torch.zeros_like(parameter) for parameter in tenant.parameters]
     with torch.set_grad_enabled(not batch.forward_only), tenant.base.with_adapter(tenant.lora) as model:
         for number in range(max(map(len, parts))):
-            # The base model's weights are gathered from all ranks: one that has no more groups takes part, too.
+            # The base model's weights are gathered from all ranks, so a rank without groups left must take part.
             is_real = number < len(mine)
             group = mine[number] if is_real else batch.data[:1]
             loss, group_logprobs, group_losses = _group_loss(model, group, batch)
@@ -67,7 +66,7 @@ def run_pass(tenant: LoraModel, batch: TrainingBatch) -> PassOutput:
 
 
 def _parts(data: Sequence[TrainingDatum], count: int) -> list[list[TrainingDatum]]:
-    """Returns the parts of a batch for so many ranks, in order: a sequence goes where its first token lies."""
+    """Return the parts of a batch for this many ranks, in order. A sequence belongs to the part of its first token."""
     parts: list[list[TrainingDatum]] = [[] for _ in range(count)]
     total, before = sum(len(datum.tokens) for datum in data), 0
     for datum in data:
@@ -92,14 +91,14 @@ def _groups(data: Sequence[TrainingDatum]) -> Iterator[list[TrainingDatum]]:
 
 
 def _width(datum: TrainingDatum) -> int:
-    """Returns how many targets each token of a datum has."""
+    """Return the number of targets per token of a datum."""
     return datum.target_tokens.size // len(datum.tokens)
 
 
 def _group_loss(
     model: Any, group: Sequence[TrainingDatum], batch: TrainingBatch
 ) -> tuple[torch.Tensor, list[FloatArray], list[FloatArray]]:
-    """Returns the sum of a group's losses, and per datum its log-probabilities and its losses by token."""
+    """Return the sum of a group's losses, and per datum its log-probabilities and its losses by token."""
     device = next(model.parameters()).device
     longest = max(len(datum.tokens) for datum in group)
     widths = [_width(datum) for datum in group]

@@ -1,7 +1,7 @@
-"""The ranks of the engine: processes that share the base model's weights, and split each batch between them.
+"""The ranks of the engine: processes that share the base model's weights and split each batch.
 
-Every rank makes the same calls in the same order. What they add up is added in the order of the ranks on each of them,
-so that the ranks stay equal to the last bit, and so do two runs over equally many ranks.
+Every rank makes the same calls in the same order. Sums are computed in rank order on every rank. So all ranks stay
+bitwise identical, as do two runs over the same number of ranks.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """Describes this process's place among the ranks. With more than one there is a process group of torch."""
+    """This process's rank and the number of ranks. With more than one there is a torch process group."""
 
     rank: int = 0
     size: int = 1
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks, in their order, on each of them."""
+        """Return the values of all ranks, in rank order, on every rank."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -28,7 +28,7 @@ class Ranks:
         return found
 
     def from_first(self, make: Callable[[], Any]) -> Any:
-        """Returns on all ranks what `make` returns on the first one; what it raises there is raised on all."""
+        """Return on all ranks what `make` returns on the first; if it raises there, raise on all ranks."""
         if self.size == 1:
             return make()
         shared: list[Any] = [None, None]
@@ -43,7 +43,7 @@ class Ranks:
         return shared[0]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over all ranks."""
+        """Return the sum over all ranks."""
         if self.size == 1:
             return values
         found = [torch.empty_like(values) for _ in range(self.size)]
@@ -54,7 +54,7 @@ class Ranks:
         return total
 
     def is_on_all(self, condition: bool) -> bool:
-        """Returns whether the condition holds on every rank."""
+        """Return whether the condition holds on every rank."""
         if self.size == 1:
             return condition
         flag = torch.tensor([int(condition)])

@@ -1,6 +1,6 @@
-"""Models to sample from: weights of checkpoints, read from the bucket when they are first asked for.
+"""Models to sample from: weights of checkpoints, read from the bucket on first use.
 
-A few stay in memory, the latest ones asked for. They hold no state, so that a death of the engine costs a read.
+The few most recently used stay in memory. They hold no state, so a death of the engine only costs another read.
 """
 
 from collections import OrderedDict
@@ -16,14 +16,14 @@ MAX_MODELS = 4
 
 
 class Samplers:
-    """Samples from the base model and from checkpoints over it."""
+    """A cache of adapters, for sampling from the base model and from checkpoints over it."""
 
     def __init__(self, base: BaseModel) -> None:
         self._base = base
         self._models: OrderedDict[tuple[str, str], LoraModel] = OrderedDict()
 
     def sample(self, order: SampleOrder) -> SampleOutput:
-        """Returns the sequences. Raises NotFoundError when the checkpoint is gone."""
+        """Return the sampled sequences. Raises NotFoundError if the checkpoint is gone."""
         return sample(self._base, self._adapter(order), order)
 
     def _adapter(self, order: SampleOrder) -> Adapter | None:

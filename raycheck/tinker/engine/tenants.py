@@ -1,7 +1,7 @@
-"""All models of one process by id, the run that each has in the bucket, and every operation on them.
+"""All models of one process by id, each with its run in the bucket, and every operation on them.
 
-A model is a function of what is in the bucket and of the requests since then: `open` brings it to its run's newest
-checkpoint, or draws it anew, and says which requests that covers. So the process may die at any moment.
+A model is a function of its checkpoint in the bucket and the requests since then. `open` restores its run's newest
+checkpoint, or initializes the model, and reports which requests that covers. So the process may die at any moment.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ from raycheck.tinker.wire.samples import SampleOutput
 from raycheck.tinker.wire.training_data import TrainingBatch
 
 SETTINGS = SaveSettings(every_steps=None, keep_last=1, rolling_keep_last=2, max_failed_saves=1_000_000)
-"""Nothing is saved but by request. A checkpoint without a name goes when a newer one is committed."""
+"""Saves happen only by request. An unnamed checkpoint is deleted when a newer one is committed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +45,9 @@ class _Tenant:
 
 
 class Tenants:
-    """Holds the models. make_group: returns this process's place among the ranks that save the run at a URI.
+    """The models of one process. make_group: returns this process's group, which saves the run at a URI.
 
-    With several ranks each has Tenants of its own, and gets the same calls in the same order.
+    With several ranks, each has its own Tenants and receives the same calls in the same order.
     """
 
     def __init__(self, base: BaseModel, make_group: Callable[[str], Group]) -> None:
@@ -63,10 +63,10 @@ class Tenants:
         )
 
     def open(self, model_id: str, shape: LoraShape, uri: str, source: LoadSource | None) -> Mapping[str, NoteValue]:
-        """Make a model, claim its run at `uri`, and restore the run's newest checkpoint, if it has one.
+        """Create a model, claim its run at `uri`, and restore the run's newest checkpoint if there is one.
 
-        source: the checkpoint of another run that a new run begins from; no tensor is copied. Returns the note of the
-        restored checkpoint, when a save of this run has made it; else the model is as it began, and the note empty.
+        source: another run's checkpoint from which a new run starts; no tensor is copied. Returns the note of the
+        restored checkpoint if this run saved it. Otherwise the model is in its initial state, and the note is empty.
         """
         self.close(model_id)
         ranks = self._base.ranks
@@ -76,7 +76,7 @@ class Tenants:
         weights_only = source is not None and not source.with_optimizer and note is None
         checkpointer.restore(only=["model"] if weights_only else None, on_corrupt="raise")
         self._tenants[model_id] = _Tenant(model=model, checkpointer=checkpointer)
-        # Asked anew: a save of an engine that died may have been committed before the claim, and restored.
+        # Read again: a save of a dead engine may have been committed before the claim, and restored.
         note = ranks.from_first(lambda: _own_note(uri))
         return note or {}
 
@@ -85,26 +85,26 @@ class Tenants:
         return run_pass(self._tenant(model_id).model, batch)
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        """Make one step of AdamW. Returns its metrics. Raises FencedError when another server has taken the run."""
+        """Make one AdamW step. Returns its metrics. Raises FencedError if another server has claimed the run."""
         tenant = self._tenant(model_id)
         metrics = tenant.model.step(params)
         tenant.checkpointer.end_step(metrics)
         return metrics
 
     def drop_gradients(self, model_id: str) -> None:
-        """Forget the gradients since the last step."""
+        """Drop the gradients since the last step."""
         self._tenant(model_id).model.optimizer.zero_grad()
 
     def load(self, model_id: str, source: LoadSource) -> None:
-        """Put a checkpoint's weights into a live model, and its optimizer's state if `source` says so."""
+        """Load a checkpoint's weights into a live model, and the optimizer state if `source` says so."""
         model = self._tenant(model_id).model
         entries = {name: value for name, value in model.state.items() if name == "model" or source.with_optimizer}
         open_run(source.uri).restore(source.key, into=entries)
         model.optimizer.zero_grad()
 
     def save(self, model_id: str, order: SaveOrder) -> None:
-        """Begin a save: return when the model's state is copied. Call `is_committed` until it is over, and begin no
-        other one before."""
+        """Start a save and return when the model's state is copied. Call `is_committed` until the save is over; start
+        no other save before then."""
         self._tenant(model_id).checkpointer.save(
             is_rolling=order.name is None,
             name=order.name,
@@ -114,16 +114,16 @@ class Tenants:
         )
 
     def is_committed(self, model_id: str) -> bool:
-        """Returns whether the save that was begun is committed; False while it is under way. It does not wait.
+        """Return whether the started save is committed, without waiting.
 
-        Raises SaveFailedError when it has failed, ConfigError when another checkpoint keeps the name.
+        Raises SaveFailedError if the save has failed, and ConfigError if another checkpoint has the name.
         """
         checkpointer = self._tenant(model_id).checkpointer
         if any(self._base.ranks.gather(checkpointer.save_status.busy_s is not None)):
             return False
         checkpointer.wait()
         if checkpointer.save_status.unnamed:
-            raise ConfigError(f"the checkpoint has not got its name: {checkpointer.save_status.unnamed}")
+            raise ConfigError(f"the checkpoint did not get its name: {checkpointer.save_status.unnamed}")
         return True
 
     def sample(self, order: SampleOrder) -> SampleOutput:
@@ -131,10 +131,10 @@ class Tenants:
         return self._samplers.sample(order)
 
     def close(self, model_id: str) -> None:
-        """Forget a model, if it is there. Nothing is saved; saves under way may end."""
+        """Drop a model if it is loaded. Nothing is saved; saves under way may finish."""
         tenant = self._tenants.pop(model_id, None)
         if tenant is not None:
-            reason = SaveFailedError("the model is unloaded")
+            reason = SaveFailedError("the model was unloaded")
             tenant.checkpointer.__exit__(type(reason), reason, None)
 
     def _tenant(self, model_id: str) -> _Tenant:
@@ -145,14 +145,14 @@ class Tenants:
 
 
 def _fork_or_find(uri: str, source: LoadSource | None) -> dict[str, NoteValue] | None:
-    """Make a new run of a source's checkpoint, unless it is there. Returns as `_own_note` does."""
+    """Create a new run from a source's checkpoint, unless it exists. Returns the result of `_own_note`."""
     if source is not None:
         fork_run(source.uri, uri, source.key)
     return _own_note(uri)
 
 
 def _own_note(uri: str) -> dict[str, NoteValue] | None:
-    """Returns the note of a run's newest checkpoint; None while the run has made none."""
+    """Return the note of a run's newest checkpoint, or None if the run has saved none."""
     try:
         head = open_run(uri).head
     except NotFoundError:

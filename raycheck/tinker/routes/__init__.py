@@ -1,10 +1,10 @@
-"""The routes of the API, by topic. Each file has handlers, and `add_to`, which adds them to an application.
+"""The routes of the API, by topic. Each file has handlers and a function `add_to` that adds them to an application.
 
-requests     reads bodies, and remembers answers by their idempotency key
-sessions     client/config, sessions, telemetry, what the server has
-training     models, forward_backward, optim_step, loads and saves: all that becomes a future
+requests     reads bodies, and stores answers by their idempotency key
+sessions     client/config, sessions, telemetry, server capabilities
+training     models, forward_backward, optim_step, loads, and saves: everything that returns a future
 futures      retrieve_future
-sampling     sampling sessions, and requests to sample
-catalog      training runs and checkpoints: listed, copied, published, deleted, their expiry
+sampling     sampling sessions and sampling requests
+catalog      lists, copies, publishes, expires, and deletes training runs and checkpoints
 downloads    adapters as files and archives
 """

@@ -1,4 +1,4 @@
-"""Training runs and their checkpoints, as they lie in the bucket: listed, copied, published, deleted."""
+"""Lists, copies, publishes, and deletes training runs and their checkpoints in the bucket."""
 
 import asyncio
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def add_to(app: web.Application) -> None:
     app.router.add_get(runs, _runs)
     app.router.add_get(f"{runs}/{{run}}", _run)
     app.router.add_get(f"{runs}/{{run}}/checkpoints", _checkpoints)
-    app.router.add_get("/api/v1/models/{run}/checkpoints", _checkpoints)  # how older SDKs call it
+    app.router.add_get("/api/v1/models/{run}/checkpoints", _checkpoints)  # the path used by older SDKs
     app.router.add_delete(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}", _delete)
     app.router.add_put(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}/ttl", _set_ttl)
     app.router.add_post(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}/publish", _publish)
@@ -36,7 +36,7 @@ def add_to(app: web.Application) -> None:
 async def _weights_info(request: web.Request) -> web.Response:
     path = CheckpointPath.parse(text_in(await json_body(request), "tinker_path"))
     if path.segment != "weights":
-        raise RefusedRequestError(f"{path.text} is no training state: give tinker://RUN/weights/NAME")
+        raise RefusedRequestError(f"{path.text} is not a training state: use tinker://RUN/weights/NAME")
     found = await asyncio.to_thread(request.app[SERVICE].checkpoints.find, path)
     try:
         shape = shape_in_note(found.note)
@@ -76,7 +76,7 @@ async def _checkpoints(request: web.Request) -> web.Response:
     service, run = request.app[SERVICE], request.match_info["run"]
     found = await asyncio.to_thread(service.checkpoints.of_run, run)
     if not found:
-        service.facts_of(run)  # raises what the client reads when there is no such run
+        service.facts_of(run)  # raises the client's error if there is no such run
     return web.json_response({"checkpoints": [_checkpoint(item) for item in found]})
 
 
@@ -104,7 +104,7 @@ async def _run(request: web.Request) -> web.Response:
 
 
 async def _training_run(service: Service, run: str) -> dict[str, Any] | None:
-    """Returns what is known of a run, by this server or by its checkpoints; None when neither knows it."""
+    """Return the facts of a run from this server or from its checkpoints, or None if neither has it."""
     known = service.runs_here(run).get(run)
     found = await asyncio.to_thread(service.checkpoints.of_run, run)
     if known is None and not found:
@@ -130,12 +130,14 @@ async def _training_run(service: Service, run: str) -> dict[str, Any] | None:
 
 
 async def _copy(request: web.Request) -> web.Response:
-    """Copies a checkpoint into a run of its own. The run's id follows from the call's idempotency key, so that a
-    repetition finds it, also on another server."""
+    """Copy a checkpoint into a new run. The run's id is derived from the call's idempotency key, so a retry finds it,
+    even on another server."""
     service, body = request.app[SERVICE], await json_body(request)
     source, ttl_s = CheckpointPath.parse(text_in(body, "source_path")), ttl_in(body)
     if body.get("session_id") is not None or body.get("model_seq_id") is not None:
-        raise RefusedRequestError("session_id, model_seq_id: this server copies into a new session only; give neither")
+        raise RefusedRequestError(
+            "session_id, model_seq_id: this server copies into a new session only; leave both out"
+        )
     key = request.headers.get("x-idempotency-key") or uuid4().hex
     run = run_id_of(f"session_{canonical({'key': key, 'body': body})[:16]}", 0)
 
@@ -152,8 +154,8 @@ async def _delete(request: web.Request) -> web.Response:
 
 
 async def _publish(request: web.Request) -> web.Response:
-    """Publishes a checkpoint, or with DELETE takes that back. Done already, it is answered alike: the SDK would repeat
-    the 409 of its own service for five minutes."""
+    """Publish a checkpoint, or with DELETE unpublish it. Repeating either succeeds as well: the SDK would retry a 409,
+    as the official service sends, for five minutes."""
     is_public = request.method == "POST"
     await asyncio.to_thread(request.app[SERVICE].checkpoints.set_public, _path(request), is_public)
     return web.Response(status=204)

@@ -1,8 +1,8 @@
-"""Adapters for download: their files by signed addresses, and archives of them, streamed from the bucket.
+"""Adapters for download: their files by signed URLs, and archives of them, streamed from the bucket.
 
-An address is signed by this server and names one checkpoint, one file and a time. Whoever has it needs no key until
-then, since the SDK's own downloads show none. Nothing is copied on the way: bytes go from the bucket to the client.
-With `direct_downloads` a file's address is signed by the bucket's credentials, and its bytes do not pass this server.
+A URL is signed by this server and names one checkpoint, one file, and an expiry time. Until then it works without a
+key, because the SDK's downloads send none. Nothing is stored on the way: bytes are streamed from the bucket to the
+client. With `direct_downloads`, a file's URL is signed with the bucket's credentials, and its bytes bypass this server.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ SECRET = web.AppKey("secret", bytes)
 
 
 def add_to(app: web.Application) -> None:
-    app[SECRET] = secrets.token_bytes(32)  # a new server's addresses are new: clients ask again
+    app[SECRET] = secrets.token_bytes(32)  # a restart invalidates URLs: clients ask again
     one = "/api/v1/training_runs/{run}/checkpoints/"
     app.router.add_get(one + "{segment}/{name}/external_weights_urls", _urls)
     app.router.add_get(one + "{segment}/{name}/archive", _archive)
@@ -38,7 +38,7 @@ def add_to(app: web.Application) -> None:
 
 
 async def _urls(request: web.Request) -> web.Response:
-    """Answers with a signed address for each file of an adapter."""
+    """Respond with a signed URL for each file of an adapter."""
     path = await _wanted(request)
     service = request.app[SERVICE]
     files = await asyncio.to_thread(_adapter, service.checkpoints, path)
@@ -51,7 +51,7 @@ async def _urls(request: web.Request) -> web.Response:
 
 
 async def _archive(request: web.Request) -> web.Response:
-    """Answers as SDK 0.24.1 expects: with the signed address of a tar file, and until when it is valid."""
+    """Respond as SDK 0.24.1 expects: with the signed URL of a tar file and its expiry time."""
     path = await _wanted(request)
     expires = int(time.time()) + VALID_S
     until = format_datetime(datetime.fromtimestamp(expires, UTC), usegmt=True)
@@ -59,7 +59,7 @@ async def _archive(request: web.Request) -> web.Response:
 
 
 async def _wanted(request: web.Request) -> CheckpointPath:
-    """Returns the checkpoint in a request's path, which is there. A bare name is that of sampler weights first."""
+    """Return the existing checkpoint in a request's path. A bare name means sampler weights first."""
     found = request.match_info
     store = request.app[SERVICE].checkpoints
     if "segment" in found:
@@ -73,13 +73,13 @@ async def _wanted(request: web.Request) -> CheckpointPath:
 
 
 async def _download(request: web.Request) -> web.StreamResponse:
-    """Streams one file, or the archive, to whoever has the address."""
+    """Stream one file, or the archive, to any client with the URL."""
     found = request.match_info
     path = CheckpointPath.of(found["run"], f"{found['segment']}/{found['name']}")
     signed = _signature(request.app[SECRET], path, found["file"], found["expires"])
     shown = found["signature"].encode(errors="surrogatepass")
     if not hmac.compare_digest(signed.encode(), shown) or time.time() >= int(found["expires"]):
-        raise RefusedRequestError("this address was not signed by this server, or is over: ask for a new one", 403)
+        raise RefusedRequestError("this URL was not signed by this server, or it has expired: request a new one", 403)
     files = await asyncio.to_thread(_adapter, request.app[SERVICE].checkpoints, path)
     if found["file"] == ARCHIVE:
         tar = TarStream(sizes=files.sizes)
@@ -110,7 +110,7 @@ async def _stream(
 
 
 def _adapter(store: CheckpointStore, path: CheckpointPath) -> AdapterFiles:
-    """Returns the files of a checkpoint's adapter, which is exported now if it was not."""
+    """Return the files of a checkpoint's adapter, exporting it if necessary."""
     found = store.find(path)
     store.export_adapter(found)
     return store.adapter_files(found)
@@ -118,7 +118,7 @@ def _adapter(store: CheckpointStore, path: CheckpointPath) -> AdapterFiles:
 
 def _url(request: web.Request, path: CheckpointPath, file: str, expires: int) -> str:
     signature = _signature(request.app[SECRET], path, file, str(expires))
-    # Behind a proxy that ends TLS this server sees plain HTTP, which the client would not reach.
+    # Behind a proxy that terminates TLS, this server sees plain HTTP, which the client could not use.
     scheme = "https" if request.headers.get("X-Forwarded-Proto") == "https" else request.scheme
     way = "/".join(quote(part, safe=":") for part in (path.run, path.segment, path.name, str(expires), signature, file))
     return f"{scheme}://{request.host}{DOWNLOADS}{way}"

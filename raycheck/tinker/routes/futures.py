@@ -1,4 +1,4 @@
-"""Results of requests, which a client asks for until they are there."""
+"""Results of requests, which clients poll for."""
 
 from aiohttp import web
 
@@ -7,7 +7,7 @@ from raycheck.tinker.wire.fields import text_in
 from raycheck.tinker.wire.results import FORMS, PROTOBUF
 
 WAIT_S = 30.0
-"""How long a call waits for a result; the SDK gives a call up after 45 s, and asks again."""
+"""How long a call waits for a result; the SDK abandons a call after 45 s and retries."""
 
 
 def add_to(app: web.Application) -> None:
@@ -20,7 +20,7 @@ async def _retrieve(request: web.Request) -> web.Response:
     if found.status == "pending":
         answer = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
         return web.json_response(answer, status=408)
-    assert found.result is not None, "what is not pending has a result"
+    assert found.result is not None, "a request that is not pending has a result"
     if found.form is not None and found.form in FORMS:
         if PROTOBUF in request.headers.get("Accept", ""):
             return web.Response(body=found.result, content_type=PROTOBUF)

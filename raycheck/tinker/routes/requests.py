@@ -1,4 +1,4 @@
-"""Reads bodies and the windows of listings, and remembers answers by their idempotency key."""
+"""Reads bodies and the windows of listings, and stores answers by their idempotency key."""
 
 import asyncio
 import json
@@ -15,19 +15,19 @@ from raycheck.tinker.wire.fields import RefusedRequestError
 SERVICE = web.AppKey("service", Service)
 SAMPLING = web.AppKey("sampling", Sampling)
 KEEP_ANSWER_S = 1800.0
-"""How long an answer is remembered: longer than the SDK repeats one call."""
+"""How long an answer is stored: longer than the SDK retries one call."""
 MAX_KEY = 200
 MAX_LISTED = 1000
 MAX_BODY_BYTES = 256 * 1024 * 1024
-"""The SDK cuts what it sends into parts of 5 MB."""
+"""The SDK splits its requests into parts of 5 MB."""
 MAX_WINDOW_BYTES = 1 << 27
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-"""What only a body has that may hold a lone surrogate; two of them in their order are a character."""
+"""Bytes that every body with a lone surrogate contains; a pair of surrogates in order is a character."""
 
 
 async def body_bytes(request: web.Request) -> bytes:
-    """Returns a body, unpacked if the SDK has packed it by zstd. Raises RefusedRequestError for one that is too large
-    or packed otherwise: by then no more than the limit was unpacked."""
+    """Return a body, decompressed if it is zstd. Raises RefusedRequestError for another encoding, and for a body that
+    is too large, of which no more than the limit is decompressed."""
     data = await request.read()
     encoding = request.headers.get("Content-Encoding", "identity").lower()
     if encoding == "identity":
@@ -44,19 +44,19 @@ def _unpacked(data: bytes) -> bytes:
         with ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).stream_reader(data) as reader:
             found = bytes(reader.read(MAX_BODY_BYTES + 1))
     except ZstdError as error:
-        raise RefusedRequestError(f"the body is no zstd data: {error}", 422) from None
+        raise RefusedRequestError(f"the body is not zstd data: {error}", 422) from None
     if len(found) > MAX_BODY_BYTES:
         raise RefusedRequestError(f"the body has more than {MAX_BODY_BYTES} bytes", 413)
     return found
 
 
 async def json_body(request: web.Request) -> dict[str, Any]:
-    """Returns a body that is a JSON object. Raises RefusedRequestError for any other."""
+    """Return the JSON object in a body. Raises RefusedRequestError for any other body."""
     data = await body_bytes(request)
     try:
-        text = data.decode()  # json.loads would let bytes through that are not UTF-8
+        text = data.decode()  # json.loads would accept bytes that are not UTF-8
         body = json.loads(text)
-    except (ValueError, RecursionError) as error:  # also numbers that Python refuses to read
+    except (ValueError, RecursionError) as error:  # includes numbers that Python refuses to read
         raise RefusedRequestError(f"the body is not JSON: {error}", 422) from None
     if not isinstance(body, dict):
         raise RefusedRequestError("the body is not a JSON object", 422)
@@ -67,16 +67,16 @@ async def json_body(request: web.Request) -> dict[str, Any]:
 
 
 def _check_surrogates(name: str, value: object) -> None:
-    """Raise RefusedRequestError for half of a character: no file, no name and no other program could take it."""
+    """Raise RefusedRequestError for half of a character, which no file name and no other program accepts."""
     try:
         json.dumps({name: value}, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        text = f"{name[:100]!a} holds a lone surrogate (such as \\ud800), which is no character"
+        text = f"{name[:100]!a} contains a lone surrogate (such as \\ud800), which is not a character"
         raise RefusedRequestError(text, 422) from None
 
 
 async def once(request: web.Request, answer: Callable[[], Awaitable[dict[str, Any]]]) -> web.Response:
-    """Answers a call once, and repetitions of it, which have its idempotency key, with the same answer."""
+    """Run a call once, and answer retries with the same idempotency key with the same answer."""
     journal = request.app[SERVICE].journal
     given = request.headers.get("x-idempotency-key", "")
     key = f"{request.path} {given}".encode(errors="backslashreplace").decode() if 0 < len(given) <= MAX_KEY else ""
@@ -89,7 +89,7 @@ async def once(request: web.Request, answer: Callable[[], Awaitable[dict[str, An
 
 
 def window(request: web.Request, *, default: int) -> tuple[int, int]:
-    """Returns limit and offset of a listing. Raises RefusedRequestError."""
+    """Return the limit and offset of a listing. Raises RefusedRequestError."""
     found = []
     for name, value in (("limit", str(default)), ("offset", "0")):
         text = request.query.get(name, value)

@@ -1,4 +1,4 @@
-"""Sampling sessions, and requests to sample."""
+"""Sampling sessions and sampling requests."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Sessions, and what a client asks at its start."""
+"""Sessions, and the requests of a starting client."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ from raycheck.tinker.wire.fields import RefusedRequestError, text_in
 
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False,
-    "proto_write_fwdbwd": True,  # these three have an older SDK speak as the newest one does
+    "proto_write_fwdbwd": True,  # these three make an older SDK use the newest protocol
     "fwd_via_fwdbwd": True,
     "create_model_via_load_weights": True,
 }
@@ -59,7 +59,7 @@ async def _finish(request: web.Request) -> web.Response:
 
 
 async def _list(request: web.Request) -> web.Response:
-    """Lists the sessions that this server's state file has, the newest sign of life first."""
+    """List the sessions in this server's state file, most recent heartbeat first."""
     limit, offset = window(request, default=20)
     query = "SELECT id FROM sessions ORDER BY seen_at DESC LIMIT ? OFFSET ?"
     rows = request.app[SERVICE].journal.rows(query, limit, offset)
@@ -97,7 +97,7 @@ async def _capabilities(request: web.Request) -> web.Response:
 
 
 async def _telemetry(request: web.Request) -> web.Response:
-    """Takes a client's telemetry, and keeps none of it."""
+    """Accept a client's telemetry and discard it."""
     await request.read()
     return web.json_response({"status": "accepted"})
 

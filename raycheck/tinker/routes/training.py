@@ -1,4 +1,4 @@
-"""Models and all that is done to them: every request is logged, and answered with the id of its future."""
+"""Models and operations on them: every request is logged and answered with the id of its future."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ async def _info(request: web.Request) -> web.Response:
 
 
 async def _unload(request: web.Request) -> web.Response:
-    """Unloads a model when all that came before is done, which the future waits for."""
+    """Unload a model after all earlier requests are done, which the future waits for."""
     body = await json_body(request)
     return _future(request.app[SERVICE].submit_json("unload_model", body), text_in(body, "model_id"))
 
@@ -99,7 +99,7 @@ async def _pass_in_json(request: web.Request, kind: str) -> web.Response:
 
 
 def _problem(read: Any) -> str | None:
-    """Returns why data cannot be trained on; None when it can."""
+    """Return why data cannot be trained on, or None if it can."""
     try:
         read()
     except MalformedDataError as error:

@@ -1,4 +1,5 @@
-"""Reads single fields of a JSON body. What is missing or of another type raises RefusedRequestError, by its name."""
+"""Reads single fields of a JSON body. A field that is missing or of the wrong type raises RefusedRequestError by
+name."""
 
 import json
 import re
@@ -6,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,80}")
-"""What a checkpoint may be called. raycheck's own names have 100 characters, and the kind comes before this one."""
+"""Valid checkpoint names. raycheck allows names of 100 characters, and the kind precedes this one."""
 MIN_TTL_S, MAX_TTL_S = 3600, 315_360_000
 MAX_METADATA_BYTES = 1000
 MAX_TEXT = 512
@@ -14,7 +15,7 @@ MAX_TAGS = 64
 
 
 class RefusedRequestError(Exception):
-    """The request cannot be answered as it is. status: of HTTP; the SDK repeats none of those that are used here."""
+    """The request is invalid. status: the HTTP status; the SDK does not retry the ones used here."""
 
     def __init__(self, text: str, status: int = 400) -> None:
         super().__init__(text)
@@ -22,7 +23,7 @@ class RefusedRequestError(Exception):
 
 
 def text_in(body: Mapping[str, Any], name: str) -> str:
-    """Returns a text that must be there."""
+    """Return a required string."""
     value = body.get(name)
     if not isinstance(value, str) or not value or len(value) > MAX_TEXT:
         raise RefusedRequestError(f"{name}: give a text of 1 to {MAX_TEXT} characters", 422)
@@ -34,7 +35,7 @@ def optional_text_in(body: Mapping[str, Any], name: str) -> str | None:
 
 
 def number_in(body: Mapping[str, Any], name: str) -> int:
-    """Returns a whole number from 0 on that must be there."""
+    """Return a required integer of at least 0."""
     value = body.get(name)
     if type(value) is not int or not 0 <= value < 1 << 53:
         raise RefusedRequestError(f"{name}: give a whole number of at least 0", 422)
@@ -53,7 +54,7 @@ def flag_in(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
 
 
 def dict_in(body: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns an object; what is missing or null is empty."""
+    """Return an object; a missing or null one is empty."""
     value = body.get(name)
     if value is not None and not isinstance(value, dict):
         raise RefusedRequestError(f"{name}: give an object", 422)
@@ -61,7 +62,7 @@ def dict_in(body: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def checkpoint_name_in(body: Mapping[str, Any], name: str = "path") -> str:
-    """Returns the name that a client gives a checkpoint."""
+    """Return a client's name for a checkpoint."""
     value = body.get(name)
     if not isinstance(value, str) or not NAME.fullmatch(value):
         raise RefusedRequestError(
@@ -71,7 +72,7 @@ def checkpoint_name_in(body: Mapping[str, Any], name: str = "path") -> str:
 
 
 def ttl_in(body: Mapping[str, Any]) -> int | None:
-    """Returns ttl_seconds; None for a checkpoint that stays."""
+    """Return ttl_seconds, or None for a checkpoint that does not expire."""
     value = body.get("ttl_seconds")
     if value is None:
         return None
@@ -83,23 +84,23 @@ def ttl_in(body: Mapping[str, Any]) -> int | None:
 
 
 def tags_in(body: Mapping[str, Any]) -> list[str]:
-    """Returns a session's tags."""
+    """Return a session's tags."""
     tags = body.get("tags") or []
     if not isinstance(tags, list) or len(tags) > MAX_TAGS:
         raise RefusedRequestError(f"tags: give a list of at most {MAX_TAGS} texts")
     if not all(isinstance(tag, str) and len(tag) <= MAX_TEXT for tag in tags):
-        raise RefusedRequestError(f"tags: each has to be a text of at most {MAX_TEXT} characters")
+        raise RefusedRequestError(f"tags: each must be a text of at most {MAX_TEXT} characters")
     return tags
 
 
 def metadata_in(body: Mapping[str, Any], name: str = "user_metadata") -> dict[str, str]:
-    """Returns a user's metadata: texts by name, small enough to be kept with each checkpoint."""
+    """Return a user's metadata: strings by name, small enough to store with each checkpoint."""
     found = {}
     for key, value in dict_in(body, name).items():
         if not isinstance(value, str | int | float | bool):
-            raise RefusedRequestError(f"{name}: {key[:100]!r} has to be a text", 422)
+            raise RefusedRequestError(f"{name}: {key[:100]!r} must be a text", 422)
         found[key] = value if isinstance(value, str) else str(value)
-    size = len(json.dumps(json.dumps(found)))  # as it lies in a checkpoint's note
+    size = len(json.dumps(json.dumps(found)))  # as stored in a checkpoint's note
     if size > MAX_METADATA_BYTES:
-        raise RefusedRequestError(f"{name} has {size} bytes; at most {MAX_METADATA_BYTES} are kept")
+        raise RefusedRequestError(f"{name} has {size} bytes; at most {MAX_METADATA_BYTES} are allowed")
     return found

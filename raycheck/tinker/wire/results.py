@@ -1,4 +1,4 @@
-"""Writes the results of passes as the SDK reads them: protobuf where it asks for that, else JSON."""
+"""Writes the results of passes in the SDK's format: protobuf on request, else JSON."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -13,9 +13,9 @@ PROTOBUF = "application/x-protobuf"
 
 
 def pass_in_protobuf(logprobs: Sequence[FloatArray], losses: Sequence[FloatArray], loss_sum: float) -> bytes:
-    """Returns a ForwardBackwardOutput with two arrays per datum: its log-probabilities, and its losses by token.
+    """Return a ForwardBackwardOutput with two arrays per datum: its log-probabilities, and its losses by token.
 
-    A record of the message holds the data that follow each other with equally many targets for each token.
+    A record of the message holds consecutive data with the same number of targets per token.
     """
     from tinker.proto import tinker_public_pb2 as public_pb
 
@@ -37,7 +37,7 @@ def pass_in_protobuf(logprobs: Sequence[FloatArray], losses: Sequence[FloatArray
 
 
 def pass_in_json(data: bytes) -> dict[str, Any]:
-    """Returns the JSON form of what `pass_in_protobuf` wrote, for clients that do not read protobuf."""
+    """Return the JSON form of what `pass_in_protobuf` wrote, for clients that do not read protobuf."""
     from tinker.proto import tinker_public_pb2 as public_pb
 
     message = public_pb.ForwardBackwardOutput()
@@ -60,4 +60,4 @@ def pass_in_json(data: bytes) -> dict[str, Any]:
 
 
 FORMS: Mapping[str, Any] = {"pass": pass_in_json, "sample": sample_in_json}
-"""What turns a stored protobuf result into JSON, by the result's form."""
+"""Functions that convert a stored protobuf result into JSON, by the result's form."""

@@ -1,4 +1,4 @@
-"""Holds what was sampled, and what a prompt was scored for: as plain values, and as the SDK reads them."""
+"""Sampled sequences and prompt scores, as plain values and in the SDK's format."""
 
 import math
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from raycheck.tinker.wire.training_data import FloatArray
 
 IntArray32 = npt.NDArray[np.int32]
 UNSCORED = -99999.0
-"""The log-probability by which the SDK knows a place without one."""
+"""The log-probability with which the SDK marks an unscored position."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetCells:
-    """Says which tokens are scored where: the cells of a tensor with a row for each token of the prompt but the first.
+    """The tokens to score at each position: a tensor with a row for each prompt token except the first.
 
     tokens: of all cells, or of the listed ones; -1 is not scored. crow, col: see wire.tensors.Cells.
     """
@@ -30,15 +30,15 @@ class TargetCells:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> "TargetCells":
-        """Read it from JSON."""
+        """Parse target cells from JSON."""
         plain: dict[str, Any] = {name: None if value is None else tuple(value) for name, value in given.items()}
         return cls(**plain)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LikeliestTokens:
-    """Holds the likeliest tokens at each place, the likeliest first, and their log-probabilities. A row of token 0 and
-    UNSCORED stands for a place that is not scored."""
+    """The most likely tokens at each position, most likely first, and their log-probabilities. A row of token 0 and
+    UNSCORED marks an unscored position."""
 
     tokens: IntArray32
     logprobs: FloatArray
@@ -46,8 +46,8 @@ class LikeliestTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledTokens:
-    """Holds one sequence. logprobs: of each token. is_stopped: by a stop, and not by its length. likeliest: at each
-    token, if they were asked for."""
+    """One sampled sequence. logprobs: of each token. is_stopped: whether a stop ended it, not its length. likeliest:
+    the most likely tokens at each token, if requested."""
 
     tokens: IntArray32
     logprobs: FloatArray
@@ -57,8 +57,8 @@ class SampledTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptScores:
-    """Holds what was asked for of a prompt. logprobs: of its tokens; NaN for those that are not scored. targets: of the
-    cells of `SampleOrder.targets`; 0 for those that are not scored."""
+    """The requested scores of a prompt. logprobs: of its tokens; NaN for unscored ones. targets: of the cells of
+    `SampleOrder.targets`; 0 for unscored ones."""
 
     logprobs: FloatArray | None = None
     likeliest: LikeliestTokens | None = None
@@ -67,14 +67,14 @@ class PromptScores:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOutput:
-    """Holds the sequences, and the scores of the prompt."""
+    """The sampled sequences and the scores of the prompt."""
 
     sequences: tuple[SampledTokens, ...]
     prompt: PromptScores
 
 
 def sample_in_protobuf(output: SampleOutput, targets: TargetCells | None) -> bytes:
-    """Returns a SampleResponse. targets: of the order, whose shape the answer has."""
+    """Return a SampleResponse. targets: the order's, whose shape the response has."""
     from tinker.proto import tinker_public_pb2 as public_pb
 
     message = public_pb.SampleResponse()
@@ -110,10 +110,10 @@ def _write_likeliest(message: Any, found: LikeliestTokens) -> None:
 
 
 def sample_in_json(data: bytes) -> dict[str, Any]:
-    """Returns the JSON form of what `sample_in_protobuf` wrote, for clients that do not read protobuf.
+    """Return the JSON form of what `sample_in_protobuf` wrote, for clients that do not read protobuf.
 
-    What an older client cannot ask for is there only if it was asked for: topk_logprobs of a sequence, named as the
-    SDK's SampledSequence has it, and target_prompt_logprobs, in the SDK's JSON of a tensor."""
+    Fields unknown to older clients are present only if requested: topk_logprobs of a sequence, named as in the SDK's
+    SampledSequence, and target_prompt_logprobs, in the SDK's JSON form of a tensor."""
     from tinker.proto import tinker_public_pb2 as public_pb
 
     message = public_pb.SampleResponse()

@@ -1,7 +1,7 @@
-"""Reads the tensors of requests, which come as protobuf or JSON, with every value or as sparse rows.
+"""Reads the tensors of requests, which are protobuf or JSON, dense or as sparse rows.
 
-Nothing is believed: a shape must be that of the values, and sparse rows (CSR) must lie within theirs. The SDK itself
-makes a tensor sparse where that is shorter.
+Nothing is trusted: a shape must match the values, and sparse rows (CSR) must lie within their shape. The SDK makes a
+tensor sparse whenever that is shorter.
 """
 
 import math
@@ -14,21 +14,21 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
 MAX_CELLS = 1 << 22
-"""How many cells a sparse tensor may have with those that are not listed: few bytes could claim any number."""
+"""The maximum number of cells of a sparse tensor, unlisted ones included: a few bytes could claim any number."""
 MAX_DIMENSIONS = 2
-"""How many dimensions a tensor may have: no input of a loss, and nothing that is scored, has more."""
+"""The maximum number of dimensions of a tensor: no input of a loss and no scored tensor has more."""
 
 
 class MalformedDataError(ValueError):
-    """The data of a request cannot be trained on, or scored. The message says where and why."""
+    """The data of a request cannot be trained on or scored. The message says where and why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cells:
-    """Holds a tensor as it came.
+    """A tensor as received.
 
-    values: of all cells, or of the listed ones. crow, col: where those of row n begin among `values`, and the column of
-    each; None when all are there.
+    values: of all cells, or of the listed ones. crow, col: where row n starts in `values`, and the column of each
+    value; None if all cells are listed.
     """
 
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Cells:
     col: IntArray | None = None
 
     def dense(self) -> Array:
-        """Returns all cells; those that are not listed are 0."""
+        """Return all cells; unlisted ones are 0."""
         if self.crow is None:
             return self.values.reshape(self.shape)
         found = np.zeros(self.shape, self.values.dtype)
@@ -45,14 +45,14 @@ class Cells:
         return found
 
     def rows(self) -> IntArray:
-        """Returns the row of each value of a tensor with two dimensions."""
+        """Return the row of each value of a two-dimensional tensor."""
         if self.crow is None:
             return np.repeat(np.arange(self.shape[0]), self.shape[1])
         return np.repeat(np.arange(self.shape[0]), np.diff(self.crow))
 
 
 def cells_in_protobuf(what: str, tensor: Any) -> Cells:
-    """Returns a Tensor of the SDK's. what: names it in errors. Raises MalformedDataError."""
+    """Return a Tensor of the SDK. what: its name in errors. Raises MalformedDataError."""
     from tinker.proto import tinker_public_pb2 as public_pb
 
     dtypes: dict[int, np.dtype[Any]] = {
@@ -72,16 +72,16 @@ def cells_in_protobuf(what: str, tensor: Any) -> Cells:
 
 
 def cells_in_json(what: str, value: Any) -> Cells:
-    """Returns a tensor in the SDK's JSON. Raises MalformedDataError."""
+    """Return a tensor in the SDK's JSON. Raises MalformedDataError."""
     if not isinstance(value, dict) or "data" not in value or "dtype" not in value:
-        raise MalformedDataError(f"{what} is no tensor: give data, dtype and shape")
+        raise MalformedDataError(f"{what} is not a tensor: give data, dtype, and shape")
     if value["dtype"] == "int64":
         flat: Array = ints_in(what, value["data"])
     else:
         try:
             flat = np.asarray(value["data"], np.float32)
         except (TypeError, ValueError, OverflowError):
-            raise MalformedDataError(f"{what} is no list of numbers that float32 can hold") from None
+            raise MalformedDataError(f"{what} is not a list of numbers that float32 can hold") from None
     shape = value.get("shape") or [flat.size]
     if not isinstance(shape, list) or any(type(size) is not int for size in shape):
         raise MalformedDataError(f"{what} has no shape: {shape!r}")
@@ -103,25 +103,25 @@ def _checked(
         raise MalformedDataError(f"{what} claims the shape {shape} and has {values.size} values")
     if crow is not None and col is not None:
         if len(shape) != 2 or math.prod(shape) > MAX_CELLS:
-            raise MalformedDataError(f"{what} is sparse, and claims the shape {shape}: give at most {MAX_CELLS} cells")
+            raise MalformedDataError(f"{what} is sparse and claims the shape {shape}: give at most {MAX_CELLS} cells")
         is_whole = len(crow) == shape[0] + 1 and crow[0] == 0 and crow[-1] == len(values) == len(col)
         if not is_whole or (np.diff(crow) < 0).any() or (col < 0).any() or (col >= shape[1]).any():
-            raise MalformedDataError(f"{what} is sparse, and its rows and columns do not lie in the shape {shape}")
+            raise MalformedDataError(f"{what} is sparse, but its rows and columns are not within the shape {shape}")
         in_one_row = np.diff(np.repeat(np.arange(shape[0]), np.diff(crow))) == 0
         if (np.diff(col)[in_one_row] <= 0).any():
-            raise MalformedDataError(f"{what} is sparse, and the columns of a row do not rise: list each cell once")
+            raise MalformedDataError(f"{what} is sparse, but the columns of a row do not increase: list each cell once")
     return Cells(shape=tuple(shape), values=values, crow=crow, col=col)
 
 
 def array_in(what: str, data: bytes, dtype: np.dtype[Any]) -> Array:
-    """Returns the values in bytes. Raises MalformedDataError for a torn one."""
+    """Return the values in bytes. Raises MalformedDataError if the last one is incomplete."""
     if len(data) % dtype.itemsize:
-        raise MalformedDataError(f"{what} has {len(data)} bytes, which are no {dtype} values")
+        raise MalformedDataError(f"{what} has {len(data)} bytes, which is not a whole number of {dtype} values")
     return np.frombuffer(data, dtype)
 
 
 def ints_in(what: str, given: Any) -> IntArray:
-    """Returns a list of JSON as whole numbers. Raises MalformedDataError."""
+    """Return a JSON list of integers as an array. Raises MalformedDataError."""
     if not isinstance(given, list) or any(type(value) is not int or abs(value) >= 1 << 62 for value in given):
-        raise MalformedDataError(f"{what} is no list of whole numbers")
+        raise MalformedDataError(f"{what} is not a list of whole numbers")
     return np.asarray(given, np.int64)

@@ -1,7 +1,7 @@
-"""Reads the data of forward_backward, which a newer SDK sends as protobuf and an older one as JSON.
+"""Reads the data of forward_backward, which newer SDKs send as protobuf and older ones as JSON.
 
-Nothing is believed: tokens must be in the vocabulary, arrays must have the lengths that they claim, and every loss has
-its inputs. What is wrong raises MalformedDataError, which says in which datum, before anything runs.
+Nothing is trusted: tokens must be in the vocabulary, arrays must have their claimed lengths, and every loss must have
+its inputs. Invalid data raises MalformedDataError, which names the datum, before anything runs.
 """
 
 import math
@@ -25,7 +25,7 @@ from raycheck.tinker.wire.tensors import (
 
 FloatArray = npt.NDArray[np.float32]
 MAX_SPARSE_CELLS = 1 << 24
-"""How many cells the sparse tensors of a request may have together: all of them are filled before they are used."""
+"""The maximum number of cells in all sparse tensors of a request: all of them are made dense before use."""
 LOSS_INPUTS: Mapping[str, tuple[str, ...]] = {
     "cross_entropy": (),
     "importance_sampling": ("logprobs", "advantages"),
@@ -35,7 +35,7 @@ LOSS_INPUTS: Mapping[str, tuple[str, ...]] = {
     "dro": ("logprobs", "advantages"),
     "dppo": ("logprobs", "advantages"),
 }
-"""The losses, with the inputs that each one needs beside target_tokens. All take `weights`, which are 1 by default."""
+"""The losses, with the inputs that each needs besides target_tokens. All accept `weights`, which default to 1."""
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
 LOSS_CONFIG: Mapping[str, tuple[str, ...]] = {
     "cross_entropy": (),
@@ -46,16 +46,16 @@ LOSS_CONFIG: Mapping[str, tuple[str, ...]] = {
     "dro": ("beta",),
     "dppo": ("delta_low", "delta_high"),
 }
-"""The settings that each loss takes in loss_fn_config."""
+"""The settings that each loss accepts in loss_fn_config."""
 REFUSED_LOSSES: Mapping[str, str] = {
-    "ppo_critic": "it trains the value head of a critic, and models of this server have no value head",
+    "ppo_critic": "it trains the value head of a critic, but models of this server have no value head",
 }
-"""Losses that clients of other servers know, and why this one does not have them."""
+"""Losses that other servers offer, and why this one does not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingDatum:
-    """Holds one sequence: tokens, their target_tokens, and the inputs of its loss, which have the targets' shape.
+    """One sequence: tokens, their target_tokens, and the inputs of its loss, in the targets' shape.
 
     A token has one target; with cross_entropy it may have several, in a second dimension.
     """
@@ -67,7 +67,7 @@ class TrainingDatum:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingBatch:
-    """Holds what one request trains on. forward_only: no gradients are computed."""
+    """The data of one training request. forward_only: no gradients are computed."""
 
     loss_fn: str
     data: tuple[TrainingDatum, ...]
@@ -77,7 +77,7 @@ class TrainingBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRequest:
-    """Holds a request of a training step: the model it is for, its place in that model's sequence, and its batch."""
+    """A request for a pass: its model, its number in that model's sequence, and its batch."""
 
     model_id: str
     seq_id: int | None
@@ -86,14 +86,14 @@ class TrainingRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Says what the base model can read. max_tokens: the longest sequence; 0 for no limit."""
+    """The limits of the base model. max_tokens: the longest sequence; 0 for no limit."""
 
     vocab_size: int
     max_tokens: int
 
 
 def address_in_protobuf(body: bytes) -> tuple[str, int | None, Any]:
-    """Parse a ForwardBackwardRequest. Returns model id, seq_id and the message. Raises MalformedDataError."""
+    """Parse a ForwardBackwardRequest. Returns the model id, the seq_id, and the message. Raises MalformedDataError."""
     from google.protobuf.message import DecodeError
     from tinker.proto import tinker_public_pb2 as public_pb
 
@@ -101,14 +101,14 @@ def address_in_protobuf(body: bytes) -> tuple[str, int | None, Any]:
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        raise MalformedDataError(f"the body is no ForwardBackwardRequest: {error}") from None
+        raise MalformedDataError(f"the body is not a ForwardBackwardRequest: {error}") from None
     if not message.model_id:
-        raise MalformedDataError("the body is no ForwardBackwardRequest: it names no model")
+        raise MalformedDataError("the body is not a ForwardBackwardRequest: it names no model")
     return message.model_id, message.seq_id or None, message
 
 
 def batch_in_protobuf(message: Any, limits: Limits) -> TrainingBatch:
-    """Returns the batch of a ForwardBackwardRequest. Raises MalformedDataError."""
+    """Return the batch of a ForwardBackwardRequest. Raises MalformedDataError."""
     config: dict[str, Any] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
@@ -124,7 +124,7 @@ def batch_in_protobuf(message: Any, limits: Limits) -> TrainingBatch:
 
 
 def batch_in_json(body: Mapping[str, Any], limits: Limits, *, forward_only: bool) -> TrainingBatch:
-    """Returns the batch of a JSON body's forward_backward_input or forward_input. Raises MalformedDataError."""
+    """Return the batch of a JSON body's forward_backward_input or forward_input. Raises MalformedDataError."""
     given = body.get("forward_input" if forward_only else "forward_backward_input")
     items = given.get("data") if isinstance(given, dict) else None
     if not isinstance(given, dict) or not isinstance(items, list):
@@ -154,7 +154,7 @@ def _batch(loss_fn: str, config: Any, data: list[TrainingDatum], *, forward_only
     if not data:
         raise MalformedDataError("there is no datum")
     if not isinstance(config, Mapping):
-        raise MalformedDataError("loss_fn_config has to be numbers by name")
+        raise MalformedDataError("loss_fn_config must be numbers by name")
     for name, value in config.items():
         if name not in LOSS_CONFIG[loss_fn]:
             known = ", ".join(LOSS_CONFIG[loss_fn]) or "none"
@@ -166,13 +166,13 @@ def _batch(loss_fn: str, config: Any, data: list[TrainingDatum], *, forward_only
 
 
 def _with_sparse_cells(number: int, filled: int, inputs: Mapping[str, Cells]) -> int:
-    """Returns how many cells the sparse tensors of a request have, with those of one more datum. Raises
-    MalformedDataError for more than can be filled."""
+    """Return how many cells the sparse tensors of a request have, including one more datum. Raises MalformedDataError
+    if that exceeds the limit."""
     filled += sum(math.prod(cells.shape) for cells in inputs.values() if cells.crow is not None)
     if filled > MAX_SPARSE_CELLS:
         raise MalformedDataError(
-            f"datum {number}: up to here the sparse tensors of the request have {filled} cells, with those that are "
-            f"not listed; give at most {MAX_SPARSE_CELLS} in one request"
+            f"datum {number}: up to here the sparse tensors of the request have {filled} cells, unlisted ones "
+            f"included; give at most {MAX_SPARSE_CELLS} in one request"
         )
     return filled
 
@@ -180,8 +180,8 @@ def _with_sparse_cells(number: int, filled: int, inputs: Mapping[str, Cells]) ->
 def _datum(
     number: int, chunks: Iterable[IntArray], inputs: Mapping[str, Cells], loss_fn: str, limits: Limits
 ) -> TrainingDatum:
-    """Returns a checked datum. number: its place in the request, for errors. No tensor is filled before its shape is
-    found to be right."""
+    """Return a validated datum. number: its position in the request, for errors. No tensor is made dense before its
+    shape is validated."""
     parts = list(chunks)
     tokens = np.concatenate(parts) if parts else np.empty(0, np.int64)
     check_tokens(f"datum {number}", tokens, limits)
@@ -191,13 +191,13 @@ def _datum(
     has_several = len(shape) == 2 and 0 < shape[1] <= limits.vocab_size and loss_fn == "cross_entropy"
     if shape[:1] != tokens.shape or not (len(shape) == 1 or has_several):
         raise MalformedDataError(
-            f"datum {number}: target_tokens has the shape {list(shape)} and model_input {len(tokens)} tokens; give "
-            "one target for each token, or with cross_entropy as many for each, at most the vocabulary's "
+            f"datum {number}: target_tokens has the shape {list(shape)} and model_input {len(tokens)} tokens; give one "
+            "target for each token, or with cross_entropy equally many for each, at most the vocabulary's "
             f"{limits.vocab_size}"
         )
     targets = inputs["target_tokens"].dense()
     if targets.dtype.kind != "i":
-        raise MalformedDataError(f"datum {number}: target_tokens has to be whole numbers")
+        raise MalformedDataError(f"datum {number}: target_tokens must be whole numbers")
     check_tokens(f"datum {number}: target_tokens", targets, limits)
     needed = LOSS_INPUTS.get(loss_fn, ())
     floats = {}
@@ -209,19 +209,19 @@ def _datum(
             value = inputs[name].dense().astype(np.float32, copy=False) if is_shaped else None
             if value is None or not np.isfinite(value).all():
                 raise MalformedDataError(
-                    f"datum {number}: {name!r} has to be finite numbers of the shape {list(shape)}, as "
-                    f"target_tokens, and has the shape {list(inputs[name].shape)}"
+                    f"datum {number}: {name!r} must be finite numbers of the shape {list(shape)}, as target_tokens, "
+                    f"but has the shape {list(inputs[name].shape)}"
                 )
             floats[name] = value
     return TrainingDatum(tokens=tokens, target_tokens=targets.astype(np.int64, copy=False), inputs=floats)
 
 
 def check_tokens(what: str, tokens: npt.NDArray[Any], limits: Limits) -> None:
-    """Raises MalformedDataError for no tokens, too many, and those that the vocabulary does not have."""
+    """Raises MalformedDataError for no tokens, too many tokens, and tokens outside the vocabulary."""
     if not len(tokens):
         raise MalformedDataError(f"{what} has no tokens")
     if limits.max_tokens and len(tokens) > limits.max_tokens:
-        raise MalformedDataError(f"{what} has {len(tokens)} tokens; the base model reads {limits.max_tokens}")
+        raise MalformedDataError(f"{what} has {len(tokens)} tokens; the base model accepts {limits.max_tokens}")
     if tokens.min() < 0 or tokens.max() >= limits.vocab_size:
         odd = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
         raise MalformedDataError(f"{what}: token {odd} is not in the vocabulary of {limits.vocab_size}")
@@ -229,11 +229,11 @@ def check_tokens(what: str, tokens: npt.NDArray[Any], limits: Limits) -> None:
 
 def _tokens_in_chunk(number: int, chunk: Any) -> IntArray:
     if not chunk.HasField("encoded_text"):
-        raise MalformedDataError(f"datum {number} holds a chunk that is no text; this server trains on text only")
+        raise MalformedDataError(f"datum {number} has a chunk that is not text; this server trains on text only")
     return array_in(f"datum {number}: tokens", chunk.encoded_text.tokens, np.dtype(np.int32)).astype(np.int64)
 
 
 def _text_tokens(number: int, chunk: Any) -> Any:
     if chunk.get("type", "encoded_text") != "encoded_text":
-        raise MalformedDataError(f"datum {number} holds a chunk {chunk['type']!r}; this server trains on text only")
+        raise MalformedDataError(f"datum {number} has a chunk {chunk['type']!r}; this server trains on text only")
     return chunk["tokens"]
