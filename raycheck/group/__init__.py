@@ -1,6 +1,6 @@
 """A group of ranks that saves and restores together. It does not know who started the ranks.
 
-group.py        a rank's place in its group, and its way to the coordinator
+group.py        a rank's place in its group, and its calls to the coordinator
 worker/         each rank: the Checkpointer, when it saves, its uploads, its part in a restore
 coordinator/    one per run: commits what the ranks report, and decides for all of them
 served_group    a coordinator in rank 0's process, which all ranks call over TCP, for torchrun

@@ -36,13 +36,13 @@ CLAIM_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Describes one rank's place in a worker group, and makes its calls of the coordinator.
+    """One rank's place in a worker group. It also makes the rank's calls to the coordinator.
 
     id: equal on all ranks, new for every start of the group. uri: the run's root. coordinator: the actor's handle.
-    broadcast: returns rank 0's value on all ranks; None where there is no way to do so (then only step triggers work).
-    notice: returns when the first of the group's nodes will be preempted, in unix seconds: inf when the time is not
-    known, None without a notice. is_ray_train: commits are reported to Ray Train. is_first_on_node: this rank checks
-    what its node may do in the bucket.
+    broadcast: returns rank 0's value on all ranks; None if that is not possible (then only step triggers work). notice:
+    returns when the first of the group's nodes will be preempted, in unix seconds: inf when the time is not known, None
+    without a notice. is_ray_train: commits are reported to Ray Train. is_first_on_node: this rank checks what its node
+    may do in the bucket.
     """
 
     id: str
@@ -57,7 +57,7 @@ class Group:
 
     @classmethod
     def of_ray_train(cls) -> "Group":
-        """Returns this Ray Train worker's group. Under a plain trainer.fit(), rank 0 starts the coordinator.
+        """Return this Ray Train worker's group. Under a plain trainer.fit(), rank 0 starts the coordinator.
 
         Raises ConfigError outside Ray Train, and for an unnamed run.
         """
@@ -94,21 +94,21 @@ class Group:
 
     @classmethod
     def alone(cls) -> "Group":
-        """Returns this rank's place where raycheck is turned off: without a coordinator and without a run's URI."""
+        """Return this rank's place when raycheck is turned off: without a coordinator and without a run's URI."""
         rank, world_size = train_context.rank_and_world_size()
         return cls(id="", uri="", rank=rank, world_size=world_size, coordinator=None, broadcast=same)
 
     def check_node(self) -> None:
-        """Checks, before anything depends on it, that this node may do in the bucket all that a run needs.
+        """Check, before anything depends on it, that this node may do everything in the bucket that a run needs.
 
         Raises ConfigError that names the node, the verb and the missing permission.
         """
         probe_node(self.store, node=socket.gethostname())
 
     def check_shared(self) -> None:
-        """Checks, after the claim, that this node sees what the coordinator wrote. Raises ConfigError.
+        """Check, after the claim, that this node sees what the coordinator wrote. Raises ConfigError.
 
-        In a folder of its own, a node would keep its shards of each checkpoint where no other node can read them.
+        If each node had its own folder at this path, it would keep its shards where no other node can read them.
         """
         try:
             self.store.head(LATEST_KEY)
@@ -120,16 +120,16 @@ class Group:
 
     @property
     def node(self) -> str:
-        """Returns the id of this rank's node."""
+        """Return the id of this rank's node."""
         return this_node()
 
     @cached_property
     def store(self) -> Store:
-        """Opens this rank's own store, once: each rank holds its own connections."""
+        """Open this rank's own store, once: each rank has its own connections."""
         return open_store(self.uri)
 
     def fetch(self, references: list[Any]) -> Any:
-        """Returns what the coordinator has put into Ray's object store.
+        """Return what the coordinator has put into Ray's object store.
 
         Returns None when it put nothing there, and when the object was lost because the coordinator died.
         """
@@ -138,20 +138,20 @@ class Group:
         return None
 
     def tell(self, method: str, *args: Any) -> Any:
-        """Calls the coordinator without waiting. Returns what `answer` needs to look for the answer later."""
+        """Call the coordinator without waiting. Return what `answer` needs to look for the answer later."""
         return getattr(self.coordinator, method).remote(*args)
 
     def answer(self, told: Any) -> Any:
-        """Returns the answer to a call by `tell`; None while there is none."""
+        """Return the answer to a call by `tell`; None while there is none."""
         with suppress(ray.exceptions.RayError):
             return ray.get(told, timeout=0) if ray.wait([told], timeout=0)[0] else None
         return None
 
     def tell_failure(self, error: Exception, *, saves: int = 0) -> bool:
-        """Tells the other ranks that this one fails with `error`, so that they need not wait for it. Never raises.
+        """Tell the other ranks that this one fails with `error`, so that they need not wait for it. Never raises.
 
         saves: how many saves this rank has begun. Returns whether there is anything to tell: FencedError and
-        SupersededError come to all ranks anyway.
+        SupersededError reach all ranks anyway.
         """
         if self.world_size == 1 or isinstance(error, FencedError | SupersededError):
             return False
@@ -161,7 +161,8 @@ class Group:
         return True
 
     def ask(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
-        """Calls the coordinator until it answers; it may be restarted meanwhile. Raises StoreError at the deadline.
+        """Call the coordinator until it answers; it may be restarted in the meantime. Raises StoreError at the
+        deadline.
 
         what: names the call in errors.
         """
@@ -181,7 +182,7 @@ class Group:
 def ask_until_decided(
     group: Group, method: str, *args: Any, deadline: float, what: str, late: Callable[[str], RaycheckError]
 ) -> Any:
-    """Calls a method of the coordinator that all ranks call, until it answers with the decision for all of them.
+    """Call a coordinator method that all ranks call, until it answers with the decision for all of them.
 
     deadline: by time.monotonic(). what: names the call in errors. late: makes the error that is raised at the deadline,
     from the text that names the missing ranks. Raises StoreError when the coordinator does not answer at all.
@@ -197,11 +198,11 @@ def ask_until_decided(
 
 
 def start_coordinator(uri: str, *, owner: str, resume: str | int | Resume = "auto", suffix: str = "") -> Any:
-    """Starts the coordinator actor for the run at `uri`. Returns its handle; the actor ends with the calling process.
+    """Start the coordinator actor for the run at `uri`. Return its handle; the actor ends with the calling process.
 
     It is pinned to this node, so that it is not on a preemptible node unless the driver is. owner: the id of the driver
     that owns the run. resume: see `fit`; but another run's URI is refused with a ConfigError. suffix: makes the actor's
-    name differ from that of an earlier coordinator of the same owner that is just ending.
+    name differ from that of an earlier coordinator of the same owner that is still ending.
     """
     root = hashlib.blake2b(uri.encode(), digest_size=8).hexdigest()
     job = ray.get_runtime_context().get_job_id()
@@ -221,5 +222,5 @@ def start_coordinator(uri: str, *, owner: str, resume: str | int | Resume = "aut
 
 
 def same(value: Any) -> Any:
-    """Returns the value itself: the broadcast in a world of one rank."""
+    """Return the value itself: the broadcast in a world of one rank."""
     return value

@@ -1,9 +1,9 @@
 """Tasks run on committed checkpoints while training continues: exports, and the user's own functions.
 
-Each task has one thread, which runs it on one checkpoint after the other; if it is due again before it has begun, the
-earlier checkpoint is given up. The objects that a task reads are not deleted. A failed task only logs a warning: its
-checkpoint is committed all the same. Where a task runs is a parameter: in Ray tasks (ray_tasks.py), or in the thread
-itself where there is no Ray.
+Each task has one thread, which runs it on one checkpoint after the other; if it is due again before it has started, the
+earlier checkpoint is given up. The objects that a task reads are not deleted. A failed task only logs a warning; its
+checkpoint stays committed. A parameter says where a task runs: in Ray tasks (ray_tasks.py), or in the thread itself
+when there is no Ray.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from raycheck.settings import HFExport
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskRun:
-    """Describes one task on one checkpoint to the processes that run it.
+    """One task on one checkpoint, as described to the processes that run it.
 
     uri: the run's root. name: the task's. task: an export, or a pickled function. nodes: see `CommitTasks`.
     """
@@ -45,7 +45,7 @@ class TaskRun:
         return ExportTask(uri=self.uri, entry=self.entry, progress=self.progress, settings=self.task)
 
     def run(self, write: "WriteFiles | None" = None) -> list[Note]:
-        """Run the task in this process. write: writes the large files of an export. Returns what the log should say."""
+        """Run the task in this process. write: writes the large files of an export. Return what to log."""
         if isinstance(self.task, HFExport):
             return self.export.run(write)
         function = unpickled(self.task)
@@ -57,7 +57,7 @@ class TaskRun:
 
 
 class CommitTasks:
-    """Runs the tasks of one run, each on one checkpoint at a time, and knows which are under way.
+    """Run the tasks of one run, each on one checkpoint at a time, and keep track of which are in progress.
 
     nodes: the ids of the ranks' nodes, in order of rank; "" means any node.
     """
@@ -74,9 +74,9 @@ class CommitTasks:
         """By task and checkpoint: its end, and the other directories that the checkpoint refers to."""
 
     def start(self, key: str, progress: Progress, tasks: Mapping[str, HFExport | bytes]) -> None:
-        """Run tasks on a committed checkpoint, each after its run that is under way and instead of one that waits.
+        """Run tasks on a committed checkpoint, each after its current run and in place of a run that still waits.
 
-        A task that was started for the checkpoint before is left alone.
+        A task that was already started for this checkpoint is left alone.
         """
         if all((name, key) in self._begun for name in tasks):
             return
@@ -112,7 +112,7 @@ class CommitTasks:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Returns the names of checkpoint directories that a task still reads: they must not be deleted."""
+        """Return the names of checkpoint directories that a task still reads: they must not be deleted."""
         with self._lock:
             reading = [(key, *refs) for (_, key), (end, refs) in self._begun.items() if not end.done()]
         return frozenset(name for names in reading for name in names)
