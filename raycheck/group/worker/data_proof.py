@@ -1,4 +1,4 @@
-"""Proves the data source of a training on all ranks together, before the first step."""
+"""Prove the data source of a training on all ranks together, before the first step."""
 
 import time
 

@@ -85,12 +85,12 @@ class _UnderWay:
 
 
 class SaveQueue:
-    """Stages this rank's saves, has them uploaded one by one, and learns how each ended.
+    """Stage this rank's saves, have them uploaded one by one, and find out how each ended.
 
     saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save. newest: name of the
     checkpoint that was committed or restored last. save_s: how long the newest commit took. saves: how many saves were
-    begun in this attempt. failed: how many of them have failed. pointers: the commits that Ray can be told of. unnamed:
-    see SaveStatus.
+    begun in this attempt. failed: how many of them have failed. pointers: the commits that can be reported to Ray.
+    unnamed: see SaveStatus.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ class SaveQueue:
         has_agreed = self._group.world_size == 1
 
         def agree(report: Report, anew: bool) -> None:
-            """Has the ranks agree for memory alone until the first save to the bucket, which does so by itself."""
+            """Have the ranks agree for memory alone until the first save to the bucket, which has its own agreement."""
             nonlocal has_agreed
             if self._group.world_size == 1:
                 return

@@ -15,7 +15,7 @@ from raycheck.transfer.incremental_upload import StagedState
 
 
 class UploadThread:
-    """Runs the uploads and reports of one rank in a background thread, in the order in which they are given."""
+    """Run the uploads and reports of one rank in a background thread, in the order in which they are given."""
 
     def __init__(self, group: Group, *, timeout_s: float, by_node: bool) -> None:
         """timeout_s: how long a save may take; errors name it. by_node: let the node's actor upload, if it can."""
