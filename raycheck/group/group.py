@@ -29,12 +29,12 @@ RANK_UPLOADS = "this rank uploads itself from now on, in spite of upload_by='nod
 
 @dataclass(frozen=True, kw_only=True)
 class Group(ABC):
-    """One rank's place in a worker group, which makes its calls of the coordinator.
+    """One rank's place in a worker group. It also makes the rank's calls to the coordinator.
 
     id: equal on all ranks, new for every start of the group. uri: the run's root. coordinator: what leads to it.
-    broadcast: returns rank 0's value on all ranks; None where there is no way to do so (then only step triggers work).
-    notice: returns when the first of the group's nodes will be preempted, in unix seconds: inf when the time is not
-    known, None without a notice. is_first_on_node: this rank checks what its node may do in the bucket.
+    broadcast: returns rank 0's value on all ranks; None if that is not possible (then only step triggers work). notice:
+    returns when the first of the group's nodes will be preempted, in unix seconds: inf when the time is not known, None
+    without a notice. is_first_on_node: this rank checks what its node may do in the bucket.
     """
 
     id: str
@@ -47,16 +47,16 @@ class Group(ABC):
     is_first_on_node: bool = True
 
     def check_node(self) -> None:
-        """Checks, before anything depends on it, that this node may do in the bucket all that a run needs.
+        """Check, before anything depends on it, that this node may do everything in the bucket that a run needs.
 
         Raises ConfigError that names the node, the verb and the missing permission.
         """
         probe_node(self.store, node=socket.gethostname())
 
     def check_shared(self) -> None:
-        """Checks, after the claim, that this node sees what the coordinator wrote. Raises ConfigError.
+        """Check, after the claim, that this node sees what the coordinator wrote. Raises ConfigError.
 
-        In a folder of its own, a node would keep its shards of each checkpoint where no other node can read them.
+        If each node had its own folder at this path, it would keep its shards where no other node can read them.
         """
         try:
             self.store.head(LATEST_KEY)
@@ -73,7 +73,7 @@ class Group(ABC):
 
     @cached_property
     def store(self) -> Store:
-        """Opens this rank's own store, once: each rank holds its own connections."""
+        """Open this rank's own store, once: each rank has its own connections."""
         return open_store(self.uri)
 
     @abstractmethod
@@ -89,10 +89,10 @@ class Group(ABC):
         """Return the answer to a call by `tell`; None while there is none."""
 
     def tell_failure(self, error: Exception, *, saves: int = 0) -> bool:
-        """Tells the other ranks that this one fails with `error`, so that they need not wait for it. Never raises.
+        """Tell the other ranks that this one fails with `error`, so that they need not wait for it. Never raises.
 
         saves: how many saves this rank has begun. Returns whether there is anything to tell: FencedError and
-        SupersededError come to all ranks anyway.
+        SupersededError reach all ranks anyway.
         """
         if self.world_size == 1 or isinstance(error, FencedError | SupersededError):
             return False
@@ -103,7 +103,7 @@ class Group(ABC):
 
     @abstractmethod
     def ask(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
-        """Call the coordinator until it answers; it may be restarted meanwhile. Raise StoreError at the deadline.
+        """Call the coordinator until it answers; it may be restarted in the meantime. Raise StoreError at the deadline.
 
         what: names the call in errors.
         """
@@ -172,7 +172,7 @@ def alone() -> Alone:
 def ask_until_decided(
     group: Group, method: str, *args: Any, deadline: float, what: str, late: Callable[[str], RaycheckError]
 ) -> Any:
-    """Calls a method of the coordinator that all ranks call, until it answers with the decision for all of them.
+    """Call a coordinator method that all ranks call, until it answers with the decision for all of them.
 
     deadline: by time.monotonic(). what: names the call in errors. late: makes the error that is raised at the deadline,
     from the text that names the missing ranks. Raises StoreError when the coordinator does not answer at all.
@@ -188,5 +188,5 @@ def ask_until_decided(
 
 
 def same(value: Any) -> Any:
-    """Returns the value itself: the broadcast in a world of one rank."""
+    """Return the value itself: the broadcast in a world of one rank."""
     return value

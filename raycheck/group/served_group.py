@@ -1,8 +1,8 @@
 """A worker group without Ray: rank 0's process runs the coordinator, and all ranks call it over TCP.
 
-For trainings that torchrun starts. When rank 0 dies, the coordinator dies with it, which loses nothing: it holds no
-truth, and torchrun starts the whole group again. Only who knows the group's secret is answered: a random key, which the
-ranks get from rank 0 by the process group that they have.
+It is for trainings that torchrun starts. When rank 0 dies, the coordinator dies with it, which loses nothing: it is not
+the source of truth, and torchrun restarts the whole group. It answers only callers that know the group's secret: a
+random key, which the ranks get from rank 0 through the process group that they already have.
 """
 
 import asyncio
@@ -29,22 +29,22 @@ from raycheck.group.group import Group, same
 from raycheck.log import event, logger
 
 LAST_WORDS_S = 5.0
-"""How long rank 0's process stays, when that rank fails, until the other ranks have heard of it."""
+"""How long rank 0's process waits, when that rank fails, until the other ranks have received the error."""
 OLD_ADDRESSES = (
     "after a restart by torchrun the ranks may not meet (connectFullMesh ... Connection refused), since its store has "
     "the addresses of the ranks before: start it by TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone, or "
     "--rdzv-backend=c10d on several nodes"
 )
 CALLS = 8
-"""How many calls of one rank's may be under way at a time."""
+"""How many calls of one rank may be in progress at a time."""
 
 
 def torchrun_group(uri: str, *, resume: str | int = "auto") -> Group:
-    """Returns this rank's place in the group of torch.distributed, for a training that torchrun starts without Ray.
+    """Return this rank's place in the group of torch.distributed, for a training that torchrun starts without Ray.
 
     All ranks call it, after init_process_group; rank 0's process runs the coordinator. uri: the run's root, such as
-    "s3://bucket/runs/my-run". resume: as for `fit`, but no other run's URI. Raises ConfigError for that, and where
-    torch.distributed is not initialized.
+    "s3://bucket/runs/my-run". resume: as for `fit`, but not another run's URI. Raises ConfigError for such a URI, and
+    if torch.distributed is not initialized.
     """
     if not dist.is_initialized():
         raise ConfigError(
@@ -71,14 +71,14 @@ def torchrun_group(uri: str, *, resume: str | int = "auto") -> Group:
 
 
 def _meets_by_old_addresses() -> bool:
-    """Returns whether torchrun would start the ranks again with the store that the ranks before have used."""
+    """Return whether torchrun would restart the ranks with the store that the previous ranks have used."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     return restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """Says where a coordinator answers, and what it asks of who calls: plain values, to be sent to each rank."""
+    """Where a coordinator answers, and what it requires from callers: plain values, to be sent to each rank."""
 
     address: tuple[str, int]
     key: bytes
@@ -86,7 +86,7 @@ class Served:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedGroup(Group):
-    """Is one rank's place in a group whose coordinator is served by a process of the training.
+    """One rank's place in a group whose coordinator is served by a process of the training.
 
     coordinator: a Served.
     """
@@ -96,7 +96,7 @@ class ServedGroup(Group):
         return socket.gethostname()
 
     def fetch(self, references: list[Any]) -> Any:
-        """Returns None: each rank reads a checkpoint's documents itself, since there is no object store."""
+        """Return None: each rank reads a checkpoint's documents itself, since there is no object store."""
         del references
 
     def tell(self, method: str, *args: Any) -> Future[Any]:
@@ -106,7 +106,7 @@ class ServedGroup(Group):
         return told.result() if told.done() and told.exception() is None else None
 
     def ask(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
-        """Calls the coordinator. Raises StoreError when rank 0 is gone, or does not answer within timeout_s."""
+        """Call the coordinator. Raise StoreError when rank 0 is gone, or does not answer within timeout_s."""
         try:
             return self.tell(method, *args).result(timeout_s)
         except RaycheckError as error:
@@ -131,7 +131,9 @@ class ServedGroup(Group):
         return pickle.dumps(OfRankZero(group=self.id, name=name))
 
     def tell_failure(self, error: Exception, *, saves: int = 0) -> bool:
-        """Tells the other ranks, and on rank 0 waits a while until they have heard: the coordinator ends with it."""
+        """Tell the other ranks; on rank 0, wait a while until they have received it, since the coordinator ends with
+        rank 0.
+        """
         is_told = super().tell_failure(error, saves=saves)
         if is_told and self.rank == 0:
             with suppress(Exception):
@@ -168,13 +170,13 @@ class OfRankZero:
 
 
 def serve(uri: str, resume: Resume) -> Served:
-    """Start a coordinator in threads of this process, which end with it. Returns where the ranks reach it."""
+    """Start a coordinator in threads of this process, which end with it. Return where the ranks reach it."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="raycheck-coordinator", daemon=True).start()
     caller = _Caller(Coordinator(uri, uuid4().hex[:16], resume), loop)
 
     class Serving(BaseManager):
-        """Is a class of its own for each coordinator: what is registered belongs to the class."""
+        """A separate class for each coordinator: what is registered belongs to the class."""
 
     Serving.register("caller", callable=lambda: caller, exposed=("call", "heard", "wait_until_heard"))
     key = secrets.token_bytes(32)
@@ -185,7 +187,7 @@ def serve(uri: str, resume: Resume) -> Served:
 
 
 def _own(host: str) -> str:
-    """Returns the address to listen at: that of this host, or all of them where `host` is not this host's own name."""
+    """Return the address to listen at: that of this host, or all addresses if `host` is not this host's own name."""
     try:
         with socket.socket() as probe:
             probe.bind((host, 0))
@@ -195,14 +197,14 @@ def _own(host: str) -> str:
 
 
 class _Client(BaseManager):
-    """Calls a coordinator that another process serves."""
+    """Call a coordinator that another process serves."""
 
 
 _Client.register("caller")
 
 
 class _Caller:
-    """Makes the calls of all ranks in the coordinator's event loop."""
+    """Make the calls of all ranks in the coordinator's event loop."""
 
     def __init__(self, coordinator: Coordinator, loop: asyncio.AbstractEventLoop) -> None:
         self._coordinator = coordinator
@@ -214,14 +216,15 @@ class _Caller:
         return asyncio.run_coroutine_threadsafe(getattr(self._coordinator, method)(*args), self._loop).result()
 
     def heard(self, rank: int, said: str) -> None:
-        """Record that a rank was given an error of raycheck's, which said this."""
+        """Record that a rank was given a raycheck error with this text."""
         with self._change:
             self._heard.add((rank, said))
             self._change.notify_all()
 
     def wait_until_heard(self, text: str, count: int, timeout_s: float) -> bool:
-        """Wait, for timeout_s seconds at most, until so many ranks were given an error with this text. Returns whether
-        they were."""
+        """Wait, for timeout_s seconds at most, until this many ranks were given an error with this text. Return whether
+        they were.
+        """
         with self._change:
             return self._change.wait_for(
                 lambda: len({rank for rank, said in self._heard if text in said}) >= count, timeout_s
@@ -229,7 +232,7 @@ class _Caller:
 
 
 def _broadcast() -> Callable[[Any], Any]:
-    """Returns a broadcast from rank 0 over a process group of its own, on the CPU."""
+    """Return a broadcast from rank 0 over a separate process group, on the CPU."""
     group = dist.new_group(backend="gloo")
 
     def broadcast(value: Any) -> Any:

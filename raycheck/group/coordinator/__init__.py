@@ -3,18 +3,19 @@
 What happens, and which module does it:
 
     a save        actor.report gathers the ranks' reports (rendezvous.py); protocol_calls.conclude assembles and commits
-                  them; run_log.py tells of the commit; background_deletes.py prunes; commit_tasks.py runs
-                  what the settings want done with it (export_task.py), in Ray tasks if there is Ray.
+                  them; run_log.py logs the commit; background_deletes.py prunes; commit_tasks.py runs
+                  the tasks that follow it (export_task.py), in Ray tasks if there is Ray.
                   Before the first save, and after a failed one, actor.agree has the ranks compare their replicas.
     a restore     actor.claim makes the group the live attempt (protocol_calls.claim), which names one checkpoint.
                   actor.restored waits until all ranks have restored it, or goes back when it is damaged.
-    a preemption  the ranks decide by themselves (worker/preemption.py). A save that a signal, or Ray before a resize,
-                  asks for waits in requested_saves.py and reaches rank 0 as the answer to its heartbeat.
-    a death       of a rank: Ray starts a new group, which claims; lost_work.py and run_log.py tell what that cost.
+    a preemption  the ranks decide without the coordinator (worker/preemption.py). A save that a signal, or Ray before
+                  a resize, asks for waits in requested_saves.py and reaches rank 0 as the answer to its heartbeat.
+    a death       of a rank: Ray starts a new group, which claims; lost_work.py and run_log.py report what that cost.
                   Before it claims, a save that the nodes upload is finished without the ranks (node_agents.py).
                   of the coordinator: Ray starts it again, empty, and actor takes the attempt over at the first call.
                   of the driver: the coordinator dies too; the next driver's claim fences it (bucket/protocol).
     the end       actor.finish waits for all ranks, and writes into `latest` that the run has finished.
 
-messages.py holds what is sent; cluster.py is what there is of Ray, and memory_checkpoints.py lists those. Nothing here holds truth: that is `latest` alone.
+messages.py defines what is sent; cluster.py is what there may be of Ray; memory_checkpoints.py lists those. Nothing
+here is the source of truth: only `latest` is.
 """

@@ -55,15 +55,15 @@ from raycheck.settings import HFExport
 WAIT_S = 10.0
 """How long a rank's call waits for the decision before it is answered with `Pending` and repeated."""
 LAST_COMMITS_S = 30.0
-"""How long a claim waits for commits of the attempt before it."""
+"""How long a claim waits for commits of the previous attempt."""
 LAST_UPLOADS_S = 120.0
-"""How long a claim waits for a save that all ranks of the attempt before it have staged, and their nodes upload."""
+"""How long a claim waits for a save that all ranks of the previous attempt have staged and their nodes upload."""
 STARTED_AGAIN = "the coordinator was started again while the ranks asked for the base"
 NOT_COMPARED = "this rank saved before the replicas were compared; they will be compared before the next save"
 
 
 class Coordinator:
-    """Answers the calls of one driver's worker groups, its controller and its script. Every call may be repeated."""
+    """Answer the calls of one driver's worker groups, its controller and its script. Every call may be repeated."""
 
     def __init__(self, uri: str, owner: str, resume: Resume = AUTO, cluster: Cluster | None = None) -> None:
         """owner: the id of the driver in `latest`. resume: only the driver's first claim obeys it. cluster: what this
@@ -102,20 +102,20 @@ class Coordinator:
     # --- calls of a worker group's ranks ---
 
     async def node_check(self, node: str) -> NodeCheck:
-        """Returns when a rank on `node` has to check what that node may do in the bucket."""
+        """Return when a rank on `node` has to check what that node may do in the bucket."""
         if node in self._checked_nodes:
             return "done"
         return "beside the claim" if self._claims else "before the claim"
 
     async def node_checked(self, node: str) -> None:
-        """Takes that `node` may do all that a run needs, and sees what this actor writes."""
+        """Record that `node` has all permissions that a run needs, and sees what this actor writes."""
         self._checked_nodes.add(node)
 
     async def claim(self, group: str, world_size: int, rank: int | None = None) -> Claim | Pending:
-        """Makes `group` the live attempt. All its ranks may call; they get one answer.
+        """Make `group` the live attempt. All its ranks may call; they get the same answer.
 
-        rank: who calls. A driver's first claim may fence another driver, so it waits until all ranks have come, those
-        that check their node first among them. `Pending` says that some have not. None: claim without the others.
+        rank: who calls. A driver's first claim may fence another driver, so it waits until all ranks have called,
+        including those that check their node first. `Pending` means that some have not. None: claim without the others.
         """
         self._table.raise_if_failed(group)
         if rank is not None and not (self._claims or self._adopted):
@@ -143,11 +143,11 @@ class Coordinator:
             return self._claims[group]
 
     async def rank_failed(self, failure: RankFailure) -> None:
-        """Takes that a rank has failed, and tells its error to all ranks that wait for it, now or later."""
+        """Record that a rank has failed, and report its error to all ranks that wait for it, now or later."""
         self._table.rank_failed(failure)
 
     async def restored(self, rank_restore: RankRestore, patience_s: float = WAIT_S) -> RestoreDecision | Pending:
-        """Takes how a rank's restore, or its peek, ended, and waits a while for the decision on all ranks."""
+        """Record how a rank's restore, or its peek, ended, and wait a while for the decision on all ranks."""
         await self._adopt(rank_restore.group)
         if rank_restore.group in self._adopted:  # a restarted coordinator no longer knows which ranks have a decision
             raise SupersededError("the coordinator was started again while the ranks restored; start the workers again")
@@ -162,9 +162,9 @@ class Coordinator:
         return await rendezvous.answer(min(WAIT_S, patience_s))
 
     async def compare_data(self, mine: RankProof, patience_s: float = WAIT_S) -> list[SourceProof | None] | Pending:
-        """Takes what a rank knows of its data source, and waits a while for what holds for all ranks.
+        """Record what a rank knows about its data source, and wait a while for what applies to all ranks.
 
-        All ranks get one answer, in a list, or one ConfigError that names the ranks whose data differ.
+        All ranks get the same answer, in a list, or the same ConfigError, which names the ranks whose data differ.
         """
         await self._adopt(mine.group)
         if mine.group in self._adopted:  # ranks that had an answer will not ask again
@@ -182,23 +182,23 @@ class Coordinator:
         return await rendezvous.answer(min(WAIT_S, patience_s))
 
     async def offer_base(self, wish: BaseWish, patience_s: float = WAIT_S) -> BaseAnswer | Pending:
-        """Takes what a rank wants of the base run, and waits a while for what that offers to all ranks."""
+        """Record what a rank wants from the base run, and wait a while for what the base offers to all ranks."""
         await self._adopt(wish.group)
         if wish.group in self._adopted:  # ranks that had an answer will not ask again
             return BaseAnswer(problem=STARTED_AGAIN)
         return await self._base.offer(wish, min(WAIT_S, patience_s))
 
     async def match_base(self, match: BaseMatch, patience_s: float = WAIT_S) -> BaseAnswer | Pending:
-        """Takes what a rank's comparison with the base came to, and waits a while for what the run refers to."""
+        """Record the result of a rank's comparison with the base, and wait a while for what the run refers to."""
         await self._adopt(match.group)
         if match.group in self._adopted:
             return BaseAnswer(problem=STARTED_AGAIN)
         return await self._base.match(match, min(WAIT_S, patience_s))
 
     async def agree(self, report: Report, holdings: Holdings, patience_s: float = WAIT_S) -> Agreement | Pending:
-        """Takes the checksums of a rank's replicas, and waits a while for the agreement before the save of `report`.
+        """Record the checksums of a rank's replicas, and wait a while for the agreement before the save of `report`.
 
-        All ranks get one agreement, or one ConfigError that names the replicas that differ.
+        All ranks get the same agreement, or the same ConfigError, which names the replicas that differ.
         """
         await self._adopt(report.group)
         rendezvous = self._agreement_of(report)
@@ -210,7 +210,7 @@ class Coordinator:
         return await rendezvous.answer(min(WAIT_S, patience_s))
 
     async def report(self, report: Report, patience_s: float = WAIT_S) -> Outcome | PlanWanted | Pending:
-        """Takes a rank's report of its upload, and waits a while for the outcome of the save."""
+        """Record a rank's report of its upload, and wait a while for the outcome of the save."""
         await self._adopt(report.group)
         if report.is_in_memory:
             if report.failure:
@@ -245,23 +245,23 @@ class Coordinator:
         return outcome
 
     async def check_room(self, report: Report, is_first: bool) -> None:
-        """Raises ConfigError when `latest` has no room for the save of this report. Asked before an upload.
+        """Raise ConfigError when `latest` has no room for the save of this report. Called before an upload.
 
-        is_first: asked before the first save of the attempt.
+        is_first: called before the first save of the attempt.
         """
         await self._adopt(report.group)
         await asyncio.to_thread(self._protocol.check_room, report, is_first=is_first)
 
     async def node_agent(self, kind: type, node: str) -> Any:
-        """Returns the actor, of this class, that uploads for the ranks on `node`; None where none can run."""
+        """Return the actor, of this class, that uploads for the ranks on `node`; None where none can run."""
         return self._node_agents.of(node, kind)
 
     async def handed_over(self, report: Report) -> None:
-        """Takes that the actor of its node has a rank's staged save, and goes on with it though the rank dies."""
+        """Record that its node's actor has a rank's staged save: the save then continues even if the rank dies."""
         self._node_agents.handed_over(report)
 
     async def no_memory(self, why: str) -> None:
-        """Record why a rank cannot make memory checkpoints any more in this attempt."""
+        """Record why a rank can make no more memory checkpoints in this attempt."""
         self._memory.note_problem(why)
 
     async def after_commit(self, key: str, progress: Progress, tasks: Mapping[str, HFExport | bytes]) -> int:
@@ -270,11 +270,11 @@ class Coordinator:
         return 0
 
     async def wait_for_tasks(self, names: Collection[str], but: str = "") -> int:
-        """Wait a while for these tasks, except on checkpoint `but`. Returns how many are left."""
+        """Wait a while for these tasks, except on checkpoint `but`. Return how many are left."""
         return await self._tasks.wait(names, WAIT_S, but)
 
     async def finish(self, group: str, rank: int, world_size: int, patience_s: float = WAIT_S) -> Pending | None:
-        """Takes that a rank has come to the end of training, with all that it had to save committed.
+        """Record that a rank has reached the end of training, with everything that it had to save committed.
 
         Rank 0 waits a while until all ranks have and `latest` says so (step 33). The others are answered at once.
         """
@@ -287,42 +287,42 @@ class Coordinator:
         return None if rank else await rendezvous.answer(min(WAIT_S, patience_s))
 
     async def heartbeat(self, group: str, message: HeartbeatMessage) -> bool:
-        """Takes how far rank 0 is. Returns whether it should save soon, since somebody has asked for a save."""
+        """Record how far rank 0 is. Return whether it should save soon, because somebody has requested a save."""
         self._run_log.heartbeat(group, message)
         return self._requested.note_step(message.step, begun=message.begun, step_s=message.step_s)
 
     async def check_live(self, group: str) -> None:
-        """Looks at `latest`. Raises FencedError or SupersededError when the group's attempt is over."""
+        """Read `latest`. Raise FencedError or SupersededError when the group's attempt is over."""
         await self._adopt(group)
         await asyncio.to_thread(self._protocol.check_live, group)
 
     # --- calls of the driver and of Ray Train's controller ---
 
     async def prepare(self) -> None:
-        """Does what the first claim needs and no worker has to be there for. An error is left to that claim."""
+        """Do the part of the first claim that needs no worker. An error is left to that claim."""
         with suppress(RaycheckError):
             await asyncio.to_thread(self._protocol.probe)
 
     async def save_now(self) -> bool:
-        """Asks the live group for a save, and waits a while. Returns whether it was committed."""
+        """Ask the live group for a save, and wait a while. Return whether it was committed."""
         return await self._requested.wait()
 
     async def has_trained(self) -> bool:
-        """Returns whether any group of this driver has completed a step."""
+        """Return whether any group of this driver has completed a step."""
         return self._run_log.has_trained
 
     async def group_failed(self, causes: list[str]) -> None:
-        """Takes what Ray Train's controller saw happen to the live group, one line for each cause."""
+        """Record what Ray Train's controller saw happen to the live group, one line for each cause."""
         self._run_log.group_failed(causes)
 
     async def give_up(self, cause: str, is_final: bool) -> None:
-        """Records that the driver gives the run up. is_final: the same script would fail in the same way again."""
+        """Record that the driver gives up the run. is_final: the same script would fail in the same way again."""
         await asyncio.to_thread(self._protocol.record_failure, cause, is_final=is_final)
 
     # --- how decisions are made ---
 
     def _judge(self, rank_restore: RankRestore, rendezvous: Rendezvous[Arrival, RestoreDecision]) -> None:
-        """Decides at the first rank that found damage or failed; without one, when all ranks have arrived."""
+        """Decide at the first rank that found damage or failed; without one, when all ranks have arrived."""
         rendezvous.arrive(rank_restore.rank, rank_restore.arrival)
         if not rendezvous.is_open:
             return
@@ -341,7 +341,7 @@ class Coordinator:
             rendezvous.decide(lambda arrivals: self._go_on(rank_restore, arrivals))
 
     async def _go_back(self, rank_restore: RankRestore) -> RestoreDecision:
-        """Step 26: all ranks restore the checkpoint before the damaged one."""
+        """Step 26: have all ranks restore the checkpoint before the damaged one."""
         problem = f"rank {rank_restore.rank}: {rank_restore.damage}"
         entry, documents = await asyncio.to_thread(self._protocol.go_back, rank_restore, problem)
         claim = self._claims[rank_restore.group]
@@ -370,14 +370,14 @@ class Coordinator:
         return memory is not None and memory.entry.key == rank_restore.key
 
     def _go_on_from_the_bucket(self, rank_restore: RankRestore) -> RestoreDecision:
-        """Has all ranks restore the bucket's checkpoint, since a rank could not read the memory checkpoint."""
+        """Have all ranks restore the checkpoint in the bucket, because a rank could not read the memory checkpoint."""
         problem = f"rank {rank_restore.rank}: {rank_restore.damage}"
         self._memory.forget(f"{rank_restore.key} cannot be restored from memory: {problem}")
         claim = self._claims[rank_restore.group] = replace(self._claims[rank_restore.group], memory=None)
         return RestoreDecision(kind="again", claim=claim, message=problem)
 
     def _refuse_mixed(self, group: str) -> None:
-        """Fails every rendezvous where some ranks peek and others restore: they would wait for each other."""
+        """Fail every rendezvous where some ranks peek and others restore: they would wait for each other."""
         restores = [*self._table.of_kind("data", group), *self._table.of_kind("restore", group)]
         restoring = {rank for rendezvous in restores for rank in rendezvous.came}
         for peek in self._table.of_kind("peek", group):
@@ -400,7 +400,7 @@ class Coordinator:
     def _compare(
         self, report: Report, holdings: Holdings, rendezvous: Rendezvous[tuple[Report, Holdings], Agreement]
     ) -> None:
-        """Decides who writes each replica, when all ranks are there. Fails when they save different steps."""
+        """Decide who writes each replica, when all ranks are there. Fails when they save different steps."""
         for first, _ in rendezvous.arrivals.values():
             if first.checkpoint != report.checkpoint:
                 text = f"this rank saves {report.checkpoint} while another one saves {first.checkpoint}: {SAVE_ALIKE}"
@@ -421,7 +421,7 @@ class Coordinator:
         return outcome
 
     async def _adopt(self, group: str) -> None:
-        """Step 12: takes the attempt over at the first call of a group that this start of the actor does not know."""
+        """Step 12: take over the attempt at the first call of a group that this start of the actor does not know."""
         async with self._lock:
             if group not in self._claims and group not in self._adopted:
                 self._adopted[group] = await asyncio.to_thread(self._protocol.take_over, group)
@@ -429,19 +429,19 @@ class Coordinator:
                     self._memory.note_head(head.key, head.step)
 
     async def _finish_uploads(self, group: str) -> None:
-        """Step 7: before the claim of a new group, waits once for all of its ranks until the nodes have uploaded."""
+        """Step 7: before the claim of a new group, wait once for all of its ranks until the nodes have uploaded."""
         if group not in self._last_uploads:
             self._last_uploads = {group: asyncio.create_task(self._wait_for_uploads())}
         await asyncio.shield(self._last_uploads[group])
 
     async def _wait_for_uploads(self) -> None:
-        """Waits a while for the saves that all ranks of the live group had staged and their nodes upload."""
+        """Wait a while for the saves that all ranks of the live group had staged and their nodes upload."""
         deadline = time.monotonic() + LAST_UPLOADS_S
         is_said = False
         while time.monotonic() < deadline:
             saves = [found for group in self._claims or self._adopted for found in self._staged_on_all_ranks(group)]
             answers = await asyncio.gather(*(self._node_agents.ask_whether_saving(found) for found in saves))
-            if not any(answers):  # one that nobody goes on with says nothing of a later one
+            if not any(answers):  # one save that nobody continues says nothing about a later one
                 return
             if not is_said:
                 step = saves[answers.index(True)][0].progress.step
@@ -451,7 +451,7 @@ class Coordinator:
             await asyncio.sleep(0.1)
 
     def _staged_on_all_ranks(self, group: str) -> list[list[Report]]:
-        """Returns what has been handed over, but not reported yet, of each undecided save that is whole so."""
+        """Return what was handed over but not yet reported, of each undecided save that all ranks have staged."""
         found = []
         for save, handed in sorted(self._node_agents.undecided(group).items()):
             rendezvous = self._table.find(group, "save", save)
@@ -464,7 +464,7 @@ class Coordinator:
         return found
 
     async def _finish_commits(self) -> None:
-        """Step 7: before a new claim, waits a while until the saves that all ranks have reported are committed."""
+        """Step 7: before a new claim, wait a while until the saves that all ranks have reported are committed."""
         running = [save.answer(LAST_COMMITS_S) for save in self._table.of_kind("save") if save.is_deciding]
         await asyncio.gather(*running, return_exceptions=True)
 

@@ -1,4 +1,4 @@
-"""Deletes what retention dropped and what torn saves left: in the background, and one pass at a time."""
+"""Delete what retention dropped and what incomplete saves left: in the background, and one pass at a time."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from raycheck.log import event, logger
 
 
 class BackgroundDeletes:
-    """Runs steps 20 to 23 for a coordinator. What cannot be deleted now is tried again later; nothing waits for it."""
+    """Run steps 20 to 23 for a coordinator. What cannot be deleted now is tried again later; nothing waits for it."""
 
     def __init__(self, register: Register, tasks: CommitTasks) -> None:
         """tasks: what they still read is not deleted."""
@@ -23,16 +23,18 @@ class BackgroundDeletes:
         self._task: asyncio.Task[None] | None = None
 
     def claimed(self) -> None:
-        """Starts a pass with a sweep, since the attempt before may have left torn saves. Call it in the event loop."""
+        """Start a pass with a sweep, because the previous attempt may have left incomplete saves. Call it in the event
+        loop.
+        """
         self._must_sweep = True
         self.start()
 
     def committed(self) -> None:
-        """Counts a commit: after MAX_EVICTED of them, `start` does not wait for the next turn."""
+        """Count a commit: after MAX_EVICTED of them, `start` does not wait for the next pass that is due."""
         self._commits += 1
 
     def start(self) -> None:
-        """Starts a pass if one is due and none is running, and returns at once. Call it in the event loop."""
+        """Start a pass if one is due and none is running, and return at once. Call it in the event loop."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(asyncio.to_thread(self._delete))
 
@@ -53,4 +55,4 @@ class BackgroundDeletes:
             for item in sweep(store):
                 logger.info(event(f"deleted {item.name} ({item.reason})", run=store.uri))
         except RaycheckError as error:
-            logger.warning(event(f"what torn saves left could not be deleted: {error}", run=store.uri))
+            logger.warning(event(f"what incomplete saves left could not be deleted: {error}", run=store.uri))

@@ -1,7 +1,7 @@
-"""Answers the ranks of a group that ask for components of a base run (step 39): what it offers, and what they use.
+"""Answer the ranks of a group that ask for components of a base run (step 39): what it offers, and what they use.
 
-Nothing here ends a training but a setting that cannot work: whatever else goes wrong, the ranks are told why, and
-upload what they have.
+Only a setting that cannot work ends a training here. If anything else goes wrong, the ranks are told why, and upload
+what they have.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from raycheck.group.coordinator.messages import BaseAnswer, BaseMatch, BaseWish,
 from raycheck.group.coordinator.rendezvous import Rendezvous, RendezvousTable
 
 RETRIES_S = (5.0, 10.0, 20.0, 40.0)
-"""The pauses after which a hold is tried again: many runs may begin on one base at the same time."""
+"""The pauses between attempts to get a hold: many runs may begin on one base at the same time."""
 
 
 class BaseCalls:
-    """Makes one coordinator's calls about the base of its run."""
+    """Make one coordinator's calls about the base of its run."""
 
     def __init__(self, register: Register, me: Identity, table: RendezvousTable) -> None:
         self._register = register
@@ -31,7 +31,7 @@ class BaseCalls:
         self._table = table
 
     async def offer(self, wish: BaseWish, patience_s: float) -> BaseAnswer | Pending:
-        """Takes what a rank wants of the base, and waits a while for what the base offers to all of them."""
+        """Record what a rank wants from the base, and wait a while for what the base offers to all of them."""
         rendezvous: Rendezvous[BaseWish, BaseAnswer]
         awaited = "asked for the base"
         rendezvous = self._table.meet(wish.group, "base offer", world_size=wish.world_size, awaited=awaited)
@@ -42,7 +42,7 @@ class BaseCalls:
         return await rendezvous.answer(patience_s)
 
     async def match(self, match: BaseMatch, patience_s: float) -> BaseAnswer | Pending:
-        """Takes what a rank's comparison came to, and waits a while for what the run refers to."""
+        """Record the result of a rank's comparison, and wait a while for what the run refers to."""
         rendezvous: Rendezvous[BaseMatch, BaseAnswer]
         awaited = "compared the base"
         rendezvous = self._table.meet(match.group, "base match", world_size=match.world_size, awaited=awaited)
@@ -79,7 +79,7 @@ class BaseCalls:
 
 
 def open_base(store: Store, uri: str) -> Store:
-    """Open the base at `uri`, as the run in `store` is reached. Raises ConfigError when it cannot be a base."""
+    """Open the base at `uri`, with the settings of the run in `store`. Raises ConfigError when it cannot be a base."""
     if kind_of(uri) != kind_of(store.uri):
         raise ConfigError(f"SaveSettings(base=...): {shown_uri(uri)} and {store} are not in one bucket")
     base = open_store(with_settings(uri, parse_uri(store.uri).said))
@@ -92,7 +92,7 @@ def _held(store: Store, base: Store, wish: BaseWish, body: Latest) -> BaseOffer:
 
 
 def _or_why(ask: Callable[[], BaseAnswer]) -> BaseAnswer:
-    """Returns the answer, or why there is none. Raises what ends the attempt."""
+    """Return the answer, or why there is none. Raises what ends the attempt."""
     try:
         return ask()
     except ConflictError:

@@ -1,8 +1,8 @@
 """Tasks run on committed checkpoints while training continues: exports, and the user's own functions.
 
-Each task has one thread, which runs it on one checkpoint after the other; if it is due again before it has begun, the
-earlier checkpoint is given up. The objects that a task reads are not deleted. A failed task only logs a warning: its
-checkpoint is committed all the same. Where a task runs is a port (cluster.py): in Ray tasks, or in the thread itself.
+Each task has one thread, which runs it on one checkpoint after the other; if it is due again before it has started, the
+earlier checkpoint is given up. The objects that a task reads are not deleted. A failed task only logs a warning; its
+checkpoint stays committed. Where a task runs is a port (cluster.py): in Ray tasks, or in the thread itself.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from raycheck.settings import HFExport
 
 
 class CommitTasks:
-    """Runs the tasks of one run, each on one checkpoint at a time, and knows which are under way.
+    """Run the tasks of one run, each on one checkpoint at a time, and keep track of which are in progress.
 
     nodes: the ids of the ranks' nodes, in order of rank; "" means any node.
     """
@@ -40,9 +40,9 @@ class CommitTasks:
         """By task and checkpoint: its end, and the other directories that the checkpoint refers to."""
 
     def start(self, key: str, progress: Progress, tasks: Mapping[str, HFExport | bytes]) -> None:
-        """Run tasks on a committed checkpoint, each after its run that is under way and instead of one that waits.
+        """Run tasks on a committed checkpoint, each after its current run and in place of a run that still waits.
 
-        A task that was started for the checkpoint before is left alone.
+        A task that was already started for this checkpoint is left alone.
         """
         if all((name, key) in self._begun for name in tasks):
             return
@@ -78,7 +78,7 @@ class CommitTasks:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Returns the names of checkpoint directories that a task still reads: they must not be deleted."""
+        """Return the names of checkpoint directories that a task still reads: they must not be deleted."""
         with self._lock:
             reading = [(key, *refs) for (_, key), (end, refs) in self._begun.items() if not end.done()]
         return frozenset(name for names in reading for name in names)

@@ -1,8 +1,8 @@
-"""The built-in task: it writes a committed checkpoint as a Hugging Face directory, and deletes older ones.
+"""The built-in task: write a committed checkpoint as a Hugging Face directory, and delete older ones.
 
-It reads the objects of all ranks from the bucket and writes into a bucket: nothing is gathered, nothing is written to a
-disk, and the training processes give neither memory nor time. The index, without which no reader finds the other files,
-is written last. If an export fails, `raycheck export-hf` can export its checkpoint again.
+It reads the objects of all ranks from the bucket and writes to a bucket: nothing is gathered, nothing is written to a
+disk, and it takes neither memory nor time from the training processes. The index, without which no reader finds the
+other files, is written last. If an export fails, `raycheck export-hf` can export its checkpoint again.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,21 +46,22 @@ class ExportTask:
 
     @property
     def prefix(self) -> str:
-        """Returns the leading part of the keys that the export writes in `dest`."""
+        """Return the leading part of the keys that the export writes in `dest`."""
         at = self.progress
         name = self.settings.directory(self.entry.key, step=at.step, epoch=at.epoch, epoch_step=at.epoch_step)
         return f"{name}/" if self.settings.to else object_keys.exports_prefix(name)
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """Returns the checkpoint, in a newly opened store."""
+        """Return the checkpoint, in a newly opened store."""
         return Checkpoint(open_store(self.uri), self.entry)
 
     @property
     def dest(self) -> Store:
-        """Opens the store that the files go to.
+        """Open the store that the files go to.
 
-        Where it is of the same kind as the run's store, it takes those settings from it that its own URI leaves out.
+        If it is of the same kind as the run's store, it gets the settings that its own URI leaves out from the run's
+        store.
         """
         to = self.settings.to
         if to is None or kind_of(to) != kind_of(self.uri):
@@ -86,7 +87,7 @@ class ExportTask:
         ]
 
     def _is_done(self) -> bool:
-        """Look into `dest`, and return whether the export is there, whole."""
+        """Read `dest`, and return whether the complete export is there."""
         dest = self.dest
         for last in object_keys.EXPORT_ENDS:
             with suppress(NotFoundError):
@@ -97,8 +98,8 @@ class ExportTask:
     def _prune(self) -> list[Note]:
         """Delete older exports by `keep_last`.
 
-        None of this run's own exports is under way, since each begins after this task. One of another run is not
-        complete, and left alone.
+        None of this run's own exports is in progress, since each begins after this task. An export of another run is
+        not complete, and is left alone.
         """
         keep_last = self.settings.keep_last
         if keep_last is None:

@@ -1,8 +1,9 @@
-"""Keeps what the coordinator hears of the live group between saves, to tell what work the end of an attempt lost.
+"""Keep what the coordinator learns about the live group between saves, to report what work was lost when an attempt
+ends.
 
 Rank 0's newest heartbeat says how far the group is, and Ray Train's controller says what happened to it. At the next
-start, the two tell how many steps were trained and thrown away, and why. All of this is in memory only and for people
-only. When the driver died, it is gone; what was lost is then unknown, and reported as unknown.
+start, the two show how many steps were trained and lost, and why. All of this is in memory only, and only informs
+people. If the driver died, it is gone; what was lost is then unknown, and reported as unknown.
 """
 
 import time
@@ -16,7 +17,7 @@ MAX_CAUSE = 500
 
 
 class LostWork:
-    """Remembers how far the live group is, and makes the next attempt's `ResumeRecord` from it.
+    """Remember how far the live group is, and make the next attempt's `ResumeRecord` from it.
 
     cause: why the attempt before the live one ended. newest: the live group's newest heartbeat. has_trained: whether
     any group of this driver has completed a step, as far as this process can tell; a coordinator that was started again
@@ -39,7 +40,9 @@ class LostWork:
 
     @property
     def now(self) -> float:
-        """Returns the store's time in unix seconds: the time of the claim, and what this process's clock added."""
+        """Return the store's time in unix seconds: the time of the claim plus the time since then by this process's
+        clock.
+        """
         return self._began + self._clock()
 
     def claimed(
@@ -51,7 +54,7 @@ class LostWork:
         record: AttemptRecord | None = None,
         had_finished: bool = False,
     ) -> None:
-        """Makes `attempt` the live one, after `before` has ended.
+        """Make `attempt` the live one, after `before` has ended.
 
         now: the store's time in unix seconds. record: what the driver of `before` wrote about its end. had_finished:
         `before` had come to the end of training.
@@ -68,20 +71,21 @@ class LostWork:
         self.newest, self._failures = None, []
 
     def heartbeat(self, group: str, message: HeartbeatMessage) -> None:
-        """Takes a heartbeat of rank 0. One of a group that is gone may come late, and is ignored."""
+        """Record a heartbeat of rank 0. A late heartbeat of a group that is gone is ignored."""
         if self._attempt is not None and group == self._attempt.group:
             self.newest = message
             self.has_trained |= self._reached is None or message.step > self._reached[0]
             self._reached = message.step, message.trained_s
 
     def group_failed(self, causes: Iterable[str]) -> None:
-        """Takes what Ray Train's controller saw happen to the live group. A cause that comes twice counts once."""
+        """Record what Ray Train's controller saw happen to the live group. A repeated cause counts once."""
         self._failures += [cause for cause in causes if cause not in self._failures]
 
     def resume(
         self, entry: Entry | None, arrivals: Sequence[Arrival], *, is_from_memory: bool = False
     ) -> ResumeRecord | None:
-        """Returns how the live attempt goes on, once all its ranks have restored `entry`; None for a run's first.
+        """Return how the live attempt resumes, once all its ranks have restored `entry`; None for a run's first
+        attempt.
 
         arrivals: of the ranks, in order. is_from_memory: it is a memory checkpoint.
         """
@@ -113,7 +117,7 @@ class LostWork:
 def _cause(
     before: Attempt, by: Attempt, failures: Sequence[str], record: AttemptRecord | None, *, had_finished: bool
 ) -> str:
-    """Returns in words why attempt `before` ended, which `by` has replaced."""
+    """Return in words why attempt `before` ended, which `by` has replaced."""
     if had_finished:
         return "it had finished"
     if before.owner != by.owner:

@@ -1,7 +1,7 @@
-"""Defines the messages between the ranks and the coordinator: plain, frozen values that Ray pickles.
+"""The messages between the ranks and the coordinator: plain, frozen values that Ray pickles.
 
 A rank sends a `Report`, its holdings, a `RankRestore` or a `HeartbeatMessage`. It gets what all ranks get (an
-`Outcome`, an agreement, a `RestoreDecision`), or `Pending`, upon which it asks again.
+`Outcome`, an agreement, a `RestoreDecision`), or `Pending`, in which case it asks again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,21 +18,23 @@ from raycheck.transfer.stage.shared_memory import MemoryPlace
 
 OnCorrupt = Literal["previous", "raise"]
 NodeCheck = Literal["before the claim", "beside the claim", "done"]
-"""Says when the first rank of a node checks what it may do in the bucket. This rank does so before it asks for a
-driver's first claim, which may fence another driver; the other ranks wait for it. Later claims fence nobody."""
+"""When the first rank of a node checks what it may do in the bucket. This rank does so before it asks for a driver's
+first claim, which may fence another driver; the other ranks wait for it. Later claims fence nobody.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pending:
-    """Says that nothing is decided yet, so that the rank asks again. message: which ranks are missing."""
+    """The answer that nothing is decided yet, so that the rank asks again. message: which ranks are missing."""
 
     message: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldShard:
-    """Describes a shard that a node's actor holds whole. place: where other processes of its node find it; None when
-    they have to ask the actor for its bytes."""
+    """A complete shard in the memory of a node's actor. place: where other processes of its node find it; None when
+    they have to ask the actor for its bytes.
+    """
 
     size_bytes: int
     place: MemoryPlace | None
@@ -40,7 +42,7 @@ class HeldShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """Says who holds a shard: a node, the handle of its actor, and where processes of that node find it."""
+    """The holder of a shard: a node, the handle of its actor, and where processes of that node find the shard."""
 
     node: str
     actor: Any
@@ -49,7 +51,7 @@ class Holder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryOffer:
-    """Describes a memory checkpoint that a new group can restore, which is newer than what the bucket has.
+    """A memory checkpoint that a new group can restore, newer than the checkpoints in the bucket.
 
     entry: as if it were in `latest`. documents: as in Claim. holders: who holds each of its shards, by key.
     """
@@ -61,15 +63,15 @@ class MemoryOffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """Answers a claim: names the attempt and the one checkpoint that all its ranks restore.
+    """The answer to a claim: the attempt, and the one checkpoint that all its ranks restore.
 
     attempt: its number. restore: the checkpoint; None to start fresh. documents: a list with Ray's reference to the
     checkpoint's documents; empty when each rank has to read them from the bucket. claims: when the run's listed
-    attempts began, in unix seconds by the store's clock; this attempt's comes last. resume: what the end of the attempt
-    before cost, where nothing is restored; a restore gets it in its RestoreDecision. is_finished: the run had come to
-    its end with that checkpoint. refused: newer checkpoints that a rank of this attempt has found damaged, each with
-    the proof. memory: the memory checkpoint that is restored in place of `restore`; None for none. is_crowded: `latest`
-    is so full that each save has to ask for room before it uploads anything.
+    attempts began, in unix seconds by the store's clock; this attempt's comes last. resume: what the end of the
+    previous attempt cost, if nothing is restored; a restore gets it in its RestoreDecision. is_finished: the run had
+    ended with that checkpoint. refused: newer checkpoints that a rank of this attempt has found damaged, each with the
+    proof. memory: the memory checkpoint that is restored in place of `restore`; None for none. is_crowded: `latest` is
+    so full that each save has to ask for room before it uploads anything.
     """
 
     attempt: int
@@ -84,21 +86,22 @@ class Claim:
 
     @property
     def entry(self) -> Entry | None:
-        """Returns the checkpoint that all ranks restore, wherever it lies; None to start fresh."""
+        """Return the checkpoint that all ranks restore, wherever it is stored; None to start fresh."""
         return self.memory.entry if self.memory is not None else self.restore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Tells all ranks how a save ended.
+    """The answer to all ranks on how a save ended.
 
     key: the checkpoint's name. message: why the save failed. agree_anew: the ranks have to compare their replicas
-    before the next save, since more than one of them wrote the same box. places: for each component of a committed
-    checkpoint, the checkpoint whose directory holds it; empty when the coordinator does not know. unnamed: why a
-    committed checkpoint has not got the name that its save asked for; "" when it has, or asked for none.
-    forgets_references: the save failed since it referred to components that not all ranks refer to, or that are no
-    longer held or there; the next save uploads them. is_cured_by_next: an object to which it referred is gone.
-    Until the next save has uploaded it again, perhaps no checkpoint can be restored. is_crowded: see Claim.
+    before the next save, because more than one of them wrote the same box. places: for each component of a committed
+    checkpoint, the checkpoint whose directory has it; empty when the coordinator does not know. unnamed: why a
+    committed checkpoint did not get the name that its save asked for; "" when it did, or asked for none.
+    forgets_references: the save failed because it referred to components that not all ranks refer to, or that are no
+    longer held or have disappeared; the next save uploads them. is_cured_by_next: an object to which it referred has
+    disappeared. Until the next save has uploaded it again, it may be that no checkpoint can be restored. is_crowded:
+    see Claim.
     """
 
     kind: Literal["committed", "superseded", "failed"]
@@ -114,12 +117,12 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanWanted:
-    """Asks a rank to repeat its report with the plan, since this coordinator does not know the plan by its hash."""
+    """The request that a rank repeat its report with the plan, whose hash this coordinator does not know."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """Says which position a rank's restore has reached, and what the restore cost.
+    """The position that a rank's restore has reached, and what the restore cost.
 
     trained_s: seconds of training in the restored state, as in the manifest. seconds: from the claim until the restore
     was done. what: the rank's restore report in words.
@@ -134,7 +137,7 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRestore:
-    """Tells the coordinator how one rank's restore of checkpoint `key`, or its peek at it, ended.
+    """The report to the coordinator on how one rank's restore of checkpoint `key`, or its peek at it, ended.
 
     damage: the proof that the checkpoint is damaged. failure: any other error. A rank with neither has succeeded, and
     its `arrival` counts.
@@ -153,7 +156,7 @@ class RankRestore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankProof:
-    """What one rank has found out about its data source.
+    """The result of one rank's check of its data source.
 
     stream: the name of the state's entry that is the stream of data; None when the state has none. proof: None when the
     rank proves nothing.
@@ -168,9 +171,9 @@ class RankProof:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreDecision:
-    """Tells all ranks whether their restore, or their peek, is over.
+    """The answer to all ranks on whether their restore, or their peek, is over.
 
-    "done": all have succeeded; `resume` says what the end of the attempt before cost. "again": restore the checkpoint
+    "done": all have succeeded; `resume` says what the end of the previous attempt cost. "again": restore the checkpoint
     of `claim` instead; `message` says why.
     """
 
@@ -182,10 +185,10 @@ class RestoreDecision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFailure:
-    """Tells the coordinator that a rank has failed and will ask for nothing more.
+    """The report to the coordinator that a rank has failed and will ask for nothing more.
 
-    error: of any other class than raycheck's, it is a StoreError that names the class. saves: how many saves the rank
-    had begun; they may still end well.
+    error: an error that is not one of raycheck's classes is replaced by a StoreError that names its class. saves: how
+    many saves the rank had begun; they may still succeed.
     """
 
     group: str
@@ -195,14 +198,14 @@ class RankFailure:
 
     @property
     def told(self) -> RaycheckError:
-        """Returns the error that the other ranks are told: it names the rank."""
+        """Return the error that the other ranks are told: it names the rank."""
         name, text = f"rank {self.rank}: ", str(self.error)
         return type(self.error)(text if text.startswith(name) else name + text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseWish:
-    """Asks, for one rank, what the run at `uri` has of the frozen components that its group is about to save.
+    """One rank's question: which of the frozen components that its group is about to save does the run at `uri` have?
 
     replicas: the names of the tensors that this rank has whole, as others may have them.
     """
@@ -217,7 +220,7 @@ class BaseWish:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseMatch:
-    """Says what one rank has found when it compared its tensors with those that were offered.
+    """The result of one rank's comparison of its tensors with those that were offered.
 
     problems: for each component that differs, or could not be read, why.
     """
@@ -231,7 +234,7 @@ class BaseMatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseAnswer:
-    """Tells all ranks what the base offers, or after the comparison, which components of it the run refers to.
+    """The answer to all ranks: what the base offers, or after the comparison, which components of it the run refers to.
 
     offer: None for nothing. replicas: the tensors that all ranks have whole, so that one of them compares each.
     components: the records of those that are referred to. problem: why others are not.
@@ -245,7 +248,7 @@ class BaseAnswer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeartbeatMessage:
-    """Tells the coordinator about once a second how far rank 0 is.
+    """Rank 0's message to the coordinator, about once a second, on how far it is.
 
     step: completed steps. trained_s: seconds of training that these steps took, without those that were lost. step_s:
     seconds of the last step. began_at: when the run began, in unix seconds by the store's clock. begun: the step of the

@@ -1,8 +1,8 @@
-"""Makes the coordinator's calls of the bucket protocol: all that it reads from and writes to the bucket.
+"""Make the coordinator's calls of the bucket protocol: everything that it reads from and writes to the bucket.
 
-Each call blocks, so the coordinator makes it in a thread. What may become of `latest` is decided in bucket/protocol;
-this module reads what a call needs besides, and tells the run log, the tasks that follow a commit and the deletes what
-came of it.
+Each call blocks, so the coordinator makes it in a thread. bucket/protocol decides what may become of `latest`. This
+module reads what else a call needs, and passes the result to the run log, the tasks that follow a commit, and the
+deletes.
 """
 
 import threading
@@ -39,7 +39,7 @@ PROBE_ATTEMPTS = 3
 
 
 class ProtocolCalls:
-    """Makes the bucket protocol's calls in the name of one start of one driver's coordinator."""
+    """Make the bucket protocol's calls on behalf of one start of one driver's coordinator."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ProtocolCalls:
         deletes: BackgroundDeletes,
         run_log: RunLog,
     ) -> None:
-        """resume: only this owner's first claim obeys it."""
+        """resume: applies only to this owner's first claim."""
         self._register = register
         self._store = register.store
         self.me = me
@@ -69,7 +69,7 @@ class ProtocolCalls:
         self._probing = threading.Lock()
 
     def claim(self, group: str, world_size: int) -> Claim:
-        """Steps 8 to 11: makes `group` the live attempt and names the checkpoint that all its ranks restore."""
+        """Steps 8 to 11: make `group` the live attempt and name the checkpoint that all its ranks restore."""
         self.probe()
         documents: dict[str, list[Any]] = {}
 
@@ -104,13 +104,13 @@ class ProtocolCalls:
 
     @property
     def _is_crowded(self) -> bool:
-        """Returns whether a commit may find no room in `latest`, so that each save has to ask."""
+        """Return whether a commit may find no room in `latest`, so that each save has to ask."""
         return self._register.size_bytes > CROWDED_BYTES
 
     def check_room(self, report: Report, *, is_first: bool) -> None:
-        """Step 17, before an upload: raises ConfigError when `latest` has no room for the save of this report.
+        """Step 17, before an upload: raise ConfigError when `latest` has no room for the save of this report.
 
-        is_first: asked before the first save of the attempt. Names that are evicted do not count then: the prune that
+        is_first: called before the first save of the attempt. Names that are evicted do not count then: the prune that
         follows a claim forgets them.
         """
         found = self._register.read()
@@ -119,7 +119,7 @@ class ProtocolCalls:
             protocol.check_room_for_save(body, report.retention, found[1].at, metrics=report.metrics)
 
     def take_over(self, group: str) -> int:
-        """Step 12: goes on with the attempt of `group`, which an earlier start of this coordinator has claimed.
+        """Step 12: continue the attempt of `group`, which an earlier start of this coordinator has claimed.
 
         Returns the number of the attempt's last save that is committed.
         """
@@ -130,14 +130,14 @@ class ProtocolCalls:
         return attempt.last_save
 
     def head(self) -> Entry | None:
-        """Reads which checkpoint is the newest one; None when there is none."""
+        """Read which checkpoint is the newest; None when there is none."""
         found = self._register.read()
         return found[0].entry(found[0].head or "") if found is not None else None
 
     def conclude(self, reports: dict[int, Report]) -> Outcome:
-        """Steps 15 to 18: makes one save's reports a checkpoint and commits it, if every rank's upload succeeded.
+        """Steps 15 to 18: turn one save's reports into a checkpoint and commit it, if every rank's upload succeeded.
 
-        A save that fails is an outcome. Raises only what ends the attempt or the run.
+        A failed save is an outcome. Raises only what ends the attempt or the run.
         """
         began = time.monotonic()
         first = next(iter(reports.values()))
@@ -186,7 +186,7 @@ class ProtocolCalls:
         )
 
     def _write(self, reports: dict[int, Report]) -> tuple[Assembled, float | None]:
-        """Step 16: writes the documents of a save. Returns them, and the store's time of the last answer."""
+        """Step 16: write the documents of a save. Return them, and the store's time of the last response."""
         made = assemble(self._store, [reports[rank] for rank in sorted(reports)], self._plans)
         if self._is_crowded:  # with a manifest, what a failed commit leaves would never be swept
             self.check_room(next(iter(reports.values())), is_first=False)
@@ -196,7 +196,7 @@ class ProtocolCalls:
         return made, at
 
     def _failed(self, error: Exception, reports: dict[int, Report]) -> Outcome:
-        """Returns what all ranks are told of a save that has failed."""
+        """Return what all ranks are told about a failed save."""
         first = next(iter(reports.values()))
         if is_lost := isinstance(error, ReferenceLostError):
             logger.error(event(str(error), step=first.progress.step, run=self._store.uri))
@@ -211,7 +211,7 @@ class ProtocolCalls:
         )
 
     def past_outcome(self, report: Report) -> Outcome:
-        """Step 15 after a take-over: answers for a save of which some ranks heard before the coordinator died.
+        """Step 15 after a take-over: answer for a save whose outcome some ranks learned before the coordinator died.
 
         These ranks will not report again, so `latest` says whether the save was committed.
         """
@@ -221,7 +221,7 @@ class ProtocolCalls:
         if is_live:
             self._tasks.start(report.checkpoint, report.progress, report.tasks)
         # Whether two ranks wrote the same box is forgotten. A rank that asks for this outcome has to compare replicas
-        # anew, and the other ranks then hear of that.
+        # again, and the other ranks are then told to do so too.
         return Outcome(
             kind="committed" if is_live else "superseded",
             key=report.checkpoint,
@@ -230,7 +230,7 @@ class ProtocolCalls:
         )
 
     def go_back(self, rank_restore: RankRestore, problem: str) -> tuple[Entry, list[Any]]:
-        """Step 26: marks the checkpoint that a rank found damaged, and makes the one before it the head.
+        """Step 26: mark the checkpoint that a rank found damaged, and make the one before it the head.
 
         Returns the new head and Ray's reference to its documents, in a list.
         """
@@ -247,8 +247,8 @@ class ProtocolCalls:
     def documents(self, entry: Entry) -> list[Any]:
         """Read a checkpoint's documents once for all ranks, and share them. Return the reference in a list.
 
-        Return an empty list on an error: then each rank reads them, finds the error, and reports it. So it does where
-        nothing can be shared.
+        Returns an empty list after an error, or where nothing can be shared: each rank then reads the documents itself,
+        and finds and reports the error.
         """
         if not self._cluster.can_share:
             return []
@@ -259,7 +259,7 @@ class ProtocolCalls:
             return []
 
     def check_live(self, group: str) -> None:
-        """Step 28: raises FencedError or SupersededError when `latest` says that the attempt of `group` is over."""
+        """Step 28: raise FencedError or SupersededError when `latest` says that the attempt of `group` is over."""
         found = self._register.read()
         assert found is not None, "a group has claimed, so this process has seen latest"
         claims.check_current(self._register, found[0], self.me)
@@ -267,17 +267,17 @@ class ProtocolCalls:
             raise SupersededError(f"attempt {found[0].attempt.number} is live now")
 
     def finish(self, group: str) -> None:
-        """Step 33: writes into `latest` that the run has come to its end."""
+        """Step 33: write into `latest` that the run has ended."""
         self._run_log.finished(protocol.finish(self._register, self.me, group=group))
 
     def record_failure(self, cause: str, *, is_final: bool) -> None:
-        """Writes into the live attempt's record why this driver gives the run up, if the run is still its own."""
+        """Write into the live attempt's record why this driver gives up the run, if the driver still owns the run."""
         found = self._register.read()
         if found is not None and found[0].attempt.owner == self.me.owner and not found[0].is_finished:
             self._run_log.failed(found[0].attempt, at=found[1].at, cause=cause, is_final=is_final)
 
     def probe(self) -> None:
-        """Step 6: proves once that the store honours conditions."""
+        """Step 6: prove once that the store honors conditions."""
 
         def prove() -> None:
             with self._probing:
@@ -290,7 +290,9 @@ class ProtocolCalls:
 
 
 def _why_unnamed(entry: Entry, report: Report) -> str:
-    """Says why a committed checkpoint has not got the name that its save asked for; "" when there is nothing to say."""
+    """Return why a committed checkpoint did not get the name that its save asked for; "" when there is nothing to
+    report.
+    """
     wanted = report.label.name
     if wanted is None or entry.name == wanted:
         return ""

@@ -1,9 +1,9 @@
-"""A rendezvous takes something from each rank, has one decision made, and tells all ranks this decision.
+"""A rendezvous collects a value from each rank, makes one decision, and tells it to all ranks.
 
 There is one for the first claim, the comparison of the ranks' data, each peek or restore (how far each rank came), what
 a base offers and what matches it, each agreement before a save (their replica checksums), each save (the ranks'
-reports), and the end of training. Each lives in the coordinator's event loop. A rank is told the decision or `Pending`,
-never just that its call arrived; upon `Pending` it asks again (`group.ask_until_decided`).
+reports), and the end of training. Each lives in the coordinator's event loop. A rank gets the decision or `Pending`,
+never just a confirmation that its call arrived; on `Pending` it asks again (`group.ask_until_decided`).
 """
 
 import asyncio
@@ -18,9 +18,9 @@ Kind = Literal["claim", "data", "peek", "restore", "base offer", "base match", "
 
 
 class Rendezvous(Generic[Arrived, Decision]):
-    """Gathers what the ranks hand in until a decision is made, once, and hands out this decision.
+    """Collect values from the ranks until a decision is made, once, and return this decision to each of them.
 
-    arrivals: what has been handed in, by rank; empty again after the decision.
+    arrivals: the collected values, by rank; empty again after the decision.
     """
 
     def __init__(self, world_size: int, *, awaited: str) -> None:
@@ -34,7 +34,7 @@ class Rendezvous(Generic[Arrived, Decision]):
 
     @property
     def came(self) -> list[int]:
-        """Returns the ranks that have arrived, also after the decision."""
+        """Return the ranks that have arrived, also after the decision."""
         return sorted(self._came)
 
     @property
@@ -51,17 +51,17 @@ class Rendezvous(Generic[Arrived, Decision]):
 
     @property
     def is_open(self) -> bool:
-        """Returns whether nothing has been decided and nobody is working on the decision."""
+        """Return whether nothing has been decided and nobody is working on the decision."""
         return self._deciding is None and not self.is_decided
 
     def arrive(self, rank: int, arrival: Arrived) -> None:
-        """Takes what a rank hands in. What it hands in again, when it asks again, is equal and ignored."""
+        """Record a rank's value. When it asks again, it sends an equal value, which is ignored."""
         self._came.add(rank)
         if not self.is_decided:
             self.arrivals.setdefault(rank, arrival)
 
     def decide(self, make: Callable[[list[Arrived]], Decision]) -> None:
-        """Makes the decision at once from all arrivals in order of rank. An error of `make` is told to all ranks."""
+        """Make the decision at once from all arrivals in order of rank. An error of `make` is told to all ranks."""
         try:
             decision = make([self.arrivals[rank] for rank in sorted(self.arrivals)])
         except Exception as error:  # noqa: BLE001  every waiting rank is told, whatever it was (I9)
@@ -70,19 +70,19 @@ class Rendezvous(Generic[Arrived, Decision]):
             self._decide(decision)
 
     def decide_later(self, work: Coroutine[Any, Any, Decision]) -> None:
-        """Starts the work that makes the decision, beside the event loop's other tasks. Only while `is_open`."""
+        """Start the work that makes the decision, as a task of the event loop. Only while `is_open`."""
         assert self.is_open, "a decision is made once"
         self._deciding = asyncio.create_task(self._decide_by(work))
 
     def fail(self, error: Exception) -> None:
-        """Tells every rank this error, unless a decision was made before."""
+        """Give every rank this error, unless a decision was made before."""
         if not self.is_decided:
             self._decision.set_exception(error)
             self._decision.exception()  # looked at, so that asyncio does not report it when no other rank comes
             self.arrivals = {}
 
     async def answer(self, up_to_s: float) -> Decision | Pending:
-        """Returns the decision, or raises the error, that all ranks are told; `Pending` when there is none in time."""
+        """Return the decision, or raise the error, that all ranks are told; `Pending` when there is none in time."""
         await asyncio.wait([self._decision], timeout=up_to_s)
         if self.is_decided:
             return self._decision.result()
@@ -103,16 +103,17 @@ class Rendezvous(Generic[Arrived, Decision]):
 
 class RendezvousTable:
     """All rendezvous of one coordinator for which training waits, in one place so that none is left out when a rank
-    fails. Those of memory checkpoints are in memory_checkpoints.py: a thread waits for them, for a limited time."""
+    fails. Those of memory checkpoints are in memory_checkpoints.py: a thread waits for them, for a limited time.
+    """
 
     def __init__(self) -> None:
         self._all: dict[tuple[str, Kind, Any], Rendezvous[Any, Any]] = {}
         self._failures: dict[str, RankFailure] = {}  # the first one of each group
 
     def meet(self, group: str, kind: Kind, key: Any = None, *, world_size: int, awaited: str) -> Rendezvous[Any, Any]:
-        """Returns the rendezvous, a new one at the first call. It has failed where a rank that failed will not come.
+        """Return the rendezvous, a new one at the first call. It has failed if a rank that failed will not come.
 
-        key: tells those of one kind apart; of a save, its number in the group. awaited: see Rendezvous.
+        key: distinguishes those of one kind; for a save, its number in the group. awaited: see Rendezvous.
         """
         at = group, kind, key
         if at not in self._all:
@@ -121,20 +122,20 @@ class RendezvousTable:
         return self._all[at]
 
     def find(self, group: str, kind: Kind, key: Any = None) -> Rendezvous[Any, Any] | None:
-        """Returns the rendezvous; None while no rank has come to it."""
+        """Return the rendezvous; None while no rank has come to it."""
         return self._all.get((group, kind, key))
 
     def of_kind(self, kind: Kind, group: str | None = None) -> list[Rendezvous[Any, Any]]:
-        """Returns those of one kind. group: None for those of all groups."""
+        """Return those of one kind. group: None for those of all groups."""
         return [found for at, found in self._all.items() if at[1] == kind and group in (None, at[0])]
 
     def raise_if_failed(self, group: str) -> None:
-        """Raises the error of the group's rank that failed first."""
+        """Raise the error of the group's rank that failed first."""
         if failure := self._failures.get(group):
             raise failure.told
 
     def rank_failed(self, failure: RankFailure) -> None:
-        """Fails every rendezvous of the group that the rank will not come to, now and later."""
+        """Fail every rendezvous of the group that the rank will not come to, now and later."""
         self._failures.setdefault(failure.group, failure)
         for at in self._all:
             self._fail_if_lost(at)
@@ -144,7 +145,7 @@ class RendezvousTable:
             del self._all[at]
 
     def claimed(self, group: str) -> None:
-        """Forgets all of the groups before this one, and of this one what was before its claim."""
+        """Forget those of the groups before this one, and those of this group from before its claim."""
         self._all = {at: found for at, found in self._all.items() if at[:2] == (group, "save")}
         self._failures = {lost: failure for lost, failure in self._failures.items() if lost == group}
 

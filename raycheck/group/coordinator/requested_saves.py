@@ -1,9 +1,9 @@
-"""Hands on saves that somebody outside the training loop asks for, and waits for.
+"""Pass on requests for a save from outside the training loop, and wait for that save.
 
-A signal to the driver asks for one, and so does Ray Train's controller before it replaces a healthy group by a larger
-or smaller one; it does not ask the group. Whoever asks waits here, in the coordinator's event loop, until rank 0 has
-heard of it by its heartbeat, all ranks have saved, and the save is committed. The wait is short, since a waiting
-controller looks after no workers.
+A signal to the driver requests a save, and so does Ray Train's controller before it replaces a healthy group by a
+larger or smaller one; it does not notify the group. The caller waits here, in the coordinator's event loop, until rank
+0 has learned of the request through its heartbeat, all ranks have saved, and the save is committed. The wait is short,
+because a waiting controller does not monitor the workers.
 """
 
 import asyncio
@@ -14,14 +14,14 @@ PATIENCE_S = 30.0
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """A save that is asked for. from_step: where rank 0 was when it heard of the request; None before."""
+    """A request for a save. from_step: where rank 0 was when it learned of the request; None before."""
 
     is_committed: asyncio.Future[None]
     from_step: int | None = None
 
 
 class RequestedSaves:
-    """Keeps the requests until a save is committed that began after rank 0 had heard of them."""
+    """Keep the requests until a save is committed that began after rank 0 had learned of them."""
 
     def __init__(self) -> None:
         self._requests: list[_Request] = []
@@ -29,7 +29,7 @@ class RequestedSaves:
         self._step_s = 0.0
 
     async def wait(self) -> bool:
-        """Asks the live group for a save. Returns whether it was committed in time."""
+        """Ask the live group for a save. Return whether it was committed in time."""
         request = _Request(asyncio.get_running_loop().create_future())
         self._requests.append(request)
         await asyncio.wait([request.is_committed], timeout=PATIENCE_S + 3 * (self._save_s + self._step_s))
@@ -37,7 +37,7 @@ class RequestedSaves:
         return request.is_committed.done()
 
     def note_step(self, step: int, *, begun: int, step_s: float) -> bool:
-        """Notes that rank 0 hears of all requests at `step`. Returns whether it should save soon.
+        """Record that rank 0 learns of all requests at `step`. Return whether it should save soon.
 
         begun: the step of the newest save that rank 0 has begun. step_s: seconds of its last step.
         """
@@ -47,7 +47,7 @@ class RequestedSaves:
         return any(request.from_step is not None and begun < request.from_step for request in self._requests)
 
     def committed(self, step: int, *, save_s: float) -> None:
-        """Ends the requests that the committed save of `step` meets. save_s: how long that save took."""
+        """End the requests that the committed save of `step` satisfies. save_s: how long that save took."""
         self._save_s = save_s
         for request in self._requests:
             if request.from_step is not None and step >= request.from_step and not request.is_committed.done():

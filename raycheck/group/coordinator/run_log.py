@@ -1,7 +1,6 @@
-"""Tells people of a run while it goes on: by log lines, metrics, and the two documents of each attempt.
+"""Report on a run while it is running: log lines, metrics, and the two documents of each attempt.
 
-Nothing in a running system depends on it, so nothing here raises when the store
-fails.
+Nothing in a running system depends on these reports, so nothing here raises when the store fails.
 """
 
 import asyncio
@@ -27,11 +26,11 @@ from raycheck.group.coordinator.messages import Arrival, HeartbeatMessage
 from raycheck.log import event, logger
 
 TICK_S = 5.0
-"""How often the metrics that change with time are brought up to date."""
+"""How often the metrics that change with time are updated."""
 
 
 class RunLog:
-    """Writes the log lines, metrics and attempt documents of one run, as one coordinator sees it."""
+    """Write the log lines, metrics and attempt documents of one run, as one coordinator sees it."""
 
     def __init__(self, store: Store, metrics: Metrics | None = None) -> None:
         self._store = store
@@ -43,7 +42,7 @@ class RunLog:
     def claimed(
         self, before: Attempt | None, attempt: Attempt, entry: Entry | None, *, had_finished: bool = False
     ) -> None:
-        """Logs that `attempt` has just become the live one, and which checkpoint it restores. Call it in a thread.
+        """Log that `attempt` has just become the live one, and which checkpoint it restores. Call it in a thread.
 
         entry: that checkpoint; None in a fresh run. before: the attempt that it ended, if any. had_finished: `before`
         had come to the end of training.
@@ -59,7 +58,7 @@ class RunLog:
             self._record("end", before.number, lambda: record_end(self._store, before, by=attempt, cause=cause))
 
     def adopted(self, attempt: Attempt, newest: Entry | None, *, now: float) -> None:
-        """Takes over `attempt`, which an earlier start of this coordinator has claimed. Call it in a thread.
+        """Take over `attempt`, which an earlier start of this coordinator has claimed. Call it in a thread.
 
         newest: the newest commit. now: the store's time in unix seconds.
         """
@@ -75,7 +74,7 @@ class RunLog:
         is_from_memory: bool = False,
         memory_problem: str = "",
     ) -> ResumeRecord | None:
-        """Logs that all ranks of the live attempt have restored `entry`. Returns what the end of the last attempt cost.
+        """Log that all ranks of the live attempt have restored `entry`. Return what the end of the last attempt cost.
 
         is_from_memory, memory_problem: see ResumeRecord. Returns None for a run's first attempt. Call it in the event
         loop.
@@ -103,35 +102,35 @@ class RunLog:
         return resume
 
     def in_memory(self, step: int, size_bytes: int) -> None:
-        """Takes that a memory checkpoint of so many bytes is listed."""
+        """Record that a memory checkpoint of this many bytes is listed."""
         self._metrics.in_memory(step, size_bytes)
 
     def heartbeat(self, group: str, message: HeartbeatMessage) -> None:
-        """Takes a heartbeat of rank 0. Call it in the event loop."""
+        """Record a heartbeat of rank 0. Call it in the event loop."""
         self._lost_work.heartbeat(group, message)
         self._ticking = self._ticking or asyncio.create_task(self._tick())
 
     def group_failed(self, causes: Sequence[str]) -> None:
-        """Takes what Ray Train's controller saw happen to the live group, one line for each cause."""
+        """Record what Ray Train's controller saw happen to the live group, one line for each cause."""
         self._lost_work.group_failed(causes)
 
     @property
     def now(self) -> float:
-        """Returns the store's time in unix seconds, as it follows from the claim's."""
+        """Return the store's time in unix seconds, computed from the claim's."""
         return self._lost_work.now
 
     @property
     def has_trained(self) -> bool:
-        """Returns whether any group of this driver has completed a step, as far as `LostWork` knows."""
+        """Return whether any group of this driver has completed a step, as far as `LostWork` knows."""
         return self._lost_work.has_trained
 
     def finished(self, body: Latest) -> None:
-        """Logs that the live attempt has come to the end of training, as `body` says."""
+        """Log that the live attempt has come to the end of training, as `body` says."""
         end = f"with {body.head}" if body.head else "with nothing committed"
         self._info(f"the run has finished {end}", attempt=body.attempt.number)
 
     def failed(self, attempt: Attempt, *, at: float, cause: str, is_final: bool) -> None:
-        """Records that the driver gives the run up. Call it in a thread.
+        """Record that the driver gives up the run. Call it in a thread.
 
         at: the store's time in unix seconds. is_final: the same script would fail in the same way again.
         """
@@ -139,7 +138,7 @@ class RunLog:
             self._info("the record of its end was not written (or already existed)", attempt=attempt.number)
 
     def committed(self, manifest: Manifest, *, seconds: float) -> None:
-        """Logs a commit, and counts it. seconds: from the last rank's report to the commit."""
+        """Log a commit, and count it. seconds: from the last rank's report to the commit."""
         self._metrics.committed(manifest, seconds=seconds)
         blocked, staged, sent = (
             max(manifest.ranks, key=lambda rank: getattr(rank, name)) for name in ("blocked_s", "staged_s", "upload_s")
@@ -170,14 +169,14 @@ class RunLog:
             return None
 
     def _record(self, of: str, attempt: int, write: Callable[[], bool]) -> None:
-        """Has a document written. What goes wrong is logged: nobody waits for it."""
+        """Have a document written. Errors are only logged, because nobody waits for the document."""
 
         def record() -> None:
             try:
                 if write():
                     return
                 self._info(f"the record of its {of} was not written (or already existed)", attempt=attempt)
-            except Exception:  # noqa: BLE001  whatever it was, training goes on without the record
+            except Exception:  # noqa: BLE001  whatever it was, training continues without the record
                 logger.exception(event(f"the record of its {of} was not written", attempt=attempt, run=self._store.uri))
 
         self._documents.submit(record)

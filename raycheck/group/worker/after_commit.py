@@ -19,17 +19,18 @@ WAIT_TIMEOUT_S = 3600.0
 ASK_TIMEOUT_S = 300.0
 WORTH_SAYING_S = 1.0
 MAX_FUNCTION_BYTES = 1024 * 1024
-"""A function is sent with each save that it follows, and by each rank that waits for it."""
+"""The limit for a pickled function: it is sent with each save that it follows, and by each rank that waits for it."""
 
 
 class AfterCommitTasks:
-    """Begins the tasks of one Checkpointer's settings, and waits for them as they say."""
+    """Begin the tasks of one Checkpointer's settings, and wait for them as their modes say."""
 
     def __init__(
         self, tasks: Mapping[str, AfterCommit], group: Group, models: Sequence[str], watch: FencingWatch
     ) -> None:
         """models: entries of the state with a Hugging Face configuration. Raises ConfigError when it is not clear which
-        one is meant, where it should go, or what a function is in another process."""
+        one to export or where to write it, or when a function would not work in another process.
+        """
         self._tasks = tasks
         self._group = group
         self._watch = watch
@@ -37,7 +38,7 @@ class AfterCommitTasks:
         self._sent = {name: _as_sent(name, task, models, group) for name, task in tasks.items()}
 
     def of(self, names: Collection[str]) -> Mapping[str, HFExport | bytes]:
-        """Return these tasks as the coordinator takes them."""
+        """Return these tasks in the form that the coordinator accepts."""
         return {name: task for name, task in self._sent.items() if name in names}
 
     def begin(self, key: str, progress: Progress, names: Collection[str]) -> None:
@@ -47,10 +48,10 @@ class AfterCommitTasks:
     def follow(
         self, queue: SaveQueue, key: str, progress: Progress, names: Collection[str], *, is_preempted: bool
     ) -> str | None:
-        """Wait, once the save of checkpoint `key` has begun, for the tasks that follow it, as their modes say.
+        """Once the save of checkpoint `key` has begun, wait for the tasks that follow it, as their modes say.
 
-        Earlier saves have ended by then, so that all ranks wait for the same tasks. is_preempted: wait for none.
-        Returns the name of the newest commit, if there was one meanwhile. Raises what has ended this attempt.
+        Earlier saves have ended by then, so all ranks wait for the same tasks. is_preempted: wait for none. Returns the
+        name of the newest commit, if there was one in the meantime. Raises the error that has ended this attempt.
         """
         before = {name: self._newest[name] for name in names if name in self._newest}
         self._newest |= dict.fromkeys(names, (key, progress))
@@ -75,7 +76,7 @@ class AfterCommitTasks:
     def _wait(self, names: Collection[str], last: Mapping[str, tuple[str, Progress]], *, but: str = "") -> None:
         """Wait until these tasks have ended, or this attempt is over.
 
-        last: by task, the checkpoint on which it is begun again if a new coordinator does not know of it. but: a
+        last: by task, the checkpoint on which it is started again if a new coordinator does not know about it. but: a
         checkpoint whose tasks are not waited for.
         """
         if not names:

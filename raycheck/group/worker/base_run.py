@@ -1,7 +1,7 @@
-"""Has the ranks of a new run refer to frozen components that its base run has, in place of uploading them. Step 39.
+"""Have the ranks of a new run refer to frozen components of its base run instead of uploading them. Step 39.
 
-It is done once, before the first step, for what no restore has read from the bucket. Each byte of the base is read and
-compared with the live tensors. A base that cannot be used costs an upload, and one line in the log.
+This is done once, before the first step, for what no restore has read from the bucket. Each byte of the base is read
+and compared with the live tensors. If a base cannot be used, that costs an upload, and one line in the log.
 """
 
 import time
@@ -23,7 +23,7 @@ BASE_TIMEOUT_S = 3600.0
 
 
 def refer_to_base(group: Group, state: TrainState, uri: str, known: Sequence[str] = ()) -> None:
-    """Refer to what the base run at `uri` has of this run's frozen components. Every rank calls it.
+    """Refer to those of this run's frozen components that the base run at `uri` has. Every rank calls it.
 
     known: components that a restore has found in the bucket. Raises ConfigError when the run at `uri` cannot be a base,
     and what ends the attempt.
@@ -50,7 +50,7 @@ def refer_to_base(group: Group, state: TrainState, uri: str, known: Sequence[str
 def _compared(
     group: Group, state: TrainState, uri: str, boxes: Mapping[str, Sequence[LocalBox]]
 ) -> tuple[BaseAnswer, tuple[str, ...]]:
-    """Ask, compare, and ask again. Returns the last answer, and the components that are referred to."""
+    """Ask, compare, and ask again. Return the last answer, and the components that are referred to."""
     wish = BaseWish(
         group=group.id,
         rank=group.rank,
@@ -91,8 +91,9 @@ def _compared(
 
 
 def _is_compared_by(group: Group, box: LocalBox) -> bool:
-    """Returns whether this rank compares a tensor that all ranks have. Before their first save they compare replicas
-    with each other."""
+    """Return whether this rank compares a tensor that all ranks have. Before their first save, they compare replicas
+    with each other.
+    """
     return crc32(box.name.encode()) % group.world_size == group.rank
 
 

@@ -53,17 +53,17 @@ RESTORE_FIRST = "call restore() before the first step: it claims the run, also a
 
 
 class Checkpointer:
-    """Saves and restores the state of a training: on all ranks together, straight from and to object storage.
+    """Save and restore the state of a training, on all ranks together, directly to and from object storage.
 
     Use it as a context manager. Every rank makes the same calls in the same order.
 
     state: maps names to modules, optimizers, schedulers, Batches, RayData, or anything with state_dict and
-    load_state_dict. Give what exists already; `add` takes the rest. raycheck adds the random state and the progress by
-    itself. settings: when and how to save. group: this rank's place in a group outside Ray Train; by default Ray
-    Train's. position: counts the progress where a driver does that and not these calls.
+    load_state_dict. Pass what exists already; add the rest with `add`. raycheck adds the random state and the progress
+    automatically. settings: when and how to save. group: this rank's place in a group outside Ray Train; by default Ray
+    Train's. position: the counts of progress, if a driver keeps them instead of these calls.
 
-    With SaveSettings(enabled=False), and under fit(enabled=False), it counts steps and does nothing else. Raises
-    ConfigError, naming the entry, for a state that cannot be saved.
+    With SaveSettings(enabled=False), and under fit(enabled=False), it only counts steps. Raises ConfigError, naming the
+    entry, for a state that cannot be saved.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Checkpointer:
             register_open(self, uri=group.uri, rank=group.rank)
 
     def add(self, name: str, value: object) -> None:
-        """Add an entry to the state, as if it had been given to the constructor. Call it before `restore`.
+        """Add an entry to the state, as if it had been passed to the constructor. Call it before `restore`.
 
-        Raises ConfigError, naming the entry, for a value that cannot be saved, for a name that the state has already,
+        Raises ConfigError, naming the entry, for a value that cannot be saved, for a name that is already in the state,
         and after `restore`, which has filled the state.
         """
         if self._is_restored:
@@ -129,31 +129,34 @@ class Checkpointer:
 
     @property
     def uri(self) -> str:
-        """Returns the URI of the run that is saved to, as `raycheck.open_run` takes it; "" when turned off."""
+        """Return the URI of the run that this saves to, in the form that `raycheck.open_run` accepts; "" when turned
+        off.
+        """
         return self._group.uri
 
     @property
     def is_closed(self) -> bool:
-        """Returns whether `close` was called, or the context has been left."""
+        """Return whether `close` was called, or the context has been left."""
         return self._watch.is_ended
 
     @property
     def is_off(self) -> bool:
-        """Returns whether raycheck is turned off: by SaveSettings(enabled=False), or by fit(enabled=False)."""
+        """Return whether raycheck is turned off: by SaveSettings(enabled=False), or by fit(enabled=False)."""
         return self._is_off
 
     @property
     def is_repeating(self) -> bool:
-        """Returns whether a lost attempt had trained the newest step before, as far as this driver knows.
+        """Return whether an attempt whose work was lost had already trained the newest step, as far as this driver
+        knows.
 
-        A logger that is told of the other steps only never goes backwards. The driver knows what rank 0 last told the
-        coordinator, about a second before: after a hard kill the last steps before it may come twice.
+        A logger that skips such steps never goes backwards. The driver knows only what rank 0 last reported to the
+        coordinator, about a second earlier: after a hard kill, the last steps before it may be logged twice.
         """
         return self._counter.step <= self._furthest
 
     @property
     def save_status(self) -> SaveStatus:
-        """Describes this rank's saves to a driver that decides when to save."""
+        """Return the status of this rank's saves, for a driver that decides when to save."""
         return self._attempt.save_status if self._attempt is not None else SaveStatus()
 
     def peek(
@@ -161,12 +164,12 @@ class Checkpointer:
     ) -> Preview:
         """Claim the run for this worker group and return what `restore` will find, before there is anything to fill.
 
-        Every rank calls it, or none. The restore takes the checkpoint that was peeked at. If that proves to be damaged
-        only then, the attempt ends with SupersededError, and the next attempt's peek answers for another checkpoint. A
-        second call returns the first answer. only, skip, on_corrupt: as for `restore`.
+        Call it on every rank, or on none. `restore` then uses the checkpoint that was found. If that checkpoint turns
+        out to be damaged only at the restore, the attempt ends with SupersededError, and the next attempt's peek finds
+        another checkpoint. A second call returns the first result. only, skip, on_corrupt: as for `restore`.
 
-        Raises FencedError, DamagedError, CorruptError, and ConfigError after `restore` or for another only or skip than
-        in the first call.
+        Raises FencedError, DamagedError, CorruptError, and ConfigError after `restore` or if only or skip differ from
+        the first call.
         """
         if self._is_restored and self._preview is None:
             raise ConfigError("peek() comes before restore(), whose result has the step, the epoch and the report")
@@ -199,20 +202,19 @@ class Checkpointer:
         on_corrupt: OnCorrupt = "previous",
         cast: bool = False,
     ) -> RestoreResult:
-        """Claim the run for this worker group and put the checkpoint that the claim names into the live state.
+        """Claim the run for this worker group and load the checkpoint that the claim names into the live state.
 
-        Every rank calls it once, at the start, also in a fresh run.
+        Call it on every rank, once, at the start, even in a fresh run.
 
-        only, skip: names of entries to take, or to leave as they are. "rng" and "progress" (the step count) are such
-        names, and so is a place inside a module ("model.head"). only=["model"] starts from trained weights at step 0.
-        A selection is applied once: a checkpoint that was saved after it is restored whole by the same call, so that a
-        restart goes on from where training was.
-        strict: whether a tensor or entry that only one side has is refused, or just reported.
-        on_corrupt: what to do about a checkpoint that proves to be damaged. "previous" marks it and keeps it for
-        inspection, and all ranks take the newest good one that training came through before it, never step 0; the
-        report names it under `refused`. "raise" leaves everything as it is.
-        cast: whether to convert floating-point tensors of modules and optimizers that were saved in another
-        floating-point type, as stock DCP does; the report names them under `cast`. By default that is refused.
+        only, skip: names of entries to restore, or to leave unchanged. "rng" and "progress" (the step count) are names
+        too, and so is a part of a module ("model.head"). only=["model"] starts from trained weights at step 0. A
+        selection is applied once: a checkpoint that was saved after it is restored whole by the same call, so that a
+        restart continues from where training was. strict: whether a tensor or entry that only one side has is refused,
+        or just reported. on_corrupt: what to do if a checkpoint turns out to be damaged. "previous" marks it and keeps
+        it for inspection, and all ranks restore the newest good checkpoint before it in this training's history, never
+        step 0; the report lists the damaged one under `refused`. "raise" changes nothing. cast: whether to convert
+        floating-point tensors of modules and optimizers that were saved in another floating-point type, as stock DCP
+        does; the report lists them under `cast`. By default they are refused.
 
         Tensors on the meta device get memory on their module's device and remain the same objects.
 
@@ -246,7 +248,7 @@ class Checkpointer:
 
     @contextmanager
     def _told_to_others(self) -> Iterator[None]:
-        """Tell an error of the block to the other ranks, which would else wait for this one."""
+        """Report an error of the block to the other ranks, which would otherwise wait for this one."""
         try:
             yield
         except Exception as error:
@@ -286,7 +288,7 @@ class Checkpointer:
         if not self._has_data_position(state):
             say_what_begins_anew(self._group, None)
         self._triggers.reporter.restored(None)
-        # An attempt that ended before its first commit is begun anew: its steps come again.
+        # An attempt that ended before its first commit starts over: its steps are repeated.
         self._furthest = _furthest_of(claim.resume)
         return RestoreResult(attempt=claim.attempt, resume=claim.resume)
 
@@ -332,7 +334,7 @@ class Checkpointer:
         return result
 
     def _begin(self, state: TrainState, start: StartingPoint, tasks: AfterCommitTasks) -> None:
-        """Let the attempt live: from now on steps are counted and saved."""
+        """Start the attempt: from now on, steps are counted and saved."""
         self._is_restored = True
         self._attempt = LiveAttempt(
             state,
@@ -357,12 +359,12 @@ class Checkpointer:
         return bool(self._counter.data) or state.has_loader
 
     def end_step(self, metrics: Mapping[str, object] | None = None, *, tokens: int = 0, episodes: int = 0) -> None:
-        """Call this when an optimizer step is complete, its scheduler included. It saves when a save is due.
+        """Call this when an optimizer step is complete, including its scheduler. It saves when a save is due.
 
-        metrics: numbers or 0-dim tensors to keep with the checkpoint, if they are finite; they are read only on steps
-        that save. tokens, episodes: what this step added over all ranks, as rank 0 counts it; the checkpoint keeps the
-        sums. Raises FencedError or SupersededError when this attempt is over, and SaveFailedError after too many failed
-        saves in a row.
+        metrics: numbers or 0-dim tensors to store with the checkpoint, if they are finite; they are read only on steps
+        that save. tokens, episodes: how many this step added over all ranks, as counted on rank 0; the checkpoint
+        stores the sums. Raises FencedError or SupersededError when this attempt is over, and SaveFailedError after too
+        many failed saves in a row.
         """
         if self._is_counting_only():
             self._counter.end_step(tokens=tokens, episodes=episodes)
@@ -370,9 +372,10 @@ class Checkpointer:
         self._live().end_step(metrics, tokens=tokens, episodes=episodes)
 
     def end_epoch(self) -> None:
-        """Call this when an epoch is complete, with what the script does at its end (evaluation, a scheduler's step).
+        """Call this when an epoch is complete, including what the script does at its end (evaluation, a scheduler's
+        step).
 
-        It saves when a save is due. What is saved from now on goes on in the next epoch. Raises as end_step does.
+        It saves when a save is due. Later saves belong to the next epoch. Raises as end_step does.
         """
         if self._is_counting_only():
             self._counter.end_epoch()
@@ -390,20 +393,19 @@ class Checkpointer:
         expire_after_s: float | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Begin a save of the state as it is now.
+        """Begin a save of the current state.
 
-        Does nothing, and logs that, when this step is saved in this way already, is being saved, or was restored whole.
-        All ranks give the same arguments but metrics, of which rank 0's count.
+        If this step is already saved in this way, is being saved, or was restored whole, it only logs that. All ranks
+        must pass the same arguments, except metrics, of which rank 0's are used.
 
         metrics: as for end_step; None: those of the newest end_step. is_rolling: keep it only as one of the newest
         `rolling_keep_last` rolling saves. after_commit: run these tasks of `SaveSettings.after_commit` on this step's
-        checkpoint once it is committed, also if the step is saved already: "export", or the name of a function, or
-        several of them. name: by which it can be restored, and under which retention keeps it. Where a checkpoint of
-        another step has the name already, this one is committed without it, and pinned; an error in the log and
-        `save_status.unnamed` say so.
-        overwrite: take the name from that one. note: a few facts to keep with it (text, int, float, bool by name, 4 KiB
-        at most). expire_after_s: this many seconds after the commit nothing keeps it any longer; None: as the settings
-        say, and never when it has a name.
+        checkpoint once it is committed, even if the step is saved already: "export", the name of a function, or several
+        of them. name: a name by which the checkpoint can be restored, and under which retention keeps it. If a
+        checkpoint of another step already has the name, this one is committed without it, and pinned; an error in the
+        log and `save_status.unnamed` say so. overwrite: move the name from that checkpoint to this one. note: a few
+        facts to store with it (text, int, float, bool by name, 4 KiB at most). expire_after_s: from this many seconds
+        after the commit, nothing keeps it; None: as the settings say, and never if it has a name.
 
         Raises as end_step does, and ConfigError for a task that is not in the settings.
         """
@@ -422,19 +424,19 @@ class Checkpointer:
     ) -> None:
         """Begin a save like `save`, for a driver that has already chosen the kind of save, its label and its tasks.
 
-        is_by_notice: it is one because a node is about to go.
+        is_by_notice: the save is made because a node is about to be taken away.
         """
         if not self._is_counting_only():
             self._live().save_as(kind, metrics, label, tasks=tasks, is_by_notice=is_by_notice)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until every save begun so far is committed. It begins no save. Every rank calls it.
+        """Wait until every save that has begun is committed. This does not begin a save. Call it on every rank.
 
         timeout_s: seconds to wait at most; None, or more than that: as long as a save may take.
 
-        Raises SaveFailedError when one of the newest saves, as many as there are buffers, has failed or has not ended
-        then; else it raises as end_step does. After a wait without timeout_s that raised SaveFailedError, `save` saves
-        this step once more.
+        Raises SaveFailedError if one of the newest saves, as many as there are buffers, has failed or has not finished
+        by then; otherwise it raises as end_step does. After a wait without timeout_s that raised SaveFailedError,
+        `save` saves this step again.
         """
         if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s >= 0):
             raise ConfigError(f"wait(timeout_s={timeout_s!r}): give a number of seconds")
@@ -444,7 +446,7 @@ class Checkpointer:
     def close(self) -> None:
         """Save the last step if it is not saved, wait for the commit, and write into `latest` that the run has ended.
 
-        Leaving the context without an exception calls it. Raises what kept the save from being committed.
+        Leaving the context without an exception calls it. Raises the error that prevented the commit.
         """
         if self.is_closed:
             return
@@ -478,7 +480,7 @@ class Checkpointer:
             self._attempt.stop()
 
     def _is_counting_only(self) -> bool:
-        """Returns whether raycheck is turned off. Raises ConfigError before a restore, even when it is turned off."""
+        """Return whether raycheck is turned off. Raises ConfigError before a restore, even when it is turned off."""
         if not self._is_restored:
             raise ConfigError(RESTORE_FIRST)
         return self._is_off
@@ -495,5 +497,5 @@ def _check_choice(on_corrupt: OnCorrupt) -> None:
 
 
 def _furthest_of(resume: ResumeRecord | None) -> int:
-    """Returns the last step that earlier attempts are known to have completed; -1 for none."""
+    """Return the last step that earlier attempts are known to have completed; -1 for none."""
     return -1 if resume is None or resume.furthest_step is None else resume.furthest_step

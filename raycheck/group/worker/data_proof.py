@@ -1,4 +1,4 @@
-"""Proves the data source of a training on all ranks together, before the first step."""
+"""Prove the data source of a training on all ranks together, before the first step."""
 
 import time
 
@@ -13,7 +13,7 @@ PROOF_TIMEOUT_S = 600.0
 
 
 def prove_together(group: Group, name: str | None, stream: DataStream | None, mine: SourceProof | None) -> None:
-    """Compare what the ranks have read, and give the stream what holds for all of them. Every rank calls it once.
+    """Compare what the ranks have read, and give the stream what applies to all of them. Every rank calls it once.
 
     name, stream: the entry of the state that is a stream of data; None when this rank has none. mine: what this rank's
     `prove` has returned. Raises ConfigError on all ranks when the ranks' sources differ, or only some ranks have one.

@@ -40,16 +40,16 @@ RESTORE_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreResult:
-    """Describes where training goes on after a restore; all counts are zero in a fresh run.
+    """Where training resumes after a restore; all counts are zero in a fresh run.
 
     step: index of the next optimizer step. epoch, epoch_step, samples: consumed position of the data. tokens, episodes:
-    the sums of what `end_step` was given so far. checkpoint: name of the restored checkpoint, None in a fresh run.
-    attempt: number of this life of the worker group. saved_world_size: number of ranks that wrote the checkpoint.
-    seconds, bytes_fetched, tensors: what this rank's restore took. rng: what was done about random state. report:
-    which entries were restored, and which were not. resume: what the end of the attempt before cost, None in a run's
-    first attempt. is_finished: whether training had ended with this checkpoint: all ranks had left the Checkpointer's
-    block without an exception. A loop that goes on from here trains more, or nothing. is_from_memory: `checkpoint` is a
-    memory checkpoint (SaveSettings.memory_every_steps), which lay in the nodes' memory and not in the bucket.
+    the sums of what was passed to `end_step` so far. checkpoint: name of the restored checkpoint, None in a fresh run.
+    attempt: number of this attempt. saved_world_size: number of ranks that wrote the checkpoint. seconds,
+    bytes_fetched, tensors: what this rank's restore took. rng: what was done about random state. report: which entries
+    were restored, and which were not. resume: what the end of the previous attempt cost, None in a run's first attempt.
+    is_finished: whether training had ended with this checkpoint: all ranks had left the Checkpointer's block without an
+    exception. A loop that continues from here trains more, or nothing. is_from_memory: `checkpoint` is a memory
+    checkpoint (SaveSettings.memory_every_steps), which was in the nodes' memory and not in the bucket.
     """
 
     step: int = 0
@@ -74,7 +74,9 @@ class RestoreResult:
     def of(
         cls, done: Restored, progress: Progress, *, claim: Claim, resume: ResumeRecord | None, seconds: float, rng: str
     ) -> "RestoreResult":
-        """Returns the result of a restore. progress: the counts from which training goes on, those of the data too."""
+        """Return the result of a restore. progress: the counts from which training resumes, including those of the
+        data.
+        """
         return cls(
             **asdict(progress),
             checkpoint=done.manifest.key,
@@ -87,7 +89,7 @@ class RestoreResult:
             report=done.report,
             resume=resume,
             is_from_memory=claim.memory is not None,
-            is_finished=claim.is_finished and not done.report.skipped,  # entries that were left out are trained anew
+            is_finished=claim.is_finished and not done.report.skipped,  # entries that were left out are trained again
         )
 
 
@@ -96,7 +98,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Agreed(Generic[T]):
-    """Holds what all ranks have read of one checkpoint.
+    """What all ranks have read of one checkpoint.
 
     claim: the final claim, which names that checkpoint. result: what this rank has read.
     """
@@ -135,7 +137,7 @@ def claim_run(group: Group) -> Claim:
 
 
 def peek_together(group: Group, claim: Claim, selection: Selection, *, on_corrupt: OnCorrupt) -> tuple[Claim, Preview]:
-    """Read what the checkpoint of `claim` says of itself, or the newest good one before it, alike on all ranks.
+    """Read the description of the checkpoint of `claim`, or of the newest good one before it, the same on all ranks.
 
     Returns the final claim, which names that checkpoint. Raises DamagedError when there is no good one, or when
     on_corrupt is "raise".
@@ -162,10 +164,11 @@ def restore_together(
     cast: bool = False,
     preview: Preview | None = None,
 ) -> tuple[Claim, Restored, ResumeRecord | None]:
-    """Put the checkpoint of `claim` into the live state on all ranks, or the newest good one before it.
+    """Load the checkpoint of `claim`, or the newest good one before it, into the live state on all ranks.
 
-    preview: the answer of `peek_together`. Returns the final claim, which names that checkpoint. Raises DamagedError
-    when there is no good one, or when on_corrupt is "raise"; SupersededError when it is another one than was peeked at.
+    preview: the result of `peek_together`. Returns the final claim, which names that checkpoint. Raises DamagedError
+    when there is no good one, or when on_corrupt is "raise"; SupersededError when it is not the one that
+    `peek_together` found.
     """
 
     def read(checkpoint: Checkpoint, claim: Claim) -> Restored:
@@ -228,7 +231,7 @@ def _read_together(
 
 
 def _checkpoint(group: Group, claim: Claim, entry: Entry) -> Checkpoint:
-    """Returns what this rank is to read: the bucket's checkpoint, or one that the nodes hold in memory."""
+    """Return what this rank has to read: the checkpoint in the bucket, or one that the nodes hold in memory."""
     if claim.memory is None:
         return Checkpoint(group.store, entry, group.fetch(claim.documents))
     reader = group.memory_reader(claim.memory.holders)
@@ -246,7 +249,7 @@ def _arrival(done: Restored, seconds: float) -> Arrival:
 
 
 def _decision_on(group: Group, mine: RankRestore) -> RestoreDecision:
-    """Hand in how this rank's restore ended, and wait for the decision that all ranks are told."""
+    """Report how this rank's restore ended, and wait for the decision that all ranks are told."""
     what = f"{'peek at' if mine.is_peek else 'restore of'} {mine.key}"
     decision: RestoreDecision = ask_until_decided(
         group,
@@ -260,10 +263,10 @@ def _decision_on(group: Group, mine: RankRestore) -> RestoreDecision:
 
 
 def apply_random_state(done: Restored, group: Group, data: Iterable[DataStream]) -> str:
-    """Put the checkpoint's random state back now, and inside an epoch once more just before the first batch.
+    """Restore the checkpoint's random state now, and inside an epoch once more just before the first batch.
 
-    A script draws before its first batch: a shuffle, or an iterator's seed. The run that saved the checkpoint in the
-    middle of an epoch had drawn these before the checkpoint. Returns what was done, as text.
+    A script draws random numbers before its first batch: a shuffle, or an iterator's seed. The run that saved the
+    checkpoint in the middle of an epoch had drawn these before the checkpoint. Returns what was done, as text.
     """
     text = done.apply_rng(group.rank)
     applied = rng_values()

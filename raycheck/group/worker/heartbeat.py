@@ -1,7 +1,7 @@
 """Rank 0 and the coordinator keep in touch between saves.
 
-About once a second rank 0 sends a heartbeat: how far training is. The answer says whether a save is wanted. A second
-thread has the coordinator check from time to time that this attempt has not been fenced.
+About once a second, rank 0 sends a heartbeat, which says how far training is. The answer says whether a save is wanted.
+A second thread has the coordinator check from time to time that this attempt has not been fenced.
 """
 
 import threading
@@ -16,11 +16,11 @@ from raycheck.log import event, logger
 
 HEARTBEAT_S = 1.0
 WATCH_S = 45.0
-"""How often the coordinator looks at `latest` for rank 0."""
+"""How often the coordinator reads `latest` for rank 0."""
 
 
 class Heartbeat:
-    """Sends rank 0's heartbeats to the coordinator. It never waits, and sends nothing on the other ranks."""
+    """Send rank 0's heartbeats to the coordinator. It never waits, and sends nothing on the other ranks."""
 
     def __init__(self, group: Group, clock: Callable[[], float] = time.monotonic) -> None:
         self._group = group
@@ -29,7 +29,7 @@ class Heartbeat:
         self._unanswered: Any = None
 
     def take_save_request(self) -> bool:
-        """Return whether the coordinator has answered the last heartbeat by asking for a save. It says so once."""
+        """Return True, once, if the coordinator has answered the last heartbeat with a request for a save."""
         answer = None if self._unanswered is None else self._group.answer(self._unanswered)
         if answer is not None:
             self._unanswered = None
@@ -44,7 +44,7 @@ class Heartbeat:
 
 
 class FencingWatch:
-    """Learns in a thread on rank 0 that the attempt is over, even when no save is due.
+    """Find out, in a thread on rank 0, that the attempt is over, even when no save is due.
 
     over: the error that ended it, None while it is live.
     """

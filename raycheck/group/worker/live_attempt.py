@@ -1,7 +1,7 @@
-"""Runs one rank's saving while its attempt is the live one: from the end of restore() to the end of training.
+"""Run one rank's saving while its attempt is the live one: from the end of restore() to the end of training.
 
-A step pays for one copy of the state; save_queue.py does the rest in the background. `end_step` shows the order in
-which everything happens.
+A step costs one copy of the state; save_queue.py does the rest in the background. `end_step` shows the order in which
+everything happens.
 """
 
 import time
@@ -27,7 +27,7 @@ from raycheck.state.restore_selection import EVERYTHING, Selection
 from raycheck.state.train_state import TrainState
 
 LAST_WORDS_S = 30.0
-"""How long an upload in flight may go on after the training function raised."""
+"""How long an upload in flight may continue after the training function raised."""
 MEMORY_COPY_S = 30.0
 """How long a group that leaves a node waits until a memory checkpoint is on other nodes."""
 NOTHING_SAVED: tuple[int, SaveKind] = (-1, "keep")
@@ -35,11 +35,11 @@ NOTHING_SAVED: tuple[int, SaveKind] = (-1, "keep")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartingPoint:
-    """Describes how an attempt begins: in a fresh run, or with the state that a restore has filled.
+    """How an attempt begins: in a fresh run, or with the state that a restore has filled.
 
     lineage: the partial restores that the state has gone through. trained_s: seconds of training in the state.
-    began_at: when the run began, in unix seconds by the store's clock. saved_as: the kind of the checkpoint that holds
-    this very state, None when no checkpoint does. label: the name, note and expiry of that checkpoint.
+    began_at: when the run began, in unix seconds by the store's clock. saved_as: the kind of the checkpoint that has
+    exactly this state, None when no checkpoint does. label: the name, note and expiry of that checkpoint.
     """
 
     claim: Claim
@@ -79,7 +79,7 @@ class StartingPoint:
 
 
 class LiveAttempt:
-    """Counts, decides, saves and reports on one rank, from the restore to the end of its attempt."""
+    """Count, decide, save and report on one rank, from the restore to the end of its attempt."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class LiveAttempt:
         watch: FencingWatch,
         tasks: AfterCommitTasks,
     ) -> None:
-        """counter: has the counts from which training goes on."""
+        """counter: has the counts from which training continues."""
         self._state = state
         self._settings = settings
         self._group = group
@@ -133,7 +133,7 @@ class LiveAttempt:
 
     @property
     def saves(self) -> int:
-        """Returns how many saves were begun in this attempt."""
+        """Return how many saves were begun in this attempt."""
         return self._queue.saves
 
     @property
@@ -142,7 +142,7 @@ class LiveAttempt:
         return status if self._memory is None else replace(status, memory_step=self._memory.newest_step)
 
     def end_step(self, metrics: Mapping[str, object] | None, *, tokens: int, episodes: int) -> None:
-        """Do all that happens at the end of a step. See Checkpointer.end_step."""
+        """Do everything that happens at the end of a step. See Checkpointer.end_step."""
         queue = self._queue
         self._clock.stop()
         self._triggers.trained(self._clock.step_s, is_saving=queue.busy_s is not None)
@@ -170,7 +170,8 @@ class LiveAttempt:
     def _save_to_memory(self, kind: SaveKind | None) -> None:
         """Begin a memory checkpoint if one is due. kind: of the save to the bucket that this step begins, if any.
 
-        Beside that one it is begun only when a node is about to go: the other nodes have a copy of it sooner.
+        When this step also saves to the bucket, a memory checkpoint is begun only if a node is about to be taken away,
+        because the other nodes then have a copy sooner.
         """
         is_by_notice = self._triggers.must_reach_memory
         if self._memory is None or (kind and not is_by_notice):
@@ -205,7 +206,8 @@ class LiveAttempt:
         tasks: Collection[str] = (),
         is_by_notice: bool = False,
     ) -> None:
-        """Begin a save, unless this step is saved already as this kind or as one that includes it, and labelled so.
+        """Begin a save, unless this step is already saved as this kind, or as one that includes it, with the same
+        label.
 
         tasks: what follows the commit, of this save or of the one that this step has. is_by_notice: see Manifest.
         """
@@ -275,12 +277,12 @@ class LiveAttempt:
         self._clock.skip(time.monotonic() - began)
         self._raise_if_over()
         if problem := queue.problem:
-            if timeout_s is None:  # with a time-out some ranks may not have heard of it, and all must save alike
+            if timeout_s is None:  # with a timeout, some ranks may not know of it, and all must do the same
                 self._begun = NOTHING_SAVED
             raise SaveFailedError(f"rank {self._group.rank}: wait(): {problem}")
 
     def finish(self) -> None:
-        """Save the last step, wait for all that is under way, and write into `latest` that the run has finished."""
+        """Save the last step, wait for everything in progress, and write into `latest` that the run has finished."""
         queue = self._queue
         self._heartbeat.send(self._message, is_last=True)
         if self._watch.over is None:
@@ -300,9 +302,9 @@ class LiveAttempt:
         _write_finish(self._group, wait_s=self._settings.save_timeout_s)
 
     def abandon(self) -> None:
-        """Let the saves in flight end after training has raised, for a short time, and save nothing new.
+        """Give the saves in flight a short time to end after training has raised, and save nothing new.
 
-        The state may be half-way through a step; what is in flight was copied whole.
+        The state may be in the middle of a step; the saves in flight have complete copies.
         """
         self._heartbeat.send(self._message, is_last=True)
         try:
@@ -317,11 +319,11 @@ class LiveAttempt:
             self._memory.stop()
 
     def _leave_node(self) -> NoReturn:
-        """End the attempt for on_preempt="restart": Ray starts the workers again, on nodes that stay."""
+        """End the attempt for on_preempt="restart": Ray restarts the workers on nodes that stay."""
         self._note_commit(self._queue.wait())
         if self._memory is not None:
             self._memory.wait(MEMORY_COPY_S)
-            if self._triggers.must_reach_memory:  # it could not be begun beside the one before
+            if self._triggers.must_reach_memory:  # it could not begin while the previous one was in progress
                 self._save_to_memory(None)
                 self._memory.wait(MEMORY_COPY_S)
         step = self._counter.step
@@ -332,7 +334,7 @@ class LiveAttempt:
         raise self._watch.over
 
     def _note_commit(self, committed: str | None) -> None:
-        """Hand on what the queue has just said. committed: name of a checkpoint that was committed since."""
+        """Pass on what the queue has just reported. committed: name of a checkpoint that was committed since."""
         if committed is not None:
             self._triggers.committed(self._queue.save_s)
             self._triggers.reporter.committed()
@@ -354,10 +356,10 @@ class LiveAttempt:
 
 
 def _write_finish(group: Group, *, wait_s: float) -> None:
-    """Write into `latest` that the run has finished, once all ranks are at the end and all is committed.
+    """Write into `latest` that the run has finished, once all ranks are at the end and everything is committed.
 
-    Only warns when the store or another rank keeps this from being done: the checkpoints are whole. Raises FencedError
-    or SupersededError when somebody else has gone on with the run.
+    Only warns when the store or another rank prevents this: the checkpoints are complete. Raises FencedError or
+    SupersededError when somebody else has continued the run.
     """
     try:
         ask_until_decided(

@@ -1,8 +1,8 @@
-"""Says when a script's own periodic work is due, such as evaluation or logging.
+"""Decide when a script's own periodic work is due, such as evaluation or logging.
 
-All ranks decide alike: each of them counts steps and epochs, and time is rank 0's clock, which they hear with its other
-decisions. The last turn is part of the state. So a restart neither forgets what is due nor repeats what the checkpoint
-says is done. What was done after that checkpoint was lost with the steps, and is due again.
+All ranks get the same answer: each of them counts steps and epochs, and time is rank 0's clock, which is broadcast with
+its other decisions. The last turn is part of the state. So a restart neither forgets work that is due nor repeats work
+that the checkpoint records as done. Work done after that checkpoint was lost with the steps, and is due again.
 """
 
 import time
@@ -16,12 +16,12 @@ from raycheck.settings import check_triggers
 
 
 class Periodic:
-    """Says when the script's own work is due. Put it into the state, and ask `take_turn` after `end_step` and
+    """Decide when the script's own work is due. Put it into the state, and call `take_turn` after `end_step` and
     `end_epoch`.
 
-    every_steps: due at each multiple of this number of steps, or at the first call after it. every_epochs: due in the
-    same way by completed epochs. every_seconds: due once this many seconds of training have passed since the last turn
-    or the start; downtime does not count. Any one of them makes the work due. Raises ConfigError when none is given, or
+    every_steps: due at each multiple of this number of steps, or at the first call after it. every_epochs: the same for
+    completed epochs. every_seconds: due once this many seconds of training have passed since the last turn or the
+    start; downtime does not count. The work is due as soon as any of them is. Raises ConfigError when none is given, or
     when a value cannot work.
     """
 
@@ -40,9 +40,9 @@ class Periodic:
         self._clock_s = 0.0
 
     def take_turn(self) -> bool:
-        """Return whether the work is due, and count it as done if so: a second call at the same step returns False.
+        """Return whether the work is due, and if so, count it as done: a second call at the same step returns False.
 
-        Every rank calls it at the same places. Raises ConfigError before `restore`, and when this is in no
+        Every rank calls it at the same places. Raises ConfigError before `restore`, and when this is not in a
         Checkpointer's state.
         """
         if self._now is None:
@@ -58,7 +58,7 @@ class Periodic:
         return is_due
 
     def start(self, now: Callable[[], tuple[Progress, float]]) -> None:
-        """Start when training starts or goes on after a restore.
+        """Start when training starts, or resumes after a restore.
 
         now: returns the progress, and rank 0's clock in seconds as all ranks know it.
         """
@@ -70,7 +70,7 @@ class Periodic:
         self._now, self._saved = now, None
 
     def state_dict(self) -> dict[str, int | float]:
-        """Returns the last turn: its step, its epoch, and the seconds of training since."""
+        """Return the last turn: its step, its epoch, and the seconds of training since."""
         passed_s = 0.0 if self._now is None else max(0.0, self._now()[1] - self._clock_s)
         return {"step": self._step, "epoch": self._epoch, "seconds": passed_s}
 
@@ -80,15 +80,15 @@ class Periodic:
 
 
 def _is_passed(last: int, now: int, every: int | None) -> bool:
-    """Returns whether a multiple of `every` lies between the last turn and now."""
+    """Return whether a multiple of `every` lies between the last turn and now."""
     return every is not None and now // every > last // every
 
 
 def periodics_of(entries: Mapping[str, object], group: Group, *, is_led: bool) -> list[Periodic]:
-    """Returns the Periodics in a rank's state.
+    """Return the Periodics in a rank's state.
 
     is_led: a driver leads this rank, and only the driver has a clock. Raises ConfigError, naming the entry, for a
-    Periodic by time when the ranks have no clock in common.
+    Periodic with every_seconds when the ranks have no common clock.
     """
     found = {name: value for name, value in entries.items() if isinstance(value, Periodic)}
     for name, periodic in found.items():
@@ -104,7 +104,7 @@ def periodics_of(entries: Mapping[str, object], group: Group, *, is_led: bool) -
 def start_alone(periodics: Iterable[Periodic], progress: Callable[[], Progress], *, world_size: int) -> None:
     """Start Periodics when raycheck is turned off.
 
-    Several ranks have no clock in common then: nothing becomes due by time, and a warning says so.
+    Several ranks then have no common clock: nothing becomes due by time, and a warning says so.
     """
     began = time.monotonic()
     is_alone = world_size == 1

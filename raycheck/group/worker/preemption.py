@@ -1,7 +1,8 @@
-"""Decides what rank 0 saves when a node of the group is about to go.
+"""Decide what rank 0 saves when a node of the group is about to be taken away.
 
-It saves at once, since nodes have gone before their time. It saves once more as late as a save surely fits, so that
-little is lost of what was trained since. It begins no save that cannot end in time: that would only cost steps.
+It saves at once, because nodes have disappeared before their announced time. A final save starts as late as possible
+while still finishing before the deadline, so that little of the work since then is lost. It begins no save that cannot
+end in time, since that would only cost steps.
 """
 
 import math
@@ -9,16 +10,16 @@ import time
 from collections.abc import Callable
 
 SAFETY = 1.5
-"""A save may take this many times as long as the last one, and the next step may end this much later than usual."""
+"""A save may take this many times as long as the last one, and the next step may be late by this factor."""
 MARGIN_S = 1.0
 ASSUMED_S = 110.0
-"""Seconds left after a notice without a time. Ray Train waits 120 s from when it has heard of one."""
+"""Seconds left after a notice without a time. Ray Train waits 120 s from when it gets the notice."""
 
 
 class Preemption:
-    """Judges by the newest preemption notice whether a save fits before the node goes.
+    """Judge by the newest preemption notice whether a save fits before the node is taken away.
 
-    clock: returns unix seconds, which notices are given in.
+    clock: returns unix seconds, the unit of notices.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -32,9 +33,9 @@ class Preemption:
         return self._notice is not None
 
     def take_notice(self, notice: float | None) -> bool:
-        """Take in the newest notice. Returns whether it differs from the last one.
+        """Record the newest notice. Return whether it differs from the last one.
 
-        notice: unix seconds at which the node goes, inf when that is not known; None when there is no notice.
+        notice: unix seconds at which the node is taken away, inf when that is not known; None when there is no notice.
         """
         if notice is None or notice == self._notice:
             return False
@@ -45,9 +46,9 @@ class Preemption:
         return True
 
     def can_save_in_time(self, *, save_s: float, busy_s: float) -> bool:
-        """Returns whether a save that begins now can end before the node goes.
+        """Return whether a save that begins now can end before the node is taken away.
 
-        save_s: how long the last save took. busy_s: how long the saves under way may still take.
+        save_s: how long the last save took. busy_s: how long the saves in progress may still take.
         """
         return self._left_s() > self._needed_s(save_s, busy_s)
 

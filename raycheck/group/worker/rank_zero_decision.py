@@ -1,8 +1,8 @@
-"""Makes rank 0's decisions known to every rank, by a broadcast.
+"""Make rank 0's decisions known to every rank, by a broadcast.
 
-Step triggers are arithmetic and need no broadcast. Everything else (time, tokens, preemption, the user's own function,
-which commit to report) is decided by rank 0 and handed to all ranks in one small broadcast every k steps. k is chosen
-so that it costs less than 1 % of the step time, and is 1 when the user's own function is asked.
+Step triggers are arithmetic and need no broadcast. Rank 0 decides everything else (time, tokens, preemption, the user's
+own function, which commit to report) and sends it to all ranks in one small broadcast every k steps. k is chosen so
+that this costs less than 1 % of the step time, and is 1 when there is a user's function to call.
 """
 
 import time
@@ -22,15 +22,15 @@ PREEMPTED_GAP_S = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankZeroDecision:
-    """Tells all ranks what rank 0 has decided: whether to save, which commit to report, and when it decides next.
+    """What rank 0 has decided for all ranks: whether to save, which commit to report, and when it decides next.
 
     step: rank 0's step, None at the end of its loop. clock_s: how long it has trained in this attempt. save: the kind
     of save to begin now, None for none. tasks: what follows its commit because of the time. commit: name of the commit
-    to report; only rank 0 has its metrics, since a broadcast of Ray's carries 1 kB. gap: steps until the next
-    broadcast. is_preempted: a node of the group is about to go. leave: end the attempt once the saves under way are
-    committed. problem: why the run ends here on all ranks, "" when it goes on. is_by_notice: the save is one before a
-    node goes. to_memory: there should be a memory checkpoint before a node goes, also where a save to the bucket takes
-    too long.
+    to report; only rank 0 has its metrics, since Ray's broadcast carries 1 kB. gap: steps until the next broadcast.
+    is_preempted: a node of the group is about to be taken away. leave: end the attempt once the saves in progress are
+    committed. problem: why the run ends here on all ranks, "" when it continues. is_by_notice: the save is made because
+    a node is about to be taken away. to_memory: there should be a memory checkpoint before a node is taken away, even
+    if a save to the bucket takes too long.
     """
 
     step: int | None
@@ -47,7 +47,7 @@ class RankZeroDecision:
 
 
 class DecisionBroadcast:
-    """Shares rank 0's decisions with all ranks, and chooses after how many steps it does so again.
+    """Share rank 0's decisions with all ranks, and choose after how many steps to do so again.
 
     is_each_step: a decision is needed at every step. again_s: seconds until the next broadcast, as rank 0 expects them.
     """
@@ -63,7 +63,7 @@ class DecisionBroadcast:
 
     @property
     def is_possible(self) -> bool:
-        """Returns whether the ranks have a way to decide alike on anything but steps."""
+        """Return whether the ranks have a way to make the same decision on anything but steps."""
         return self._broadcast is not None
 
     def start_at(self, step: int) -> None:
@@ -75,7 +75,7 @@ class DecisionBroadcast:
         return self._broadcast is not None and step >= self._next_step
 
     def share(self, decision: RankZeroDecision | None, *, step: int | None) -> RankZeroDecision:
-        """Hand rank 0's decision to every rank, each of which calls this. decision: None on the other ranks.
+        """Send rank 0's decision to every rank; each rank calls this. decision: None on the other ranks.
 
         Raises ConfigError when the ranks are not at the same step.
         """

@@ -16,7 +16,7 @@ from raycheck.state.restore_result import RestoreReport
 
 
 def say_what_changed(group: Group, manifest: Manifest, settings: SaveSettings) -> None:
-    """Say which settings differ from those of the checkpoint. The settings of the script always hold."""
+    """Log which settings differ from those of the checkpoint. The script's settings always apply."""
     before, now = set(manifest.settings), set(settings.chosen)
     if before != now and not group.rank:
         new, old = (", ".join(sorted(chosen)) or "defaults" for chosen in (now - before, before - now))
@@ -33,7 +33,9 @@ def warn_of_differences(group: Group, report: RestoreReport) -> None:
 
 
 def warn_of_other_position(group: Group, preview: Preview, restored: Progress) -> None:
-    """Warn when training goes on elsewhere than `peek` has told the script: its Batches were not restored."""
+    """Warn when training resumes at a different position than `peek` has told the script: its Batches were not
+    restored.
+    """
     differences = [
         f"{name}: peek() said {getattr(preview, name)}, restore() {count}"
         for name, count in asdict(restored).items()
@@ -45,11 +47,11 @@ def warn_of_other_position(group: Group, preview: Preview, restored: Progress) -
 
 
 def say_what_begins_anew(group: Group, restored: Progress | None) -> None:
-    """Say what happens to data whose position is not in the state, and warn of Ray Data's epoch that is cut off.
+    """Log what happens to data whose position is not in the state, and warn about an interrupted epoch of Ray Data.
 
-    It says so at a run's first start, and whenever it happens. It is no error: a run of one epoch loses nothing, and a
-    run that is restarted at night is better off with some samples twice than with an end. restored: None in a fresh
-    run.
+    It does so at a run's first start, and whenever it happens. It is not an error: a run of one epoch loses nothing,
+    and for a run that is restarted at night, repeated samples are better than the end of the run. restored: None in a
+    fresh run.
     """
     names = ", ".join(host().dataset_names())
     if group.rank or (restored is not None and restored.epoch_step == 0) or not (names or restored):

@@ -1,4 +1,4 @@
-"""Names the kinds of save, and says which of several wins."""
+"""The kinds of save, and which of several takes precedence."""
 
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -11,7 +11,7 @@ SaveKind = Literal["roll", "keep"]
 
 
 def strongest(*kinds: SaveKind | None) -> SaveKind | None:
-    """Returns the kind that includes all others; None when there is nothing to save."""
+    """Return the kind that includes all others; None when there is nothing to save."""
     return max((kind for kind in kinds if kind), key=get_args(SaveKind).index, default=None)
 
 

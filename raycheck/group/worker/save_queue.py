@@ -33,17 +33,17 @@ from raycheck.transfer.incremental_upload import StagedState
 MEMORY_AGREEMENT_S = 10.0
 """How long the ranks wait for each other before a memory checkpoint."""
 LAST_ANSWER_S = 2.0
-"""How much longer the end of training waits than a save may take, so that it hears the outcome of the last save."""
+"""How much longer the end of training waits than a save may take, so that it learns the outcome of the last save."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveStatus:
-    """Describes a rank's saves to a driver that decides when to save.
+    """The status of a rank's saves, for a driver that decides when to save.
 
-    is_busy: the next save would have to wait. busy_s: how long the saves under way may still take, None when there is
-    none. blocked_s: how long the newest save has held up training. save_s: how long the newest commit took. unnamed:
-    why the newest commit that asked for a name has not got it; "" when it has. memory_step: the step of the newest
-    memory checkpoint that this attempt has made; -1 when it has made none.
+    is_busy: the next save would have to wait. busy_s: how long the saves in progress may still take, None when there
+    are none. blocked_s: how long the newest save has blocked training. save_s: how long the newest commit took.
+    unnamed: why the newest commit that asked for a name did not get it; "" when it did. memory_step: the step of the
+    newest memory checkpoint of this attempt; -1 when there is none.
     """
 
     is_busy: bool = False
@@ -55,7 +55,7 @@ class SaveStatus:
 
     @classmethod
     def of_slowest(cls, ranks: Sequence["SaveStatus"]) -> Self:
-        """Returns the status of a group: in each value that of its slowest rank."""
+        """Return the status of a group: each value is that of its slowest rank."""
         return cls(
             is_busy=any(rank.is_busy for rank in ranks),
             busy_s=max((rank.busy_s for rank in ranks if rank.busy_s is not None), default=None),
@@ -68,10 +68,10 @@ class SaveStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _UnderWay:
-    """Holds a save that is under way.
+    """A save in progress.
 
-    is_agreed: the ranks agreed on their replicas before it. is_reported: Ray will be told of it. has_name: it asks for
-    a name. outcome: how it ended, and when this rank learned of it.
+    is_agreed: the ranks agreed on their replicas before it. is_reported: it will be reported to Ray. has_name: it asks
+    for a name. outcome: how it ended, and when this rank learned of it.
     """
 
     number: int
@@ -85,7 +85,7 @@ class _UnderWay:
 
 
 class SaveQueue:
-    """Stages this rank's saves, has them uploaded one by one, and learns how each ended.
+    """Stage this rank's saves, have them uploaded one by one, and find out how each ended.
 
     saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save. newest: name of the
     checkpoint that was committed or restored last. save_s: how long the newest commit took. saves: how many saves were
@@ -146,17 +146,17 @@ class SaveQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Returns whether the next save would have to wait for a buffer."""
+        """Return whether the next save would have to wait for a buffer."""
         return sum(not save.outcome.done() for save in self._pending) >= self._state.components.buffers
 
     @property
     def busy_s(self) -> float | None:
-        """Returns how long the saves under way may still take, judged by the newest commit; None when there is none."""
+        """Return how long the saves in progress may still take, by the newest commit; None when there are none."""
         began = [save.began for save in self._pending if not save.outcome.done()]
         return max(0.0, len(began) * self.save_s - (time.monotonic() - began[0])) if began else None
 
     def status(self, blocked_s: float) -> SaveStatus:
-        """Returns this rank's status. blocked_s: how long the newest save has held up training."""
+        """Return this rank's status. blocked_s: how long the newest save has blocked training."""
         return SaveStatus(
             is_busy=self.is_busy, busy_s=self.busy_s, blocked_s=blocked_s, save_s=self.save_s, unnamed=self.unnamed
         )
@@ -174,11 +174,11 @@ class SaveQueue:
         replaces: str | None = None,
         tasks: Mapping[str, HFExport | bytes] | None = None,
     ) -> str:
-        """Stage the state and start its upload, after `wait_for_buffer`. Returns the checkpoint's name.
+        """Stage the state and start its upload, after `wait_for_buffer`. Return the checkpoint's name.
 
         When it returns, the state may change: it is copied, or the save fails. If there is still no buffer, the save
-        counts as failed, and the other ranks are told. trained_s, is_by_notice, replaces: see Manifest.
-        is_reported: Ray can soon be told of this save. tasks: see Report.
+        counts as failed, and the other ranks are told. trained_s, is_by_notice, replaces: see Manifest. is_reported:
+        this save can soon be reported to Ray. tasks: see Report.
         """
         began = time.monotonic()
         last_to_await = self._last_to_await()
@@ -252,20 +252,20 @@ class SaveQueue:
         return self.wait(0)
 
     def wait_for_buffer(self) -> str | None:
-        """Wait until the next save can be staged, for the save time-out at most. Returns and raises as `poll` does."""
+        """Wait until the next save can be staged, for at most the save timeout. Returns and raises as `poll` does."""
         return self.wait(up_to=self._last_to_await())
 
     def _last_to_await(self) -> int:
-        """Returns the number of the last save that has to be over before the next one begins.
+        """Return the number of the last save that must have ended before the next one begins.
 
-        Its buffer is needed. An agreement, or the place of a frozen component, is in doubt until the save that brought
-        it has ended; then only one save may be under way.
+        Its buffer is needed. An agreement, or the place of a frozen component, is uncertain until the save that brought
+        it has ended; in that case only one save may be in progress.
         """
         is_alone = any(save.is_agreed or save.staged.written for save in self._pending)
         return self.saves if is_alone else self.saves + 1 - self._state.components.buffers
 
     def wait(self, timeout_s: float | None = None, *, up_to: int | None = None) -> str | None:
-        """Wait until the saves in flight have ended, for the save time-out at most. Returns and raises as `poll` does.
+        """Wait until the saves in flight have ended, for at most the save timeout. Returns and raises as `poll` does.
 
         up_to: wait only for the saves up to this number.
         """
@@ -300,20 +300,20 @@ class SaveQueue:
 
     @property
     def has_newest_failed(self) -> bool:
-        """Returns whether the newest save has failed, as far as this rank knows."""
+        """Return whether the newest save has failed, as far as this rank knows."""
         return self.saves > 0 and self._last_failed == self.saves
 
     @property
     def longest_s(self) -> float:
-        """Returns how many seconds to wait for the outcome of any save."""
+        """Return how many seconds to wait for the outcome of any save."""
         return self._settings.save_timeout_s + LAST_ANSWER_S
 
     @property
     def problem(self) -> str:
-        """Returns why, after `wait`, not all of the newest saves are committed; "" when they are.
+        """Return why, after `wait`, not all of the newest saves are committed; "" when they are.
 
-        It looks only at as many saves as there are buffers, since all ranks must come to one answer: when they began to
-        wait, some of them knew the outcome of earlier saves already, and some did not.
+        It looks at only as many saves as there are buffers, since all ranks must get the same answer: when they began
+        to wait, some of them already knew the outcome of earlier saves, and some did not.
         """
         if self._pending:
             names = ", ".join(str(save.number) for save in self._pending)
@@ -343,12 +343,12 @@ class SaveQueue:
             self._reporter.point_to(self._newest_commit)
 
     def memory_saves(self) -> MemorySaves:
-        """Returns what makes this rank's memory checkpoints."""
+        """Return what makes this rank's memory checkpoints."""
 
         has_agreed = self._group.world_size == 1
 
         def agree(report: Report, anew: bool) -> None:
-            """Has the ranks agree for memory alone until the first save to the bucket, which does so by itself."""
+            """Have the ranks agree for memory alone until the first save to the bucket, which has its own agreement."""
             nonlocal has_agreed
             if self._group.world_size == 1:
                 return
@@ -367,10 +367,10 @@ class SaveQueue:
         self._uploads.stop()
 
     def _take_doubt(self, number: int) -> bool:
-        """Return whether it is in doubt that the replicas are equal, and that one rank writes each.
+        """Return whether it is uncertain that the replicas are equal, and that one rank writes each.
 
-        number: of the save that begins. The answer comes from the newest save whose outcome all ranks have heard, and
-        is given once. Of later saves some ranks may have heard and others not.
+        number: of the save that begins. The answer comes from the newest save whose outcome all ranks know, and is
+        given once. Of later saves, some ranks may know the outcome and others may not.
         """
         return self._must_agree_after.pop(number - self._settings.buffers, False) or not self._has_agreed
 
@@ -389,7 +389,7 @@ class SaveQueue:
             raise SaveFailedError(f"rank {report.rank}: step {report.progress.step}: {error}") from error
 
     def _agree(self, report: Report) -> None:
-        """Have the ranks settle which of them writes each replica, and check that replicas are equal on all of them."""
+        """Have the ranks decide which of them writes each replica, and check that replicas are equal on all of them."""
         self._has_agreed = False
         agreement = self._agreement(report, timeout_s=self._settings.save_timeout_s)
         self._state.use_agreement(agreement)
@@ -399,10 +399,10 @@ class SaveQueue:
             logger.warning(event(advice_on(agreement.differing), run=self._group.uri))
 
     def _agreement(self, report: Report, *, timeout_s: float) -> Agreement:
-        """Bring what this rank holds, and return what all ranks are told. Raises SaveFailedError, and ConfigError.
+        """Send what this rank holds, and return what all ranks are told. Raises SaveFailedError, and ConfigError.
 
-        What differs at the first save of a group is a mistake of the program, and ends the run. What differs later may
-        be right again after a restart: it fails the save, when its reports are compared.
+        A difference at the first save of a group is a bug in the script, and ends the run. A later difference may
+        disappear after a restart: it fails the save, when its reports are compared.
         """
         holdings = self._state.replica_checksums(
             is_compared=report.save == 1 and not report.keeps_drift, may_spread=not report.keeps_drift

@@ -14,10 +14,10 @@ from raycheck.transfer.incremental_upload import StagedState
 
 
 class UploadThread:
-    """Runs the uploads and reports of one rank in a background thread, in the order in which they are given."""
+    """Run the uploads and reports of one rank in a background thread, in the order in which they are given."""
 
     def __init__(self, group: Group, *, timeout_s: float, by_node: bool) -> None:
-        """timeout_s: how long a save may take; errors name it. by_node: have the node's actor upload, if it can."""
+        """timeout_s: how long a save may take; errors name it. by_node: let the node's actor upload, if it can."""
         self._own = Uploader(group, timeout_s=timeout_s)
         self._by_node = group.node_sink(timeout_s=timeout_s) if by_node else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raycheck-save")
@@ -27,7 +27,7 @@ class UploadThread:
     def save(
         self, staged: StagedState, report: Report, *, deadline: float, committed: Callable[[], None]
     ) -> Future[tuple[Outcome, float]]:
-        """Upload and report a save in the background. Returns its outcome, and when it was told by time.monotonic.
+        """Upload and report a save in the background. Return its outcome, and when it was received by time.monotonic.
 
         deadline: by time.monotonic. committed: called in the save thread when the save was committed.
         """
@@ -48,7 +48,7 @@ class UploadThread:
         self._thread.submit(call)
 
     def wait_until_idle(self, timeout_s: float) -> None:
-        """Wait until the thread has done all that it was given, but not longer than this."""
+        """Wait until the thread has finished everything that it was given, but not longer than this."""
         with suppress(FutureTimeoutError):
             self._thread.submit(int).result(timeout_s)
 

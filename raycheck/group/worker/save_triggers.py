@@ -21,13 +21,13 @@ from raycheck.settings import SaveSettings, function_name
 
 
 class SaveTriggers:
-    """Decides when to save, the same on every rank. Every rank calls its methods at the same steps.
+    """Decide when to save, with the same result on every rank. Every rank calls its methods at the same steps.
 
-    is_preempted: a node is about to go, so that training should wait for nothing but a save. clock_s: rank 0's seconds
-    of training in this attempt, as all ranks heard them last. must_reach_memory: a node is about to go, and the memory
-    checkpoint that this asks for was not begun yet. skipped: how many saves were skipped because the one
-    before was under way. tasks: what is to follow the commit of the save that the last decision asks for, by name.
-    reporter: tells the host of commits.
+    is_preempted: a node is about to be taken away, so training should wait for nothing but a save. clock_s: rank 0's
+    seconds of training in this attempt, as last broadcast. must_reach_memory: a node is about to be taken away, and the
+    memory checkpoint that this asks for has not begun yet. skipped: how many saves were skipped because the previous
+    one was in progress. tasks: the names of the tasks that follow the commit of the save that the last decision asks
+    for. reporter: reports commits to whoever started the ranks.
     """
 
     def __init__(self, settings: SaveSettings, group: Group) -> None:
@@ -81,7 +81,7 @@ class SaveTriggers:
             self._interval.start(claims)
 
     def trained(self, seconds: float, *, is_saving: bool) -> None:
-        """Note how long a step took. is_saving: a save was under way beside it."""
+        """Record how long a step took. is_saving: a save was in progress during the step."""
         if self._interval is not None:
             self._interval.step(seconds, is_saving=is_saving)
 
@@ -94,7 +94,7 @@ class SaveTriggers:
         began: float,
         tasks: Collection[str] = (),
     ) -> None:
-        """Note that a save has begun. began: when, by time.monotonic. blocked_s: how long it has blocked training.
+        """Record that a save has begun. began: when, by time.monotonic. blocked_s: how long it has blocked training.
 
         tasks: what follows its commit.
         """
@@ -107,11 +107,11 @@ class SaveTriggers:
             self._interval.saved(blocked_s)
 
     def tasks_begun(self, tasks: Collection[str], *, began: float) -> None:
-        """Note that these tasks follow a save that has begun. began: when they were asked for, by time.monotonic."""
+        """Record that these tasks follow a save that has begun. began: when they were requested, by time.monotonic."""
         self._run_at |= dict.fromkeys(tasks, began)
 
     def committed(self, save_s: float) -> None:
-        """Note that a save of this rank was committed, save_s seconds after it began."""
+        """Record that a save of this rank was committed, save_s seconds after it began."""
         self._save_s = save_s
 
     def save_soon(self) -> None:
@@ -120,12 +120,12 @@ class SaveTriggers:
 
     @property
     def is_by_notice(self) -> bool:
-        """Returns whether the save that the last decision asks for is one because a node is about to go."""
+        """Return whether the last decision asks for a save because a node is about to be taken away."""
         return self._decision.is_by_notice
 
     @property
     def must_leave(self) -> bool:
-        """Returns whether all ranks have to end this attempt, so that Ray restarts them elsewhere."""
+        """Return whether all ranks have to end this attempt, so that Ray restarts them elsewhere."""
         return self._decision.leave
 
     def decide_at_step(
@@ -138,9 +138,9 @@ class SaveTriggers:
     ) -> SaveKind | None:
         """Decide, together with all ranks, whether to save at the end of this step, and as what.
 
-        progress: rank 0's counts tokens. is_busy: the next save would wait for one of this rank. busy_s: how long the
-        saves under way may still take. metrics: of the step. Raises ConfigError, on all ranks, for what the user's own
-        function raised.
+        progress: rank 0's token count is used. is_busy: the next save would wait for one of this rank. busy_s: how long
+        the saves in progress may still take. metrics: of the step. Raises ConfigError, on all ranks, for what the
+        user's own function raised.
         """
         self._decision, self.tasks = RankZeroDecision(step=None), ()
         step, self._tokens = progress.step, progress.tokens
@@ -166,9 +166,9 @@ class SaveTriggers:
     def decide_on_memory(self, step: int, *, is_busy: bool) -> bool:
         """Decide, together with all ranks, whether to make a memory checkpoint of this step.
 
-        It is due at its steps and when a node is about to go, and not begun while rank 0 is busy. One that a notice
-        asks for is then begun at a later step at which the ranks hear rank 0. is_busy: this rank cannot begin one, as
-        the one before is under way.
+        It is due at its steps and when a node is about to be taken away, and does not begin while rank 0 is busy. One
+        that a notice asks for then begins at a later step at which rank 0 broadcasts. is_busy: this rank cannot begin
+        one, because the previous one is in progress.
         """
         is_asked_for = self.must_reach_memory and self._decision.step is not None
         if not is_asked_for and not _is_multiple(step, self._settings.memory_every_steps):
@@ -187,9 +187,9 @@ class SaveTriggers:
         )
 
     def _kind_at_epoch(self, epoch: int) -> SaveKind | None:
-        """Returns what is due for the epochs that ended since the last decision.
+        """Return what is due for the epochs that ended since the last decision.
 
-        An epoch counts even if the script did not call end_epoch and the data just went on.
+        An epoch counts even if the script did not call end_epoch and the data simply continued.
         """
         return "keep" if self._is_passed(epoch, self._settings.every_epochs) else None
 
@@ -206,9 +206,9 @@ class SaveTriggers:
         return kind is None or self._settings.when_busy == "wait" or self._agree_to_save(step, is_busy=is_busy)
 
     def _agree_to_save(self, step: int, *, is_busy: bool) -> bool:
-        """Hear from rank 0 whether it could save now, and count the save as skipped if not.
+        """Learn from rank 0 whether it could save now, and count the save as skipped if not.
 
-        Rank 0 speaks for all: its save ends when all ranks have reported theirs, or one has failed.
+        Rank 0 decides for all: its save ends when all ranks have reported theirs, or one has failed.
         """
         if self._group.world_size > 1:
             mine = None if self._group.rank else RankZeroDecision(step=step, save=None if is_busy else "keep")
@@ -218,7 +218,7 @@ class SaveTriggers:
         return not is_busy
 
     def _skip(self, step: int) -> None:
-        """Count a skipped save. A step that several triggers ask for counts once."""
+        """Count a skipped save. A step for which several triggers ask counts once."""
         if step == self._skipped_step:
             return
         self.skipped, self._skipped_step = self.skipped + 1, step
@@ -289,7 +289,7 @@ class SaveTriggers:
         return "keep" if answer else None
 
     def _decide_at_preemption(self, step: int, *, is_new_notice: bool, busy_s: float) -> bool:
-        """Decide, on rank 0, whether to save now because a node is about to go."""
+        """Decide, on rank 0, whether to save now because a node is about to be taken away."""
         if not is_new_notice:
             return self._preemption.is_noticed and self._preemption.take_last_chance(
                 save_s=self._save_s, busy_s=busy_s, again_s=self._broadcast.again_s
@@ -307,7 +307,7 @@ class SaveTriggers:
         return tuple(n for n, task in self._tasks.items() if _is_over(now - self._run_at[n], task.every_seconds))
 
     def _kind_by_time(self, *, is_busy: bool) -> SaveKind | None:
-        """Returns what is due by time, by tokens, or because somebody asked for a save. Rank 0 decides by it."""
+        """Return what is due by time, by tokens, or because somebody requested a save. Rank 0 decides by it."""
         settings, now = self._settings, time.monotonic()
         if is_busy and settings.when_busy == "skip" and not self._is_wanted:
             return None
@@ -320,7 +320,7 @@ class SaveTriggers:
         return "roll" if _is_over(now - self._rolled_at, settings.rolling_every_seconds) else None
 
     def can_report_soon(self) -> bool:
-        """Returns whether Ray can soon be told of a save that begins now, if rank 0 asks."""
+        """Return whether a save that begins now can soon be reported to Ray, if rank 0 asks."""
         return self.reporter.can_report_soon(self._decision.commit)
 
     def report_to_host(self) -> None:
@@ -328,7 +328,7 @@ class SaveTriggers:
         self.reporter.report(self._decision.commit)
 
     def report_all_to_host(self) -> None:
-        """Report to Ray what is unreported, the last commit last, so that Result.checkpoint is the newest.
+        """Report to Ray what is unreported, with the last commit last, so that Result.checkpoint is the newest.
 
         Every rank calls it once, at the end of training.
         """

@@ -1,6 +1,6 @@
-"""Counts a training's progress, measures how long it trains, and takes in the metrics of its steps.
+"""Count a training's progress, measure how long it trains, and convert the metrics of its steps.
 
-The counts are what a checkpoint keeps as `progress`; the seconds are its `trained_s`.
+The counts are stored in a checkpoint as `progress`; the seconds are its `trained_s`.
 """
 
 import math
@@ -17,10 +17,10 @@ from raycheck.state.entries.per_rank_entries import PerRank, RankZero, inside
 
 
 class ProgressCounter:
-    """Counts steps, tokens and episodes; also epochs and samples, unless a DataStream in the state counts them.
+    """Count steps, tokens and episodes; also epochs and samples, unless a DataStream in the state counts them.
 
     decides: whether this rank takes part in the decision to save; False when a driver decides for it. is_preempted: a
-    node of the group is about to go, as far as that driver has said.
+    node of the group is about to be taken away, as far as that driver has said.
     """
 
     decides = True
@@ -31,7 +31,7 @@ class ProgressCounter:
         self.progress = Progress()
 
     def watch(self, entries: Iterable[object]) -> None:
-        """Take epochs and samples from the stream of data among these entries. Raises ConfigError for two of them."""
+        """Get epochs and samples from the stream of data among these entries. Raises ConfigError for two of them."""
         entries = list(entries)
         for value in entries:
             if isinstance(value, PerRank | RankZero) and isinstance(inside(value), DataStream):
@@ -52,7 +52,7 @@ class ProgressCounter:
         return self.progress.step
 
     def end_step(self, *, tokens: int, episodes: int) -> None:
-        """Count one step. Raises ConfigError for tokens or episodes that are not whole numbers of at least 0."""
+        """Count one step. Raises ConfigError for tokens or episodes that are not integers of at least 0."""
         for name, count in (("tokens", tokens), ("episodes", episodes)):
             if type(count) is not int or count < 0:
                 raise ConfigError(f"end_step({name}={count!r}): give a whole number of at least 0")
@@ -75,14 +75,14 @@ class ProgressCounter:
         self.go_to(progress)
 
     def go_to(self, progress: Progress) -> None:
-        """Take over these counts, except those that a stream of data keeps itself."""
+        """Set these counts, except those that a stream of data keeps itself."""
         for data in self.data:
             progress = replace(progress, epoch=data.epoch, epoch_step=data.epoch_step, samples=data.samples)
         self.progress = progress
 
 
 class TrainingClock:
-    """Measures seconds of training: those in the restored state, plus those of the steps since. Saves do not count.
+    """Measure seconds of training: those in the restored state, plus those of the steps since. Saves do not count.
 
     It runs between the end of one `end_step` and the beginning of the next. trained_s: the sum. step_s: how long the
     last step took.
@@ -95,13 +95,13 @@ class TrainingClock:
         self.step_s = 0.0
 
     def go(self, trained_s: float | None = None) -> None:
-        """Let the clock run. trained_s: seconds of training in the restored state, given once after a restore."""
+        """Start the clock. trained_s: seconds of training in the restored state, given once after a restore."""
         if trained_s is not None:
             self.trained_s = trained_s
         self._since = self._clock()
 
     def skip(self, seconds: float) -> None:
-        """Leave out the last `seconds`: they were not training."""
+        """Subtract the last `seconds`: they were not training."""
         if self._since is not None:
             self._since += seconds
 
@@ -114,12 +114,12 @@ class TrainingClock:
 
 
 def detached(metrics: Mapping[str, object]) -> dict[str, object]:
-    """Returns the metrics with tensors detached, so that keeping a metric does not keep its graph alive."""
+    """Return the metrics with tensors detached, so that keeping a metric does not keep its graph alive."""
     return {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
 
 
 def numbers_of(metrics: Mapping[str, object]) -> dict[str, float]:
-    """Returns the finite metrics as floats. Raises ConfigError, naming the metric, for a value that is no number."""
+    """Return the finite metrics as floats. Raises ConfigError, naming the metric, for a value that is not a number."""
     numbers = {}
     for name, value in metrics.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:

@@ -1,7 +1,7 @@
-"""One staged save is uploaded, and reported to the coordinator, by the rank's save thread or by its node's actor.
+"""Upload one staged save, and report it to the coordinator: in the rank's save thread, or in its node's actor.
 
-A save always ends in an outcome that all ranks are told, or in an error at the deadline: whatever fails here is
-reported, since the other ranks must not wait for this one (I9).
+A save always ends in an outcome that all ranks are told, or in an error at the deadline: any failure here is reported,
+since the other ranks must not wait for this one (I9).
 """
 
 import time
@@ -21,7 +21,7 @@ from raycheck.transfer.stage.shared_memory import MemoryPlace
 
 
 class Uploader:
-    """Uploads and reports the saves of one rank, one after the other.
+    """Upload and report the saves of one rank, one after the other.
 
     refusal: why this process may not upload at all, as the newest save has shown; "" when it may.
     """
@@ -33,8 +33,9 @@ class Uploader:
         timeout_s: float,
         hold: Callable[[str, memoryview, MemoryPlace | None], None] | None = None,
     ) -> None:
-        """timeout_s: how long a save may take; errors name it. hold: takes the key, the bytes and the place of each
-        shard for a memory checkpoint; None: the shards are uploaded."""
+        """timeout_s: how long a save may take; errors name it. hold: stores each shard for a memory checkpoint, given
+        its key, bytes and place; None: the shards are uploaded.
+        """
         self._group = group
         self._timeout_s = timeout_s
         self._hold = hold
@@ -79,7 +80,7 @@ class Uploader:
         return outcome
 
     def _outcome_of(self, report: Report, deadline: float, key: str) -> Outcome | PlanWanted:
-        """Hand the report in, and wait for the outcome that all ranks are told. key: names this rank's object."""
+        """Send the report, and wait for the outcome that all ranks are told. key: names this rank's object."""
         what = f"save of step {report.progress.step} ({key})"
         within = f"within {self._timeout_s:.0f} s"
         answer: Outcome | PlanWanted = ask_until_decided(

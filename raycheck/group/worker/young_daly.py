@@ -1,8 +1,8 @@
-"""Computes how long to train between two saves from the user's budget, SaveSettings(overhead=...).
+"""Compute how long to train between two saves from the user's budget, SaveSettings(overhead=...).
 
-Saving too often costs time each time; saving too rarely costs what is lost at a failure. Young (1974) and Daly (2006)
-balance the two by the cost of a save and the mean time between failures. Rank 0 observes both: the cost on itself, the
-failures as attempts of the run. The other ranks only hear its decision.
+Saving too often costs time at every save; saving too rarely costs the work that a failure loses. Young (1974) and Daly
+(2006) balance the two by the cost of a save and the mean time between failures. Rank 0 observes both: the cost in its
+own saves, and the failures as attempts of the run. The other ranks only get its decision.
 """
 
 import math
@@ -17,7 +17,7 @@ RECENT = 200
 
 
 def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """Returns the seconds of training between two saves that lose the least time.
+    """Return the seconds of training between two saves that lose the least time.
 
     cost_s: what a save costs. mtbf_s: mean time between failures. J. T. Daly, "A higher order estimate of the optimum
     checkpoint interval for restart dumps", Future Generation Computer Systems 22 (2006), equation 37.
@@ -29,12 +29,12 @@ def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
 
 
 def mtbf_s(claims: Sequence[float], now: float) -> float:
-    """Returns the mean seconds between failures of a run whose attempts began at the times `claims`."""
+    """Return the mean seconds between failures of a run whose attempts began at the times `claims`."""
     return (now - claims[0] + PRIOR_S) / len(claims)
 
 
 class Interval:
-    """Measures what saves cost, and computes from it how long to train between two of them.
+    """Measure what saves cost, and compute from this how long to train between two of them.
 
     overhead: the share of training time that saves may cost. at_most_s: the longest interval; None for no limit.
     """
@@ -49,16 +49,18 @@ class Interval:
         self._beside: list[float] = []
 
     def start(self, claims: Sequence[float]) -> None:
-        """Take over when the run's attempts began. claims: times of the bucket's clock, this attempt's last."""
+        """Set when the run's attempts began. claims: times of the bucket's clock, this attempt's last."""
         self._claims = tuple(claims)
 
     def step(self, seconds: float, *, is_saving: bool) -> None:
-        """Note how long a step took. is_saving: a save was under way beside it."""
+        """Record how long a step took. is_saving: a save was in progress during the step."""
         self._trained_s += seconds
         (self._beside if is_saving else self._alone).append(seconds)
 
     def saved(self, blocked_s: float) -> None:
-        """Note how long a save has blocked training. The steps noted as `is_saving` so far ran beside the last save."""
+        """Record how long a save has blocked training. The steps recorded as `is_saving` so far ran during the last
+        save.
+        """
         slowed_s = 0.0
         if self._alone:
             usual_s = statistics.median(self._alone)  # not the mean: first steps and evaluations take long
@@ -69,7 +71,7 @@ class Interval:
 
     @property
     def seconds(self) -> float:
-        """Seconds to train until the next save; 0 before the first one, which is needed to measure its cost."""
+        """Return the seconds to train until the next save; 0 before the first one, which measures the cost."""
         if self._cost_s is None:
             return 0.0
         best = daly_interval_s(self._cost_s, mtbf_s(self._claims, self._claims[-1] + self._trained_s))
