@@ -16,5 +16,6 @@ What happens, and which module does it:
                   of the driver: the coordinator dies too; the next driver's claim fences it (bucket/protocol).
     the end       actor.finish waits for all ranks, and writes into `latest` that the run has finished.
 
-messages.py holds what is sent; cluster.py is what there is of Ray, and memory_checkpoints.py lists those. Nothing here holds truth: that is `latest` alone.
+messages.py defines what is sent; cluster.py is what there may be of Ray; memory_checkpoints.py lists those. Nothing
+here is the source of truth: only `latest` is.
 """
