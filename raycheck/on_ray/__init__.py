@@ -2,8 +2,8 @@
 
 - fit.py: raycheck.fit, trainer.fit() with a coordinator in the driver. driver_signals.py: saves when the driver gets
   SIGTERM or SIGUSR1.
-- ray_host.py, ray_group.py, ray_cluster.py: the ports of a group, as Ray fills them: what started this process, a rank's
-  place, and what a coordinator has.
+- ray_host.py, ray_group.py, ray_cluster.py: a group's ports with Ray: what started this process, a rank's place, and
+  what a coordinator has.
 - api/: every name of Ray's that may change.
 - actors/: ActorCheckpointer, the same for groups of Ray actors, without Ray Train.
 - nodes/: an actor on each node that uploads for its ranks, and keeps memory checkpoints.

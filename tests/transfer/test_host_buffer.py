@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from raycheck.transfer import host_buffer as buffer_module
+from raycheck.transfer.stage import host_buffer as buffer_module
 from raycheck.transfer.stage.host_buffer import HostBuffer
 
 SIZE = 64 * 1024 * 1024

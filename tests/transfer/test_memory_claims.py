@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from raycheck.errors import ConfigError
-from raycheck.transfer import memory_claims
+from raycheck.transfer.stage import memory_claims
 from raycheck.transfer.stage.host_buffer import HostBuffer
 from raycheck.transfer.stage.memory_claims import MemoryClaim, available_bytes, unclaimed_bytes
 

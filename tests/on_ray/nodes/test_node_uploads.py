@@ -16,8 +16,8 @@ import ray
 import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.group.worker import node_uploads
 from raycheck.group.worker.group_restore import claim_run
+from raycheck.on_ray.nodes import node_uploads
 from raycheck.on_ray.nodes.node_uploads import NodeUploads
 from tests.on_ray.nodes.test_node_saves import staged_and_reported
 from tests.support.histories.invariants import assert_invariants
