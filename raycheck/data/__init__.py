@@ -1,19 +1,20 @@
-"""Makes up the streams of samples whose position a checkpoint keeps (batches.py, ray_data.py) from these parts:
+"""Provides streams of samples whose position a checkpoint stores (batches.py and Ray's ray_data.py), made of these
+parts:
 
 epoch_order       which sample comes where: a pure function of seed and epoch
-stream_position   how far the stream is, and which loader may go on with it
+stream_position   the position of the stream, and which loader may continue from it
 batch_loader      the iterator that a training loop gets
-data_stream       what the Checkpointer asks of any stream of training data
-sample_seeding    random augmentation that depends on the sample's position alone
-batch_source      what Batches need of the data behind them
-numbered_samples  samples that can be asked for by number, in an order of seed and epoch
-streamed_samples  samples that come in an order of their own
-shared_streams    streams: which rank reads which shards of them, and from where
-source_proof      reads some samples on trial: are they the checkpoint's, does a state lead back
-proof_agreement   compares what the ranks have read
-isolated_call     runs such a trial in a forked child, which changes nothing here
-loader_checks     refuses loaders of torchdata that would not go on where they were
-step_history      which batches each step took
+data_stream       what the Checkpointer requires of any stream of training data
+sample_seeding    random augmentation that depends only on the sample's position
+batch_source      what Batches require of a data source
+numbered_samples  samples that are fetched by number, in an order that seed and epoch decide
+streamed_samples  samples that arrive in the stream's own order
+shared_streams    sharing of streams: which rank reads which shards, and from which position
+source_proof      trial reads: are these the checkpoint's samples, and does a saved state lead back to its position
+proof_agreement   comparison of what the ranks have read
+isolated_call     a forked child for such a trial, so that it changes nothing in this process
+loader_checks     refusal of torchdata loaders that would not resume where they were
+step_history      which batches each step used
 step_samples      the samples of a step, from a checkpoint
-row_set           the rows of Ray Data's that were consumed
+row_set           the rows of Ray Data that were consumed
 """

@@ -8,12 +8,12 @@ from raycheck.errors import ConfigError
 
 
 class BatchLoader:
-    """Gives one rank's batches, as Batches.loader describes. It begins when its first batch is asked for.
+    """An iterator over one rank's batches, as described in Batches.loader. It starts when its first batch is requested.
 
-    Iterated anew after a restore or after end_epoch, it goes on where the stream is then. When one of these happens
-    while it is in use, or another loader is begun, its next batch raises ConfigError.
+    If iterated again after a restore or after end_epoch, it continues from the stream's position. If one of these
+    happens while it is in use, or another loader is started, its next batch raises ConfigError.
 
-    batches: the Batches that it gives out, for an adapter that is only given the loader.
+    batches: the Batches that it belongs to, for an adapter that is only given the loader.
     """
 
     def __init__(
@@ -24,9 +24,10 @@ class BatchLoader:
         open_epoch: Callable[[int], tuple[Iterable[int], Iterable[Any]]],
         delivered: Callable[[], None] = lambda: None,
     ) -> None:
-        """batches: the Batches that this loader gives out. epoch: None for the stream's own. open_epoch: returns the
-        numbers of the batches that are left of an epoch, and these. delivered: called with each batch that the training
-        loop gets."""
+        """batches: the Batches that this loader belongs to. epoch: None for the stream's current epoch. open_epoch:
+        returns the numbers of the remaining batches of an epoch, and these batches. delivered: called with each batch
+        that the training loop gets.
+        """
         self.batches = batches
         self._position = position
         self._asked_epoch = epoch
@@ -40,15 +41,15 @@ class BatchLoader:
         self._is_over = False
 
     def __len__(self) -> int:
-        """Returns how many batches this pass gives, those already given included.
+        """Return how many batches this pass yields, including those already yielded.
 
-        Raises TypeError, as torch's DataLoader does, for a stream that does not say how long it is.
+        Raises TypeError, as torch's DataLoader does, for a stream of unknown length.
         """
         has_turn = self._position.has_turn(self._turn)
         is_begun = has_turn and not self._is_over
         length = self._length if is_begun else self._position.batches_left(self._asked_epoch, is_again=has_turn)
         if length is None:
-            raise TypeError("nobody knows how many batches are left of a stream: give Batches(batches_per_epoch=...)")
+            raise TypeError("the number of batches left in a stream is unknown: set Batches(batches_per_epoch=...)")
         return length
 
     def __iter__(self) -> Self:
@@ -57,8 +58,8 @@ class BatchLoader:
             return self
         if has_turn and self._asked_epoch is not None:
             raise ConfigError(
-                f"this loader has given all of epoch {self._epoch}; take loader({self._epoch + 1}) for the next one, "
-                "or loader() without an epoch, which gives the next one each time it is iterated"
+                f"this loader has yielded all of epoch {self._epoch}; use loader({self._epoch + 1}) for the next one, "
+                "or loader() without an epoch, which yields the next one each time it is iterated"
             )
         self._batches = None
         return self

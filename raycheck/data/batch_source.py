@@ -1,7 +1,7 @@
-"""Says what Batches need of the data that they give out: samples with numbers, or streams of samples.
+"""Defines what Batches require of a data source: samples with numbers, or streams of samples.
 
-Batches keep the position that all ranks share, counted in batches. A source makes a rank's batches from a position on,
-and keeps what else a restart needs to know.
+Batches keep the position that all ranks share, counted in batches. A source makes a rank's batches from a given
+position, and keeps whatever else a restart needs to know.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankShare:
-    """Says how many samples a global batch has, and which of the ranks that share it this one is."""
+    """The number of samples in a global batch, and this rank's place among the ranks that share it."""
 
     global_batch: int
     rank: int
@@ -26,11 +26,11 @@ class RankShare:
 
 
 class BatchSource(ABC):
-    """Makes one rank's batches of a dataset.
+    """A source of one rank's batches of a dataset.
 
-    samples: how many an epoch's order has; None where nobody knows. batches_per_epoch: None for a stream that ends by
-    itself. streams: how many positions there are, each of which only the ranks that read it know. compared: the names
-    in `state` that must be equal in a checkpoint and here.
+    samples: how many samples an epoch's order has; None if unknown. batches_per_epoch: None for a stream that ends when
+    its data does. streams: how many positions there are, each known only to the ranks that read that stream. compared:
+    the names in `state` whose values must be equal in the checkpoint and here.
     """
 
     samples: int | None
@@ -42,37 +42,37 @@ class BatchSource(ABC):
     def open(
         self, epoch: int, first: int, skips: Skips, options: Mapping[str, Any], *, is_mid_epoch: bool
     ) -> tuple[Iterable[int], "DataLoader[Any]"]:
-        """Returns the numbers of the batches that are left of an epoch, and a loader of this rank's share of them.
+        """Return the numbers of the remaining batches of an epoch, and a loader of this rank's share of them.
 
-        first: the number of the first one, counted from 0. skips: batches that are left out. options: torch's
-        DataLoader's. is_mid_epoch: whether a part of the stream's current epoch is consumed.
+        first: the number of the first one, counted from 0. skips: batches to leave out. options: for torch's
+        DataLoader. is_mid_epoch: whether part of the stream's current epoch is consumed.
         """
 
     @abstractmethod
     def prove(self, order: Mapping[str, Any]) -> SourceProof:
-        """Read some samples on trial. order: what else the order of samples depends on."""
+        """Read some samples as a trial. order: what else the order of samples depends on."""
 
     def take_proof(self, proof: SourceProof) -> None:
-        """Take what the ranks have found out together."""
+        """Apply what the proofs of all ranks showed."""
         del proof
 
     def take(self) -> None:
-        """Note that the training loop has got the next batch."""
+        """Note that the training loop received the next batch."""
         return
 
     def end_step(self) -> None:
-        """Count as consumed what the training loop has got."""
+        """Count as consumed what the training loop has received."""
         return
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Returns what the order depends on, and positions that the number of batches does not tell."""
+        """Return what the order depends on, and positions that do not follow from the number of batches."""
 
     def differences(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Returns why the states of all ranks that saved do not fit together, one text for each reason."""
+        """Return why the states of all ranks that saved do not fit together, as one text per reason."""
         del states
         return []
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go to saved positions. states: those of all ranks that saved."""
+        """Move to saved positions. states: the states of all ranks that saved."""
         del states

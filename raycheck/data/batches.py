@@ -1,10 +1,10 @@
 """Streams global batches: every optimizer step sees the same samples, whatever the world size.
 
-The order of an epoch is a pure function of (seed, epoch); that of a stream is the stream's own. The position counts
-samples CONSUMED, at the end of each step, so that workers which fetch ahead do not count. One loader gives batches at
-a time, from where the stream was when it gave its first one: a loader that was made before a restore follows it, one
-that was begun before is refused. No global random state is touched: without a generator of its own `iter(DataLoader)`
-draws from it, even unshuffled.
+The order of an epoch is a pure function of (seed, epoch); a stream has its own order. The position counts samples
+CONSUMED, at the end of each step, so batches that workers prefetch do not count. Only one loader yields batches at a
+time, from the position that the stream had at its first batch: a loader that was created before a restore starts from
+the restored position, and one that was started before is refused. No global random state is changed: `iter(DataLoader)`
+without its own generator draws from it, even unshuffled.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,33 +30,33 @@ _SET_BY_BATCHES = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_la
 
 
 class Batches(SampleStream):
-    """Gives a dataset out as a stream of global batches, shared among the ranks.
+    """Stream a dataset as global batches, shared among the ranks.
 
-    Put it into the Checkpointer's state: then a restore goes on with the next sample, even with another world size.
+    Put it into the Checkpointer's state: then training resumes with the next sample, even with another world size.
 
-    dataset: has `__len__` and `__getitem__`, or is an IterableDataset of torch or Hugging Face, which gives its samples
-    in one order. global_batch: samples per batch, over all ranks together; each rank takes
-    a nearly equal share of each batch (shares differ by at most one sample). The last len(dataset) % global_batch
-    samples of an epoch's order are left out of that epoch. seed: what the order depends on, together with the epoch.
-    shuffle: whether each epoch has a random order of its own, or the dataset's. order: an order of your own, such as
-    by length: a function that is called with an epoch's number and returns the indices of its samples, equal on all
-    ranks and after every restart, and equally many in each epoch; an index may come more than once. It takes the place
-    of shuffle, and of the dataset's length in what is said above. rank, world_size: this rank and the number of ranks;
-    by default those of Ray Train, else of torch.distributed, else 0 and 1. skip: batches that are left out, as (epoch,
-    first batch, last batch + 1), counted from 0; it may change at a restart, and nothing else moves.
-    prove: whether Checkpointer.restore reads some samples on trial first, see `prove`.
+    dataset: has `__len__` and `__getitem__`, or is an IterableDataset of torch or Hugging Face that yields its samples
+    in a fixed order. global_batch: samples per batch, over all ranks together; each rank takes a nearly equal share of
+    each batch (shares differ by at most one sample). The last len(dataset) % global_batch samples of an epoch's order
+    are left out of that epoch. seed: what the order depends on, together with the epoch. shuffle: True for a different
+    random order in each epoch, False for the dataset's order. order: your own order, such as by length: a function that
+    is called with an epoch's number and returns the indices of its samples. It must return the same indices on all
+    ranks and after every restart, and the same number of them for each epoch; an index may occur more than once. It
+    replaces shuffle, and its length replaces the dataset's length above. rank, world_size: this rank and the number of
+    ranks; by default those of Ray Train, otherwise of torch.distributed, otherwise 0 and 1. skip: batches to leave out,
+    as (epoch, first batch, last batch + 1), counted from 0; you may change it at a restart without moving other
+    batches. prove: whether Checkpointer.restore first reads some samples as a trial, see `prove`.
 
     Every rank reads all of an IterableDataset and takes its part. batches_per_epoch, for an IterableDataset only: an
-    epoch has that many batches, and the data begins anew whenever it ends. The ranks then share the shards of a dataset
-    that has `shard` and `num_shards`, so that each shard is read by the ranks that train on it. A restore goes to the
-    position by the dataset's `state_dict` where that is exact; else it reads the samples before it once more.
+    epoch has that many batches, and the data starts over whenever it ends. The ranks then share the shards of a dataset
+    that has `shard` and `num_shards`: each shard is read by the ranks that train on it. A restore moves the dataset to
+    the position with its `state_dict` if that is exact; otherwise it reads all samples before the position again.
 
     Random augmentation in loader workers is seeded per sample from (seed, epoch, position): it depends neither on the
-    world size nor on a restart. This holds for the global generators, and for those in the dataset's attributes. With
-    num_workers=0 the dataset draws in the training process; put a generator of its own into the state then.
+    world size nor on restarts. This covers the global generators and those in the dataset's attributes. With
+    num_workers=0 the dataset draws random numbers in the training process; then put its own generator into the state.
 
-    Raises ConfigError for a dataset without samples by number, for numbers that are not whole, and for a global_batch
-    that leaves a rank without a sample.
+    Raises ConfigError for a dataset without samples by number, for arguments that must be whole numbers and are not,
+    and for a global_batch that leaves a rank without a sample.
     """
 
     def __init__(
@@ -94,49 +94,51 @@ class Batches(SampleStream):
             )
         self._position = StreamPosition(global_batch=self._global_batch, batches_left=self._batches_left)
         self._is_proving = prove
-        self._proof: SourceProof | None = None  # what all ranks have agreed on
-        self._saved_checksums: Sequence[Sequence[int]] = ()  # of the checkpoint that was restored
+        self._proof: SourceProof | None = None  # what all ranks agreed on
+        self._saved_checksums: Sequence[Sequence[int]] = ()  # of the restored checkpoint
         self._has_warned: set[str] = set()
-        self._saved_elsewhere: set[int] = set()  # ids of the generators that the state saves by itself
+        self._saved_elsewhere: set[int] = set()  # ids of the generators that are in the state as entries
 
     def _source_of(
         self, dataset: Dataset[Any], order: Callable[[int], Sequence[int]] | None, batches_per_epoch: int | None
     ) -> BatchSource:
-        """Returns what makes this rank's batches of the dataset. Raises ConfigError for what does not fit its kind."""
+        """Return what makes this rank's batches of the dataset. Raises ConfigError for arguments that do not fit its
+        kind.
+        """
         share = RankShare(global_batch=self._global_batch, rank=self._rank, world_size=self._world_size)
         if is_stream(dataset):
             if order is not None:
-                raise ConfigError("Batches(order=): an IterableDataset gives its samples in an order of its own")
+                raise ConfigError("Batches(order=): an IterableDataset decides the order of its samples itself")
             if batches_per_epoch is not None and _whole("batches_per_epoch", batches_per_epoch) < 1:
-                raise ConfigError(f"Batches(batches_per_epoch={batches_per_epoch}): give at least 1")
+                raise ConfigError(f"Batches(batches_per_epoch={batches_per_epoch}): must be at least 1")
             whole = None if batches_per_epoch is None else index(batches_per_epoch)
             return StreamedSamples(dataset, share, seed=self._seed, batches_per_epoch=whole)
         source = NumberedSamples(dataset, share, seed=self._seed, shuffle=self._shuffle, order=order)
         if batches_per_epoch is not None:
             raise ConfigError(
-                f"Batches(batches_per_epoch={batches_per_epoch}): this dataset says how long it is; an "
-                "IterableDataset does not"
+                f"Batches(batches_per_epoch={batches_per_epoch}): only for an IterableDataset; this "
+                "dataset has a length"
             )
         return source
 
     @property
     def epoch(self) -> int:
-        """Returns the current epoch, counted from 0."""
+        """Return the current epoch, counted from 0."""
         return self._position.epoch
 
     @property
     def epoch_step(self) -> int:
-        """Returns the number of batches consumed of this epoch, skipped ones included."""
+        """Return the number of batches consumed in this epoch, including skipped ones."""
         return self._position.epoch_step
 
     @property
     def batches_per_epoch(self) -> int:
-        """Returns the number of global batches in a whole epoch, those to skip included.
+        """Return the number of global batches in a whole epoch, including those to skip.
 
-        Raises ConfigError for a stream that does not say how long it is.
+        Raises ConfigError for a stream of unknown length.
         """
         if self._source.batches_per_epoch is None:
-            raise ConfigError("nobody knows how many batches a stream has: give Batches(batches_per_epoch=...)")
+            raise ConfigError("the number of batches in a stream is unknown: set Batches(batches_per_epoch=...)")
         return self._source.batches_per_epoch
 
     @property
@@ -145,12 +147,14 @@ class Batches(SampleStream):
 
     @property
     def merges_ranks(self) -> bool:
-        """Returns whether each rank knows its own shards' positions only, so that a restore puts them together."""
+        """Return whether each rank knows only the positions of its own shards, so that a restore merges those of all
+        ranks.
+        """
         return self._source.streams > 1
 
     @property
     def samples(self) -> int:
-        """Returns the number of samples consumed over all epochs and ranks. What was skipped does not count."""
+        """Return the number of samples consumed over all epochs and ranks. Skipped samples do not count."""
         return self._position.samples
 
     def loader(
@@ -160,15 +164,16 @@ class Batches(SampleStream):
         through: Callable[["DataLoader[Any]"], Iterable[Any]] | None = None,
         **options: Any,
     ) -> BatchLoader:
-        """Returns this rank's batches of an epoch: in the restored epoch from the restored position, else all of them.
+        """Return this rank's batches of an epoch: in the restored epoch from the restored position, otherwise all of
+        them.
 
-        epoch: counted from 0. Without it, the loader gives the rest of the stream's current epoch when it is iterated,
-        and the next epoch each time it is iterated again; this is for frameworks that make one loader at the start.
-        through: called with torch's DataLoader; returns an iterable that gives its batches, each once and in order.
-        Put whatever fetches ahead here: around the loader, a batch that was fetched would count as consumed at the next
-        end_step. options: go to torch's DataLoader (num_workers, collate_fn, pin_memory, ...).
+        epoch: counted from 0. Without it, the loader yields the rest of the stream's current epoch when it is iterated,
+        and the next epoch each time it is iterated again; this is for frameworks that create one loader at the start.
+        through: called with torch's DataLoader; returns an iterable that yields its batches, each once and in order.
+        Put anything that prefetches here: around the loader, a prefetched batch would count as consumed at the next
+        end_step. options: passed to torch's DataLoader (num_workers, collate_fn, pin_memory, ...).
 
-        Raises ConfigError for an epoch that lies behind the position, and for options that would change the order.
+        Raises ConfigError for an epoch before the current position, and for options that would change the order.
         """
         if clash := _SET_BY_BATCHES & set(options):
             raise ConfigError(
@@ -188,8 +193,9 @@ class Batches(SampleStream):
     def _open_epoch(
         self, epoch: int, through: Callable[["DataLoader[Any]"], Iterable[Any]] | None, options: dict[str, Any]
     ) -> tuple[Iterable[int], Iterable[Any]]:
-        """Returns the numbers of the batches that are left of an epoch, and this rank's share of these. Puts random
-        state back before them."""
+        """Return the numbers of the remaining batches of an epoch, and this rank's share of them. Restores random state
+        first.
+        """
         if isinstance(self._source, NumberedSamples) and not options.get("num_workers"):
             self._warn_of_generators()
         numbers, loader = self._source.open(
@@ -204,9 +210,9 @@ class Batches(SampleStream):
         return None if end is None else len(kept_batches(self._skips, epoch, batch, end))
 
     def prove(self) -> SourceProof | None:
-        """Read some samples on trial: in a process of its own, so that the dataset is afterwards as it was.
+        """Read some samples as a trial, in a separate process so that the dataset is left unchanged.
 
-        Returns what the ranks compare; None with Batches(prove=False).
+        Return what the ranks compare; None with Batches(prove=False).
         """
         if not self._is_proving:
             return None
@@ -214,16 +220,19 @@ class Batches(SampleStream):
         return self._source.prove(order)
 
     def take_proof(self, proof: SourceProof) -> None:
-        """Take what the proofs of all ranks came to: from now on states keep the checksums of the samples, and a stream
-        whose state does not lead back is read again from its beginning after a restart."""
+        """Apply what the proofs of all ranks showed.
+
+        From now on states include the checksums of the samples. A stream whose state does not lead back to its position
+        is read again from its beginning after a restart.
+        """
         self._proof = proof
         self._source.take_proof(proof)
         for text in proof.said:
             logger.debug(event(f"Batches of {proof.kind}: {text}", rank=self._rank))
         if proof.reason:
-            then = "After a restart the samples before the position are read again and dropped"
+            then = "After a restart the samples before the position are read again and discarded"
             if proof.is_exact is None:
-                then = "A restart trusts its state, which is not proven"
+                then = "A restart trusts its state, which is unproven"
             self._warn(f"Batches of {proof.kind}: {proof.reason}. {then}")
 
     def end_step(self) -> None:
@@ -238,11 +247,11 @@ class Batches(SampleStream):
         self._position.end_loaders()
 
     def leave_to_state(self, entries: Iterable[object]) -> None:
-        """Note which generators the state saves by itself, so that nobody is warned of them."""
+        """Record which generators are in the state as entries, so that there is no warning about them."""
         self._saved_elsewhere |= {id(entry) for entry in entries}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position, and what the order depends on."""
+        """Return the position, and what the order depends on."""
         return {
             "epoch": self._position.epoch,
             "consumed": self._position.consumed,
@@ -256,15 +265,17 @@ class Batches(SampleStream):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position. Raises StateMismatchError when the saved order differs from this one."""
+        """Move to a saved position. Raises StateMismatchError when the saved order differs from this one."""
         self.load_rank_states([state])
 
     def load_rank_states(self, states: list[dict[str, Any]]) -> None:
-        """Go to a saved position. states: those of all ranks that saved, which know the positions of their shards."""
+        """Move to a saved position. states: those of all ranks that saved, each of which knows its own shards'
+        positions.
+        """
         self.check_rank_states(states)
         state = states[0]
         epoch, consumed = int(state["epoch"]), int(state["consumed"])
-        # An earlier raycheck counted no samples, and knew of no epoch that was left half-way.
+        # An earlier raycheck did not count samples, and did not allow an epoch to end early.
         whole = epoch * (self._source.batches_per_epoch or 0) * self._global_batch + consumed
         self._position.restore(
             epoch=epoch, consumed=consumed, samples=int(state.get("samples", whole)), history=state.get("history")
@@ -273,11 +284,11 @@ class Batches(SampleStream):
         self._saved_checksums = state.get("checksums", ())
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises StateMismatchError when a saved position would mean other samples here; changes nothing."""
+        """Raise StateMismatchError when a saved position would mean other samples here. Change nothing."""
         self.check_rank_states([state])
 
     def check_rank_states(self, states: list[dict[str, Any]]) -> None:
-        """Raises StateMismatchError as `check_state_dict` does, for the states of all ranks that saved."""
+        """Raise StateMismatchError as `check_state_dict` does, for the states of all ranks that saved."""
         mine = self.state_dict()
         other = [
             f"{name}: saved {state.get(name)!r}, here {mine.get(name)!r}"
@@ -292,10 +303,10 @@ class Batches(SampleStream):
         if self._proof is not None and (unlike := self._proof.differing(saved)):
             compared = sum(number in self._proof.lasting for number, _ in saved)
             other.append(
-                f"{len(unlike)} of {compared} samples that were compared have other content "
-                f"({', '.join(map(str, unlike[:4]))}). Was the dataset exchanged, or do its samples hold what differs "
-                "from start to start, such as the path of a cache? restore(skip=[...]) with this entry's name starts "
-                "the new dataset from its beginning; Batches(prove=False) continues in it at the saved position"
+                f"{len(unlike)} of {compared} compared samples have other content "
+                f"({', '.join(map(str, unlike[:4]))}). Was the dataset replaced, or do its samples contain something "
+                "that changes at each start, such as the path of a cache? restore(skip=[...]) with this entry's name "
+                "starts the new dataset from its beginning; Batches(prove=False) continues in it at the saved position"
             )
         if other:
             raise StateMismatchError(
@@ -304,22 +315,22 @@ class Batches(SampleStream):
             )
 
     def _warn_of_look_ahead(self) -> None:
-        """Warn of what seems to fetch ahead: the first step took one batch more than the second and the third did."""
+        """Warn of an apparent prefetch: the first step took one batch more than the second and the third did."""
         taken = self._position.taken
         if len(taken) == 3 and taken[2] and taken == [taken[2] + 1, taken[2], taken[2]]:
             self._warn(
                 f"the training loop took {taken[0]} batches for its first step and {taken[2]} for each later one. If "
-                "something around the loader fetches ahead, a batch that was not trained on counts as consumed, and a "
-                "restore leaves it out: put that inside, as Batches.loader(epoch, through=...)"
+                "something around the loader prefetches, a batch that was not trained on counts as consumed, and a "
+                "restore leaves it out: put it inside, with Batches.loader(epoch, through=...)"
             )
 
     def _warn_of_generators(self) -> None:
         for path, generator in generators_in(self._dataset, "dataset"):
             if id(generator) not in self._saved_elsewhere:
                 self._warn(
-                    f"{path} is a random generator of the dataset's own, of {kind_of_generator(generator)}. With "
+                    f"{path} is the dataset's own random generator, of {kind_of_generator(generator)}. With "
                     "num_workers=0 it draws in the training process and starts over after a restart: put it into the "
-                    "state, as an entry of its own, or use num_workers=1 or more, where Batches seed it per sample"
+                    "state, as a separate entry, or use num_workers=1 or more, where Batches seed it per sample"
                 )
 
     def _warn(self, text: str) -> None:
@@ -329,7 +340,7 @@ class Batches(SampleStream):
 
 
 def _skips(given: Iterable[Sequence[int]]) -> Skips:
-    """Returns the batches to skip. Raises ConfigError for what is no (epoch, first batch, last batch + 1)."""
+    """Return the batches to skip. Raises ConfigError for an item other than (epoch, first batch, last batch + 1)."""
     skips = []
     for item in given:
         try:
@@ -343,7 +354,7 @@ def _skips(given: Iterable[Sequence[int]]) -> Skips:
 
 
 def _whole(name: str, value: object) -> int:
-    """Returns a whole number as int, NumPy's integers too. Raises ConfigError for anything else."""
+    """Return a whole number, which may be a NumPy integer, as int. Raises ConfigError for anything else."""
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):
         return index(value)
     raise ConfigError(f"Batches: {name}={value!r}: give a whole number")

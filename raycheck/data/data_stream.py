@@ -1,4 +1,4 @@
-"""Says what the Checkpointer asks of whatever knows how far training has come in its data.
+"""Defines what the Checkpointer requires of an object that knows how far training has come in its data.
 
 Batches is one such stream. A framework's own loader can be another one.
 """
@@ -11,91 +11,96 @@ from raycheck.data.proof_agreement import SourceProof
 
 
 class DataStream(ABC):
-    """Knows a position in the training data, which all ranks share, and which moves when a step or an epoch ends.
+    """A position in the training data that all ranks share, and that moves when a step or an epoch ends.
 
-    A state may hold one of them. The Checkpointer then takes epoch, epoch_step and samples from it. It calls end_step
-    at the end of each step, before a save reads state_dict; so the position counts what was trained on, not what was
-    fetched ahead. An object may also have check_state_dict(state), which raises StateMismatchError for a position that
+    A state may contain one. The Checkpointer then reads epoch, epoch_step and samples from it. It calls end_step at the
+    end of each step, before a save reads state_dict, so the position counts what was trained on, not what was
+    prefetched. The object may also have check_state_dict(state), which raises StateMismatchError for a position that
     would mean other samples here, before a restore has changed anything.
     """
 
     @property
     @abstractmethod
     def epoch(self) -> int:
-        """Returns the current epoch, counted from 0."""
+        """Return the current epoch, counted from 0."""
 
     @property
     @abstractmethod
     def epoch_step(self) -> int:
-        """Returns the number of batches consumed of this epoch."""
+        """Return the number of batches consumed in this epoch."""
 
     @property
     @abstractmethod
     def samples(self) -> int:
-        """Returns the number of samples consumed over all epochs and ranks."""
+        """Return the number of samples consumed over all epochs and ranks."""
 
     @abstractmethod
     def end_step(self) -> None:
-        """Count as consumed what the training loop was given. Checkpointer.end_step calls this."""
+        """Count as consumed what the training loop has received. Checkpointer.end_step calls this."""
 
     @abstractmethod
     def end_epoch(self) -> None:
-        """Go to the beginning of the next epoch. Checkpointer.end_epoch calls this."""
+        """Move to the beginning of the next epoch. Checkpointer.end_epoch calls this."""
 
     @abstractmethod
     def end_loaders(self) -> None:
-        """Let nobody go on with an iterator that was begun before a restore. Checkpointer.restore calls this, and in a
-        fresh run too."""
+        """Invalidate every iterator that was started before a restore.
+
+        Checkpointer.restore calls this, also in a run that starts from the beginning.
+        """
 
     @abstractmethod
     def before_first_batch(self, call: Callable[[], object]) -> None:
-        """Have `call` put random state back, once, in the middle of an epoch. At the beginning of one, ignore it.
+        """In the middle of an epoch, have `call` restore random state, once. At the beginning of one, ignore it.
 
-        Run it where the run that saved the position was then: what it had drawn by then to fetch batches is drawn anew
-        before, and what it had not, after. Checkpointer.restore calls this after load_state_dict.
+        Call it at the point where the saving run was in its own draws: numbers that it had drawn by then to fetch
+        batches are drawn again before the call, and the others after it. Checkpointer.restore calls this after
+        load_state_dict.
         """
 
     def prove(self) -> SourceProof | None:
-        """Read some samples on trial. Checkpointer.restore calls this before the first step. None: nothing to prove."""
+        """Read some samples as a trial. Checkpointer.restore calls this before the first step. None:
+        nothing to prove.
+        """
         return None
 
     def take_proof(self, proof: SourceProof) -> None:
-        """Take what the proofs of all ranks came to."""
+        """Apply what the proofs of all ranks showed."""
         del proof
 
     def leave_to_state(self, entries: Iterable[object]) -> None:
-        """Learn which objects the state saves by itself: all entries of it."""
+        """Record which objects the state saves as entries. entries: all of them."""
         del entries
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position, and what the order depends on: equal on all ranks."""
+        """Return the position, and what the order depends on: equal on all ranks."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position."""
+        """Move to a saved position."""
 
 
 class SampleStream(DataStream):
-    """Puts random state back just before its next batch is fetched, for a restore inside an epoch."""
+    """A stream that, for a restore inside an epoch, restores random state just before its next batch is fetched."""
 
     _before_first: Callable[[], object] | None = None
 
     @property
     @abstractmethod
     def is_in_mid_epoch(self) -> bool:
-        """Returns whether a part of the current epoch is consumed."""
+        """Return whether a part of the current epoch is consumed."""
 
     def before_first_batch(self, call: Callable[[], object]) -> None:
-        """Have `call` run once, just before the next batch is fetched, if the stream is in the middle of an epoch.
+        """Call `call` once, just before the next batch is fetched, if the stream is in the middle of an epoch.
 
-        There random state is put back exactly. At the beginning of an epoch, the script's own draws come before the
-        first batch in every run, and nothing may be put back over them.
+        That restores random state exactly. At the beginning of an epoch, every run makes the script's own draws before
+        the first batch, so nothing may be restored over them.
         """
         self._before_first = call if self.is_in_mid_epoch else None
 
     def _begin_batches(self) -> None:
-        """Put random state back, if `before_first_batch` has asked for it."""
+        """Restore random state, if `before_first_batch` has asked for it."""
         if self._before_first is not None:
             call, self._before_first = self._before_first, None
             call()

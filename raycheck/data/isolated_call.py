@@ -1,10 +1,10 @@
 """Runs a function in a forked child of this process, so that it changes nothing here.
 
-A data source is read on trial there. It may draw random numbers, count, open files on first use, or be a generator that
-cannot be read twice: the training process has none of that. A child that takes too long is killed.
+Data sources are read there as a trial. A source may draw random numbers, count, open files on first use, or be a
+generator that cannot be read twice: none of that affects the training process. A child that takes too long is killed.
 
-A fork shares open files with its parent, the position in them too. So the child opens them once more, and has no pipes
-and sockets: a function that needs these fails in the child.
+A fork shares open files, and the position in them, with its parent. So the child reopens files, and has no pipes or
+sockets: a function that needs these fails in the child.
 """
 
 import fcntl
@@ -31,13 +31,13 @@ from raycheck.host import host
 T = TypeVar("T")
 _CHUNK = 1 << 16
 _LENGTH = struct.Struct("<Q")
-"""What comes before an answer: processes that the function has started may keep the pipe open after it."""
+"""The header of an answer: processes that the function has started may keep the pipe open afterwards."""
 
 
 class TrialError(Exception):
-    """Says why a function gave no result in a child.
+    """Raised when a function returned no result in a child.
 
-    has_failed: the function raised; otherwise the child was late, died, or could not be forked, which says nothing.
+    has_failed: the function raised. Otherwise the child was late, died, or could not be forked, which proves nothing.
     """
 
     def __init__(self, why: str, *, has_failed: bool = False) -> None:
@@ -46,7 +46,7 @@ class TrialError(Exception):
 
 
 def can_isolate() -> bool:
-    """Returns whether a child can be forked. Elsewhere than on Linux, libraries do not expect it."""
+    """Return whether a child can be forked. On systems other than Linux, libraries do not expect a fork."""
     return sys.platform == "linux"
 
 
@@ -59,10 +59,10 @@ def isolated(function: Callable[[], T], *, within_s: float) -> T:
     if not can_isolate():
         raise TrialError(f"no process can be forked on {sys.platform}")
     if not host().can_fork():
-        raise TrialError("no process is forked in a driver of Ray, which may wait forever for its actors after that")
+        raise TrialError("no process is forked in a Ray driver, which may wait forever for its actors after a fork")
     receive, send = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads; torch's loaders fork likewise
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's warning about threads; torch's loaders fork too
         child = os.fork()
     if child == 0:
         _run(function, send)
@@ -86,21 +86,23 @@ def isolated(function: Callable[[], T], *, within_s: float) -> T:
 
 
 def _run(function: Callable[[], Any], send: int) -> NoReturn:
-    """Be the child: call the function, send what came of it, and end without any clean-up of the parent's objects."""
+    """Act as the child: call the function, send the outcome, and end without cleaning up any of the
+    parent's objects.
+    """
     try:
         os.setpgid(0, 0)  # so that processes that the function starts end with this one
-        gc.disable()  # an object of the parent's must not be finalized here
+        gc.disable()  # must not finalize the parent's objects
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             if threading.current_thread() is threading.main_thread():
                 signal.signal(number, signal.SIG_DFL)
         null = os.open(os.devnull, os.O_RDWR)
         _leave_files_alone(send, null)
-        for output in (1, 2):  # progress bars and warnings come again when training reads the source
+        for output in (1, 2):  # progress bars and warnings appear again when training reads the source
             os.dup2(null, output)
-        torch.set_num_threads(1)  # OpenMP's threads are not there after a fork
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
         try:
             answer = pickle.dumps((function(), None))
-        except BaseException as error:  # noqa: BLE001  the parent is told
+        except BaseException as error:  # noqa: BLE001  sent to the parent
             answer = pickle.dumps((None, f"{type(error).__name__}: {error}"))
         left = memoryview(_LENGTH.pack(len(answer)) + answer)
         while left:
@@ -110,12 +112,15 @@ def _run(function: Callable[[], Any], send: int) -> NoReturn:
 
 
 def _leave_files_alone(send: int, null: int) -> None:
-    """Replace what this child shares with its parent: a file by one of its own, read-only and at the same position;
-    pipes, sockets and what cannot be opened once more by the null device."""
+    """Replace what this child shares with its parent.
+
+    Files are reopened read-only at the same position. Pipes, sockets and whatever cannot be reopened become the null
+    device.
+    """
     for number in [int(link.name) for link in Path("/proc/self/fd").iterdir()]:
         try:
             mode = os.fstat(number).st_mode
-        except OSError:  # what listed the descriptors
+        except OSError:  # the descriptor that listed the others
             continue
         if number == send or stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or stat.S_ISDIR(mode):
             continue
@@ -126,7 +131,7 @@ def _leave_files_alone(send: int, null: int) -> None:
 
 
 def _opened_again(number: int) -> int | None:
-    """Returns another descriptor of a file, read-only; None for a file that is only written, or not to be opened."""
+    """Return another descriptor of a file, read-only; None if it is only written to, or cannot be opened."""
     if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
         return None
     try:
@@ -139,7 +144,7 @@ def _opened_again(number: int) -> int | None:
 
 
 def _read_all(pipe: int, deadline: float) -> bytes | None:
-    """Returns the child's answer, empty when it ended without one; None at the deadline."""
+    """Return the child's answer: empty when it ended without one, None at the deadline."""
     found = bytearray()
     poll = select.poll()
     poll.register(pipe, select.POLLIN)

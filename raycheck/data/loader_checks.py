@@ -1,7 +1,7 @@
-"""Refuses those of torchdata's loaders that a restore would put elsewhere than where they were.
+"""Refuses torchdata loaders that a restore would put at the wrong position.
 
-A StatefulDataLoader saves what its sampler and its dataset can tell, and goes through the rest once more. That gives
-the same samples only where the order does not depend on random numbers that nobody saved.
+A StatefulDataLoader saves what its sampler and its dataset can report, and replays the rest. Replaying gives the same
+samples only if the order does not depend on random numbers that are not saved.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,10 +21,10 @@ MAX_INDICES = 64
 """How many of a sampler's indices are compared."""
 WITHIN_S = 10.0
 _CURE = (
-    "Give it sampler=torchdata.stateful_dataloader.sampler.RandomSampler(dataset, generator=...), and another "
-    "generator to the loader itself; raycheck.Batches needs neither"
+    "Give it sampler=torchdata.stateful_dataloader.sampler.RandomSampler(dataset, generator=...), and a "
+    "different generator to the loader itself; raycheck.Batches needs neither"
 )
-_READS_AGAIN = "Give raycheck.Batches(dataset, global_batch=...), which reads up to the position"
+_READS_AGAIN = "Use raycheck.Batches(dataset, global_batch=...), which reads up to the position again"
 
 
 def check_loaders(objects: Mapping[str, object], *, rank: int) -> None:
@@ -40,22 +40,22 @@ def _check(name: str, loader: Any, rank: int) -> None:
         _check_iterable(name, loader, dataset, rank)
         return
     sampler = getattr(loader, "batch_sampler", None)
-    if sampler is None:  # "or" would ask for its length, which a sampler need not have
+    if sampler is None:  # "or" would call its __len__, which a sampler need not have
         sampler = getattr(loader, "sampler", None)
-    sampler = getattr(sampler, "sampler", sampler)  # a batch sampler saves what its sampler can tell
+    sampler = getattr(sampler, "sampler", sampler)  # a batch sampler saves what its sampler can report
     if sampler is None:
         return
     generator = getattr(sampler, "generator", None)
     if generator is not None and generator is loader.generator and not loader.num_workers:
         raise ConfigError(
-            f"{name}: the loader and its sampler draw from one generator, so that the order from the next epoch on "
-            f"would be another one after a restart. {_CURE}"
+            f"{name}: the loader and its sampler draw from one generator, so a restart would change the order from "
+            f"the next epoch on. {_CURE}"
         )
     if not has_state_dict(sampler) and not _has_state_while_iterated(sampler):
         try:
             one, two = isolated(lambda: _orders(sampler), within_s=WITHIN_S)
         except TrialError as error:
-            logger.warning(event(f"{name}: its sampler's order could not be tried: {error}", rank=rank))
+            logger.warning(event(f"{name}: its sampler's order could not be tested: {error}", rank=rank))
             return
         if one != two:
             raise ConfigError(
@@ -67,24 +67,26 @@ def _check(name: str, loader: Any, rank: int) -> None:
 def _check_iterable(name: str, loader: Any, dataset: Any, rank: int) -> None:
     if not has_state_dict(dataset) and not _has_state_while_iterated(dataset):
         raise ConfigError(
-            f"{name}: {type(dataset).__qualname__} has no state_dict, and torchdata forgets at the second restart how "
-            f"much of it was read. {_READS_AGAIN}"
+            f"{name}: {type(dataset).__qualname__} has no state_dict, and at the second restart torchdata loses track "
+            f"of how much of it was read. {_READS_AGAIN}"
         )
     fault = known_fault(dataset)
     if has_state_dict(dataset) and not has_state(dataset):
-        fault = "the state of Hugging Face's shuffle leaves out what is in its buffer, and a restart would drop that"
+        fault = "the state of Hugging Face's shuffle leaves out its buffer, so a restart would drop the samples in it"
     if fault:
         raise ConfigError(f"{name}: {fault}. {_READS_AGAIN}")
     if loader.num_workers:
         text = (
             f"{name}: a StatefulDataLoader with workers over an IterableDataset resumes wrongly from a checkpoint of "
-            "an epoch's last batch; take num_workers=0, or raycheck.Batches(dataset, global_batch=...)"
+            "an epoch's last batch; use num_workers=0, or raycheck.Batches(dataset, global_batch=...)"
         )
         logger.warning(event(text, rank=rank))
 
 
 def _has_state_while_iterated(value: Iterable[Any]) -> bool:
-    """Returns whether an iterator over this has a state. It is made in a child, since that may draw numbers."""
+    """Return whether an iterator over this has a state. The iterator is created in a child, since that may draw
+    numbers.
+    """
     try:
         return isolated(lambda: has_state_dict(iter(value)), within_s=WITHIN_S)
     except TrialError:
@@ -92,7 +94,7 @@ def _has_state_while_iterated(value: Iterable[Any]) -> bool:
 
 
 def _orders(sampler: Iterable[Any]) -> list[list[Any]]:
-    """Be the child that reads a sampler twice, under other random numbers."""
+    """Act as the child: read a sampler twice, under different random numbers."""
     found = []
     for seed in (1, 2):
         seed_worker(seed)

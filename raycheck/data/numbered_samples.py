@@ -1,4 +1,4 @@
-"""Gives batches of a dataset that can be asked for a sample by its number, in an order that seed and epoch decide."""
+"""Makes batches of a dataset whose samples are fetched by number, in an order that seed and epoch decide."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
@@ -15,9 +15,9 @@ from raycheck.errors import ConfigError
 
 
 class NumberedSamples(BatchSource):
-    """Makes batches of a map-style dataset. seed, shuffle, order: see Batches.
+    """A source of batches of a map-style dataset. seed, shuffle, order: see Batches.
 
-    Raises ConfigError for a dataset without samples by number, or whose length is not known.
+    Raises ConfigError for a dataset without samples by number, or of unknown length.
     """
 
     compared = ("length", "order")
@@ -68,19 +68,19 @@ class NumberedSamples(BatchSource):
 
 
 def _length_of(dataset: object) -> int:
-    """Returns the number of samples in a dataset. Raises ConfigError when it has no samples by number."""
+    """Return the number of samples in a dataset. Raises ConfigError if it has no samples by number."""
     name = type(dataset).__qualname__
     advice = (
         "Batches need a map-style dataset, with __len__ and __getitem__, or an IterableDataset. Any other stream can "
-        "be given to torchdata's StatefulDataLoader, which in the state goes on at the same world size"
+        "be given to torchdata's StatefulDataLoader, which, as an entry of the state, resumes at the same world size"
     )
     if isinstance(dataset, DataLoader):
         raise ConfigError(
-            f"Batches(DataLoader): give its dataset, and to Batches.loader the DataLoader's options. {advice}"
+            f"Batches(DataLoader): pass its dataset, and pass the DataLoader's options to Batches.loader. {advice}"
         )
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
-        raise ConfigError(f"Batches({name}): it cannot be asked for one sample by its number. {advice}")
+        raise ConfigError(f"Batches({name}): it cannot return a sample by its number. {advice}")
     try:
         return len(dataset)
     except (TypeError, NotImplementedError) as error:
-        raise ConfigError(f"Batches({name}): its length is not known: {error}. {advice}") from error
+        raise ConfigError(f"Batches({name}): its length is unknown: {error}. {advice}") from error

@@ -1,4 +1,6 @@
-"""Compares what the ranks know of their data sources. The coordinator does it, which starts without torch."""
+"""Compares what the ranks know of their data sources. The coordinator does this, so the module does not
+import torch.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,13 +12,12 @@ from raycheck.terminal import first_few
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceProof:
-    """Says what is known of one rank's data source.
+    """What is known about one rank's data source.
 
-    kind: the dataset's class. order: what the order of samples depends on, which all ranks must have alike. samples:
-    the checksum of each sample that was compared, by number. lasting: the numbers of those that do not depend on random
-    augmentation. is_exact: whether a stream goes on exactly where its state was taken; None where nobody could tell, or
-    where there is nothing to tell. reason: why it does not, or why nobody could tell. said: what else people may want
-    to know.
+    kind: the dataset's class. order: what the order of samples depends on, which must be equal on all ranks. samples:
+    the checksum of each compared sample, by number. lasting: the numbers of those that do not depend on random
+    augmentation. is_exact: whether a stream resumes exactly where its state was taken; None if that is unknown or does
+    not apply. reason: why it does not, or why it is unknown. said: other findings for the user.
     """
 
     kind: str
@@ -28,45 +29,45 @@ class SourceProof:
     said: tuple[str, ...] = ()
 
     def state(self, known: Sequence[Sequence[int]] = ()) -> list[tuple[int, int]]:
-        """Returns what a checkpoint keeps: the number and the checksum of each sample that lasts.
+        """Return what a checkpoint stores: the number and the checksum of each sample in `lasting`.
 
-        known: what the restored checkpoint kept, some of which this proof may have had no time to read.
+        known: what the restored checkpoint stored, some of which this proof may have had no time to read.
         """
         found = {number: crc for number, crc in known if number not in self.lasting}
         found.update({number: self.samples[number] for number in self.lasting})
         return sorted(found.items())
 
     def differing(self, saved: Sequence[Sequence[int]]) -> list[int]:
-        """Returns the numbers of the samples that are other ones than a checkpoint says."""
+        """Return the numbers of the samples that differ from those of a checkpoint."""
         return [number for number, crc in saved if number in self.lasting and self.samples[number] != crc]
 
 
 def agreed_data(ranks: Sequence[tuple[str | None, SourceProof | None]]) -> SourceProof | None:
-    """Compare what the ranks know of their sources, as `agreed_proof` does, and whether each rank has one.
+    """Compare what the ranks know about their sources, as `agreed_proof` does, and whether each rank has one.
 
-    ranks: in order of rank, the name of the entry that is the rank's stream of data, None without one; and its proof.
+    ranks: in rank order, the name of the entry that is the rank's data stream, or None if it has none; and its proof.
     """
     names = [name for name, _ in ranks if name is not None]
     if names and len(names) < len(ranks):
         held = [rank for rank, (name, _) in enumerate(ranks) if name is not None]
         missing = [rank for rank, (name, _) in enumerate(ranks) if name is None]
         raise ConfigError(
-            f"state[{names[0]!r}] is on ranks {held} and not on ranks {missing}: the position in the data is that of "
-            "all ranks. Give it to the state of every rank"
+            f"state[{names[0]!r}] is on ranks {held} and not on ranks {missing}: all ranks share one position in the "
+            "data. Put it into the state of every rank"
         )
     return agreed_proof([proof for _, proof in ranks])
 
 
 def agreed_proof(proofs: Sequence[SourceProof | None]) -> SourceProof | None:
-    """Compare what the ranks know of their sources, in order of rank. Returns what holds for all of them.
+    """Compare what the ranks know about their sources, in rank order. Return what holds for all of them.
 
-    None: of a rank that proves nothing. Raises ConfigError, which names the ranks and what differs between them.
+    None: for ranks that prove nothing. Raises ConfigError, which names the ranks and what differs between them.
     """
     known = [proof for proof in proofs if proof is not None]
     if not known:
         return None
     if len(known) < len(proofs):
-        raise ConfigError("Batches(prove=False) is on some of the ranks only: give all ranks the same")
+        raise ConfigError("Batches(prove=False) is set on only some of the ranks: use the same value on all ranks")
     first = known[0]
     for rank, proof in enumerate(known):
         _compare(first, proof, rank)
@@ -82,27 +83,27 @@ def agreed_proof(proofs: Sequence[SourceProof | None]) -> SourceProof | None:
 
 
 def _compare(first: SourceProof, other: SourceProof, rank: int) -> None:
-    """Raise ConfigError where another rank's source is not that of the first rank."""
+    """Raise ConfigError if another rank's source differs from the first rank's."""
     for name in sorted({*first.order, *other.order}):
         mine, theirs = first.order.get(name), other.order.get(name)
         if mine != theirs:
-            cure = _SPLIT_ALREADY if name == "length" else "Give all ranks the same"
+            cure = _SPLIT_ALREADY if name == "length" else "Use the same value on all ranks"
             raise ConfigError(
                 f"Batches of {first.kind}: {name} is {mine!r} on rank 0 and {theirs!r} on rank {rank}. {cure}"
             )
     common = sorted(first.samples.keys() & other.samples.keys())
     if unlike := [number for number in common if first.samples[number] != other.samples[number]]:
         raise ConfigError(
-            f"Batches of {first.kind}: {len(unlike)} of {len(common)} samples that were compared are not the same on "
-            f"ranks 0 and {rank} ({shown_numbers(unlike)}). {_SPLIT_ALREADY}, and is for samples that hold what "
-            "differs from machine to machine, such as the path of a cache"
+            f"Batches of {first.kind}: {len(unlike)} of {len(common)} compared samples are not the same on "
+            f"ranks 0 and {rank} ({shown_numbers(unlike)}). {_SPLIT_ALREADY}; use it for samples that contain "
+            "something specific to the machine, such as the path of a cache"
         )
 
 
 _SPLIT_ALREADY = (
     "Batches share each batch among the ranks: give every rank the whole dataset, without a Subset, shard or "
-    "split_dataset_by_node of its own, or samples are left out. For ranks that each train on data of their own, give "
-    "their own torchdata StatefulDataLoader to the state. Batches(prove=False) compares nothing"
+    "split_dataset_by_node per rank, or samples are left out. If each rank trains on its own data, put its own "
+    "torchdata StatefulDataLoader into the state. Batches(prove=False) turns this comparison off"
 )
 
 

@@ -11,10 +11,10 @@ from raycheck.state.entries.random_generators import generators_in, seed_generat
 
 
 class SeededPerSample(Dataset[Any]):
-    """Gives the samples of a dataset by (position, index), and seeds a loader worker before each of them.
+    """A dataset that returns samples by (position, index), and seeds a loader worker before each of them.
 
-    Seeded are the worker's global generators and those in the dataset's attributes. The training process is not seeded:
-    its random state is the user's, and is saved.
+    It seeds the worker's global generators and those in the dataset's attributes. It does not seed the training
+    process, whose random state belongs to the user and is saved.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, epoch: int) -> None:
@@ -35,7 +35,7 @@ class SeededPerSample(Dataset[Any]):
 
 
 def seed_worker(seed: int) -> None:
-    """Seeds the global random generators of a loader worker."""
+    """Seed the global random generators of a loader worker."""
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:

@@ -1,11 +1,12 @@
-"""Shares a stream of samples, which have no numbers to ask for, among ranks: in one order for any world size.
+"""Shares a stream of samples, which have no numbers, among ranks: in one order for any world size.
 
-A global batch has as many samples of each of the dataset's streams, in a fixed order: of the one stream that it is, or
-of its shards where it can be sharded. A rank reads the streams that its part of the batch comes from, and leaves out
-the samples of other ranks. So what a batch holds depends neither on the world size nor on a restart.
+A global batch contains the same number of samples from each of the dataset's streams, in a fixed order. The streams are
+its shards if it can be sharded, otherwise the dataset is one stream. A rank reads the streams that its part of the
+batch comes from, and discards the samples of other ranks. So the content of a batch depends neither on the world size
+nor on restarts.
 
-A stream goes to a position by its own `state_dict` where that is exact; otherwise the samples before it are read once
-more and dropped.
+A stream moves to a position with its own `state_dict` if that is exact; otherwise the samples before the position are
+read again and discarded.
 """
 
 import copy
@@ -27,10 +28,10 @@ from raycheck.state.entries.object_entry import has_state_dict
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamState:
-    """Says how far a stream was read: which pass over it this is, and how many samples of it were read in this pass.
+    """The position in a stream: the number of the pass over it, and how many samples of this pass were read.
 
-    source: the dataset's own state there; None where it has none that is exact. first: a checksum of the pass's first
-    sample, by which a stream is known that comes in another order each time; 0 before there is one.
+    source: the dataset's own state at that position; None if it has none that is exact. first: a checksum of the pass's
+    first sample, which reveals a stream whose order changes from pass to pass; 0 before there is one.
     """
 
     number: int
@@ -45,10 +46,10 @@ class StreamState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamPlan:
-    """Says which samples of a global batch come from which stream, and which of them are this rank's.
+    """Which samples of a global batch come from which stream, and which of them belong to this rank.
 
-    streams: how many there are; they divide global_batch. is_endless: a stream that has ended begins anew; else the
-    epoch ends with it.
+    streams: how many there are; a divisor of global_batch. is_endless: a stream that has ended starts over; otherwise
+    the epoch ends with it.
     """
 
     global_batch: int
@@ -60,16 +61,16 @@ class StreamPlan:
 
     @property
     def per_stream(self) -> int:
-        """Returns how many samples of each stream a global batch has."""
+        """Return how many samples of each stream are in a global batch."""
         return self.global_batch // self.streams
 
     def slots(self) -> range:
-        """Returns the places in a global batch that are this rank's."""
+        """Return this rank's places in a global batch."""
         low, high = (self.global_batch * rank // self.world_size for rank in (self.rank, self.rank + 1))
         return range(low, high)
 
     def mine(self) -> range:
-        """Returns the numbers of the streams that this rank reads."""
+        """Return the numbers of the streams that this rank reads."""
         slots = self.slots()
         return range(slots.start // self.per_stream, (slots.stop - 1) // self.per_stream + 1)
 
@@ -77,7 +78,9 @@ class StreamPlan:
 def plan_streams(
     dataset: Any, *, global_batch: int, rank: int, world_size: int, is_endless: bool, seed: int
 ) -> StreamPlan:
-    """Returns the plan for a dataset. Shards are read apart only if no epoch ends with them: ranks end together."""
+    """Return the plan for a dataset. Shards are read separately only if epochs do not end with them: ranks end
+    together.
+    """
     shards = getattr(dataset, "num_shards", 1) if is_endless and callable(getattr(dataset, "shard", None)) else 1
     streams = max(
         count for count in range(1, global_batch + 1) if global_batch % count == 0 and count <= max(1, shards)
@@ -88,7 +91,7 @@ def plan_streams(
 
 
 _RIGHT_DATASETS = (5, 1)
-"""The first release of Hugging Face's datasets in which the state of every kind of stream that has one is exact."""
+"""The first release of Hugging Face's datasets in which every stream state is exact, for all kinds that have one."""
 _RIGHT_BEFORE_5 = {
     "ArrowExamplesIterable",
     "ExamplesIterable",
@@ -97,24 +100,24 @@ _RIGHT_BEFORE_5 = {
     "TakeExamplesIterable",
     "RepeatExamplesIterable",
 }
-"""What streams are made of whose state the releases before 5.0 restore exactly. 5.0 itself restores none twice."""
+"""The stages whose state releases before 5.0 restore exactly. 5.0 itself restores none of them a second time."""
 
 
 def has_exact_state(dataset: Any) -> bool:
-    """Returns whether a dataset goes on exactly where its `state_dict` was taken.
+    """Return whether a dataset resumes exactly where its `state_dict` was taken.
 
-    Hugging Face's shuffle buffer does not: it drops what it holds. source_proof.py tries what seems to be exact.
+    Hugging Face's shuffle buffer does not: it drops its contents. source_proof.py tests whatever seems to be exact.
     """
     return has_state(dataset) and not known_fault(dataset)
 
 
 def has_state(dataset: Any) -> bool:
-    """Returns whether a dataset has a `state_dict`, and nothing in it is known to drop samples by design."""
+    """Return whether a dataset has a `state_dict`, and contains nothing that is known to drop samples by design."""
     return has_state_dict(dataset) and not any("Shuffled" in name or "Randomly" in name for name in _stages_of(dataset))
 
 
 def known_fault(dataset: Any) -> str:
-    """Returns why the state of this dataset of Hugging Face's is known to lead elsewhere; "" where it is not."""
+    """Return why the state of this Hugging Face dataset is known to lead to a wrong position; "" if it is not."""
     stages = _stages_of(dataset)
     if not stages:
         return ""
@@ -129,7 +132,7 @@ def known_fault(dataset: Any) -> str:
 
 
 def _stages_of(dataset: Any) -> list[str]:
-    """Returns the classes of what a stream of Hugging Face's is made of; nothing for another dataset."""
+    """Return the classes of the stages of a Hugging Face stream; nothing for another dataset."""
     found, todo = [], [getattr(dataset, "_ex_iterable", None)]
     while todo:
         inner = todo.pop()
@@ -140,12 +143,12 @@ def _stages_of(dataset: Any) -> list[str]:
 
 
 class OneStream:
-    """Reads one stream, sample by sample."""
+    """A reader of one stream, sample by sample."""
 
     def __init__(
         self, dataset: Any, plan: StreamPlan, number: int, at: StreamState, *, is_exact: bool | None = None
     ) -> None:
-        """is_exact: whether the dataset's own state leads to where it was taken; None to judge by its kind alone."""
+        """is_exact: whether the dataset's own state leads back to where it was taken; None to go by its kind alone."""
         self._dataset = dataset if plan.streams == 1 else dataset.shard(num_shards=plan.streams, index=number)
         self._plan = plan
         self._is_exact = has_exact_state(self._dataset) if is_exact is None else is_exact
@@ -154,7 +157,7 @@ class OneStream:
         self._rows: Iterator[Any] | None = None
 
     def read(self) -> Any:
-        """Returns the next sample. Raises StopIteration at the end of the pass, if that ends the epoch."""
+        """Return the next sample. Raises StopIteration at the end of the pass, if that ends the epoch."""
         if self._rows is None:
             self._rows = self._go_to_position()
         try:
@@ -171,7 +174,7 @@ class OneStream:
         return sample
 
     def state(self) -> StreamState:
-        """Returns the position after the last sample that was read."""
+        """Return the position after the last sample read."""
         if not self._is_exact or self._rows is None:
             return replace(self._at, source=self._source)
         return replace(self._at, source=copy.deepcopy(self._dataset.state_dict()))
@@ -190,14 +193,14 @@ class OneStream:
                 sample = self._next(rows)
             except StopIteration:
                 raise StateMismatchError(
-                    f"the stream ends after {number} samples, and {at.rows} were consumed"
+                    f"the stream ends after {number} samples, but {at.rows} were consumed"
                 ) from None
             self._at = replace(self._at, rows=number + 1)
             if number == 0 and checksum(sample) != at.first:
                 raise StateMismatchError(
                     "the stream begins with another sample than when the checkpoint was saved, so its position would "
-                    "mean other samples: let it give them in one order, for example by shuffle(seed=...), and without "
-                    "what differs from start to start, such as the path of a cache"
+                    "mean other samples: make its order repeatable, for example by shuffle(seed=...), and keep out of "
+                    "its samples whatever changes at each start, such as the path of a cache"
                 )
         return rows
 
@@ -208,11 +211,11 @@ class OneStream:
 
 
 class ShareOfStreams(IterableDataset[Any]):
-    """Gives this rank's part of each global batch, with the position of its streams after that.
+    """This rank's part of each global batch, each with the position of its streams after it.
 
-    states: of the streams that were begun before, by number. left_out: says for the number of a batch of the epoch
-    whether it is read and not given. last: the number of the epoch's last batch and one; None when nobody knows it.
-    is_exact: see OneStream.
+    states: the positions of the streams that were started before, by number. left_out: returns whether a batch of the
+    epoch, given its number, is read and discarded. last: the number of the epoch's last batch plus one; None if
+    unknown. is_exact: see OneStream.
     """
 
     def __init__(
@@ -266,7 +269,7 @@ class ShareOfStreams(IterableDataset[Any]):
 
 @dataclass(frozen=True, slots=True)
 class Collated:
-    """Collates the samples of a batch, and leaves the position beside them as it is."""
+    """A callable that collates the samples of a batch and leaves its position unchanged."""
 
     collate: Callable[[list[Any]], Any] = default_collate
 
@@ -277,13 +280,13 @@ class Collated:
 
 @dataclass(slots=True)
 class Positions:
-    """Holds the positions after batches that were fetched, until these are given to the training loop."""
+    """The positions after batches that were fetched, until the training loop gets these batches."""
 
     waiting: deque[list[StreamState]] = field(default_factory=deque)
 
 
 class StreamLoader(DataLoader[Any]):
-    """Loads the batches of a ShareOfStreams, and puts their positions aside."""
+    """A DataLoader over a ShareOfStreams that moves the positions of its batches into a Positions."""
 
     positions: Positions
 
@@ -294,7 +297,7 @@ class StreamLoader(DataLoader[Any]):
 
 
 def stream_loader(share: ShareOfStreams, positions: Positions, options: dict[str, Any]) -> StreamLoader:
-    """Returns a DataLoader of this share. Raises ConfigError for options under which samples would be lost."""
+    """Return a DataLoader of this share. Raises ConfigError for options that would lose samples."""
     if options.get("num_workers", 0) > 1:
         raise ConfigError(
             f"Batches.loader(num_workers={options['num_workers']}): a stream is read by one worker at most, which "
@@ -307,9 +310,9 @@ def stream_loader(share: ShareOfStreams, positions: Positions, options: dict[str
 
 
 def checksum(sample: Any) -> int:
-    """Returns a checksum of a sample's numbers and texts, alike in every process. It is never 0.
+    """Return a checksum of the numbers and strings in a sample, equal in every process. It is never 0.
 
-    Of an absolute path its last part counts alone.
+    If a string is an absolute path, only its last component is used.
     """
     total = 1
     for part in _bytes_of(sample):
@@ -332,6 +335,6 @@ def _bytes_of(value: Any) -> Iterable[bytes]:
     elif hasattr(value, "tobytes"):  # arrays of NumPy, images
         yield value.tobytes()
     elif isinstance(value, str) and value.startswith("/") and "\n" not in value:
-        yield repr(PurePosixPath(value).name).encode()  # the folder, as of a cache, differs from machine to machine
+        yield repr(PurePosixPath(value).name).encode()  # the folder, such as a cache, differs between machines
     elif isinstance(value, str | int | float | bool | None):
         yield repr(value).encode()

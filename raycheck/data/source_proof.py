@@ -1,12 +1,12 @@
-"""Proves a data source before the first step: reads some samples on trial and compares them.
+"""Proves a data source before the first step: reads some samples as a trial and compares them.
 
-Compared are the samples of the ranks, which Batches expect to be equal; those of this start and of the checkpoint; and
-those of a stream that was read through with those after its state was put back. All reading is done in forked children,
-so that the source is afterwards as it was.
+It compares three things: the samples of all ranks, which Batches expect to be equal; those of this start and of the
+checkpoint; and those of a stream that was read straight through with those after its state was restored. All reading is
+done in forked children, so the source is left unchanged.
 
-Before each sample the random generators are seeded by its number. A sample that then differs from itself (by the
-system's randomness, by the time) is not compared. One that differs under another seed, by random augmentation, is
-compared among the ranks alone: another release of a library may augment in another way.
+Before each sample the random generators are seeded with its number. A sample that still differs from itself (by the
+system's randomness, or by the time) is not compared. One that differs under another seed, by random augmentation, is
+compared only among the ranks: another release of a library may augment differently.
 """
 
 import time
@@ -25,23 +25,23 @@ from raycheck.state.entries.random_generators import generators_in, seed_generat
 MAX_SAMPLES = 16
 """How many samples of a source are compared among the ranks and with the checkpoint."""
 READ_FOR_S = 2.0
-"""For how long samples are read; at least one is."""
+"""How long to read samples; at least one is read."""
 MAX_ROWS = 64
-"""How many samples of a stream are read to try its state."""
+"""How many samples of a stream are read to test its state."""
 ROWS_FOR_S = 0.5
-"""For how long a stream is read through once."""
+"""How long to read a stream straight through."""
 TRY_FOR_S = 4.0
-"""After this time no other trial read of a stream is begun; the first restarts come before the second ones."""
+"""After this time no further trial read of a stream is started; all first restarts come before the second ones."""
 CALL_WITHIN_S = 10.0
 """How long one child may take."""
 STRIDES = (1, 5, 13)
-"""After how many samples a stream's state is taken and put back, at each of its restarts."""
+"""After how many samples a stream's state is taken and restored, at each of its restarts."""
 RESTARTS = 3
-"""How often a stream is restarted from a state on trial, after it was read through once."""
+"""How often a stream is restarted from a state as a trial, after it was read straight through."""
 
 
 def numbered_proof(dataset: Any, length: int, order: Mapping[str, Any]) -> SourceProof:
-    """Read some samples of a map-style dataset on trial, three times each."""
+    """Read some samples of a map-style dataset as a trial, three times each."""
     proof = SourceProof(kind=type(dataset).__qualname__, order=order)
     try:
         read = isolated(partial(_read_numbered, dataset, _spread(length)), within_s=CALL_WITHIN_S)
@@ -51,13 +51,13 @@ def numbered_proof(dataset: Any, length: int, order: Mapping[str, Any]) -> Sourc
 
 
 def stream_proof(dataset: Any, plan: StreamPlan, order: Mapping[str, Any], *, has_state: bool) -> SourceProof:
-    """Read the beginning of a stream on trial, and try whether its state leads back to where it was taken.
+    """Read the beginning of a stream as a trial, and test whether its state leads back to where it was taken.
 
-    has_state: it has a state that seems to be exact.
+    has_state: whether it has a state that seems to be exact.
     """
     proof = SourceProof(kind=type(dataset).__qualname__, order=order)
     fault = known_fault(dataset) if has_state else ""
-    whole = replace(plan, streams=1)  # what the ranks compare is the stream from its beginning, unsharded
+    whole = replace(plan, streams=1)  # the ranks compare the stream from its beginning, unsharded
     try:
         first, again, other = (_trial_read(dataset, whole, MAX_SAMPLES, salt=salt).rows for salt in (0, 0, 1))
     except TrialError as error:
@@ -82,8 +82,10 @@ def stream_proof(dataset: Any, plan: StreamPlan, order: Mapping[str, Any], *, ha
 
 
 def _with_samples(proof: SourceProof, read: Mapping[int, tuple[int, int, int]], *, wanted: int) -> SourceProof:
-    """Returns the proof with the samples that may be compared. read: checksums of each sample: twice under one seed,
-    and once under another one."""
+    """Return the proof with the samples that may be compared.
+
+    read: the checksums of each sample: two reads under one seed, and one under another.
+    """
     alike = {number: first for number, (first, again, _) in read.items() if first == again}
     said = []
     if len(read) < wanted:
@@ -100,14 +102,14 @@ def _with_samples(proof: SourceProof, read: Mapping[int, tuple[int, int, int]], 
 
 
 def _spread(length: int) -> list[int]:
-    """Returns the numbers of the samples to compare: the outer ones first, in case that time is short."""
+    """Return the numbers of the samples to compare: the outermost first, in case time runs out."""
     last = length - 1
     even = [last * part // (MAX_SAMPLES - 1) for part in range(MAX_SAMPLES)]
     return [*dict.fromkeys([0, last, 1 % length, *even[::2], *even])][:MAX_SAMPLES]
 
 
 def _read_numbered(dataset: Any, numbers: Sequence[int]) -> dict[int, tuple[int, int, int]]:
-    """Be the child that reads samples by number."""
+    """Act as the child: read samples by number."""
     generators = [generator for _, generator in generators_in(dataset, "dataset")]
     began = time.monotonic()
     found: dict[int, tuple[int, int, int]] = {}
@@ -126,9 +128,9 @@ def _read_numbered(dataset: Any, numbers: Sequence[int]) -> dict[int, tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class _TrialRead:
-    """Holds what a child has read of a stream.
+    """What a child has read from a stream.
 
-    rows: the checksums of its samples. states: by the number of samples read in this child, the state after these.
+    rows: the checksums of its samples. states: the state after a number of samples read in this child, by that number.
     """
 
     rows: list[int]
@@ -136,12 +138,12 @@ class _TrialRead:
 
 
 class _SeededStream(OneStream):
-    """Reads a stream as a training will, with random generators that are seeded before each sample."""
+    """A stream that is read as in training, but with random generators that are seeded before each sample."""
 
     salt = 0
 
     def _next(self, rows: Any) -> Any:
-        seed_worker(2 * self._at.rows + self.salt)  # not what the stream holds, on which its order may depend
+        seed_worker(2 * self._at.rows + self.salt)  # not the stream's own generators: its order may depend on them
         return next(rows)
 
 
@@ -155,8 +157,10 @@ def _trial_read(
     states_after: Sequence[int] = (),
     for_s: float | None = None,
 ) -> _TrialRead:
-    """Read a stream in a child. at: the state to which it is put first. for_s: after this time reading ends,
-    by default READ_FOR_S."""
+    """Read a stream in a child.
+
+    at: the state that it is moved to first. for_s: how long to read, by default READ_FOR_S.
+    """
     limit = READ_FOR_S if for_s is None else for_s
     call = partial(_read_stream, dataset, plan, rows, salt=salt, at=at, states_after=states_after, for_s=limit)
     return isolated(call, within_s=CALL_WITHIN_S)
@@ -172,7 +176,7 @@ def _read_stream(
     states_after: Sequence[int],
     for_s: float,
 ) -> _TrialRead:
-    """Be the child that reads a stream."""
+    """Act as the child: read a stream."""
     number = plan.mine()[0]
     is_exact = at is not None or bool(states_after)
     stream = _SeededStream(dataset, plan, number, at or StreamState(number=number), is_exact=is_exact)
@@ -181,7 +185,7 @@ def _read_stream(
     while len(read.rows) < rows and (not read.rows or time.monotonic() - began < for_s):
         try:
             read.rows.append(checksum(stream.read()))
-        except (StopIteration, ConfigError):  # the end of a stream, or one without samples, which training will report
+        except (StopIteration, ConfigError):  # the end of a stream, or an empty one, which training will report
             break
         if len(read.rows) in states_after:
             read.states[len(read.rows)] = stream.state()
@@ -189,11 +193,13 @@ def _read_stream(
 
 
 def _tried_state(dataset: Any, plan: StreamPlan) -> tuple[bool | None, str, int]:
-    """Returns whether a stream goes on where its state was taken, why not, and over how many restarts it was tried."""
+    """Return whether a stream resumes where its state was taken, why not, and over how many restarts
+    that was tested.
+    """
     began, restarts, has_compared = time.monotonic(), 0, False
     try:
         whole = _trial_read(dataset, plan, MAX_ROWS, states_after=STRIDES, for_s=ROWS_FOR_S)
-        states = dict(whole.states)  # by stride, the newest
+        states = dict(whole.states)  # the newest, by stride
         for number in range(1, RESTARTS + 1):
             for stride, state in list(states.items()):
                 at = number * stride

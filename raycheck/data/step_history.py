@@ -1,6 +1,6 @@
-"""Remembers which global batches each step was trained on, in a few numbers, whatever the world size.
+"""Records which global batches each step was trained on, in a few numbers, whatever the world size.
 
-A checkpoint keeps it. Then `raycheck data` can say what made the steps before that checkpoint.
+A checkpoint stores it, so that `raycheck data` can list what the steps before that checkpoint were trained on.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,14 +9,14 @@ from itertools import groupby
 from typing import Any, Self
 
 MAX_ENTRIES = 10_000
-"""Older steps than these entries hold are forgotten: a training without any pattern would otherwise keep one a step."""
+"""The most entries; older steps are forgotten. Training without any pattern would otherwise add one entry per step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPattern:
-    """Describes steps that follow each other: each took `stride` batches of an epoch, which also follow each other.
+    """Consecutive steps, each of which took `stride` consecutive batches of an epoch.
 
-    step, batch: of the first one. A step that skipped batches has several entries of one step.
+    step, batch: of the first one. A step that skipped batches has several entries with the same step.
     """
 
     step: int
@@ -26,13 +26,13 @@ class StepPattern:
     stride: int
 
     def at(self, step: int) -> range:
-        """Returns the numbers of the batches that a step took."""
+        """Return the numbers of the batches that a step took."""
         first = self.batch + (step - self.step) * self.stride
         return range(first, first + self.stride)
 
 
 class StepHistory:
-    """Holds the entries of all steps that are known. steps: how many steps there were."""
+    """The entries of all known steps. steps: how many steps there were."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -40,14 +40,14 @@ class StepHistory:
         self.entries: list[StepPattern] = []
 
     def end_step(self, epoch: int, batches: Sequence[int]) -> None:
-        """Count a step that took these batches of an epoch, in ascending order."""
+        """Record a step that took these batches of an epoch, in ascending order."""
         for _, run in groupby(enumerate(batches), lambda item: item[1] - item[0]):
             numbers = [number for _, number in run]
             self._add(epoch, numbers[0], len(numbers))
         self.steps += 1
         if len(self.entries) > MAX_ENTRIES:
             del self.entries[: len(self.entries) - MAX_ENTRIES * 9 // 10]
-            self.known_from = self.entries[0].step + 1  # of that one, another entry may be gone
+            self.known_from = self.entries[0].step + 1  # another entry of that step may have been dropped
 
     def _add(self, epoch: int, batch: int, stride: int) -> None:
         last = self.entries[-1] if self.entries else None
@@ -63,7 +63,7 @@ class StepHistory:
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Self:
-        """Returns the history in a saved state. Raises ValueError or TypeError for what is none."""
+        """Return the history from a saved state. Raises ValueError or TypeError for anything else."""
         found = cls()
         found.steps, found.known_from = int(state["steps"]), int(state["known_from"])
         for row in state["entries"]:
@@ -72,14 +72,14 @@ class StepHistory:
         return found
 
     def batches(self, first: int, end: int) -> Iterator[tuple[int, int, range]]:
-        """Yields (step, epoch, numbers of batches) for the steps from `first` to before `end`."""
+        """Yield (step, epoch, numbers of batches) for the steps from `first` to before `end`."""
         for entry in self.entries:
             for step in range(max(first, entry.step), min(end, entry.step + entry.steps)):
                 yield step, entry.epoch, entry.at(step)
 
 
 def joined(places: Iterable[tuple[int, int, range]]) -> list[tuple[int, int, int]]:
-    """Returns (epoch, first batch, last batch + 1) of these, joined where they follow each other."""
+    """Return (epoch, first batch, last batch + 1) for these batches, with consecutive ones joined."""
     found: list[tuple[int, int, int]] = []
     for _, epoch, batches in places:
         if found and found[-1][0] == epoch and found[-1][2] == batches.start:

@@ -1,4 +1,6 @@
-"""Says which samples made which steps, from what a checkpoint holds of its data: for no world size in particular."""
+"""Computes which samples a step was trained on, from what a checkpoint stores about its data, whatever
+the world size.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,11 +15,11 @@ _KEYS = {"epoch", "consumed", "seed", "shuffle", "global_batch", "length"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSamples:
-    """Says what one step was trained on, over all ranks.
+    """What one step was trained on, over all ranks.
 
-    step: counted from 1, as in logs: the count of steps when its end_step had ended. epoch. batches: (first, last + 1)
-    in the epoch. positions: (first, last + 1) in the epoch's order, in samples. indices: the numbers of the samples in
-    the dataset, in that order; empty for a stream, whose samples have no numbers but their positions.
+    step: counted from 1, as in logs: the number of steps completed once its end_step returned. epoch: its epoch.
+    batches: (first, last + 1) in the epoch. positions: (first, last + 1) in the epoch's order, in samples. indices: the
+    numbers of the samples in the dataset, in that order; empty for a stream, whose samples have only positions.
     """
 
     step: int
@@ -27,12 +29,12 @@ class StepSamples:
     indices: tuple[int, ...]
 
     def as_skip(self) -> tuple[int, int, int]:
-        """Returns this as an item of `Batches(skip=[...])`."""
+        """Return this as an item of `Batches(skip=[...])`."""
         return (self.epoch, *self.batches)
 
 
 def positions_in(value: object, *, depth: int = 4) -> Iterator[Mapping[str, Any]]:
-    """Yields the positions of Batches in a saved value, also inside the states of objects that hold Batches."""
+    """Yield the positions of Batches in a saved value, also inside the states of objects that hold Batches."""
     if isinstance(value, Mapping) and value.keys() >= _KEYS:
         yield value
     elif isinstance(value, Mapping) and depth:
@@ -41,18 +43,19 @@ def positions_in(value: object, *, depth: int = 4) -> Iterator[Mapping[str, Any]
 
 
 def samples_of(state: Mapping[str, Any], first: int, end: int, *, step: int) -> list[StepSamples]:
-    """Returns what the steps from `first` to before `end` were trained on. A step that skipped batches comes twice.
+    """Return what the steps from `first` to before `end` were trained on. A step that skipped batches appears more than
+    once.
 
-    state: the position of Batches in a checkpoint. step: the checkpoint's. Raises ConfigError for steps that it does
-    not know of. ValueError, TypeError, KeyError: the state is not one that Batches have written.
+    state: the position of Batches in a checkpoint. step: the checkpoint's step. Raises ConfigError for steps that the
+    state does not cover. Raises ValueError, TypeError or KeyError for a state that Batches did not write.
     """
     size, history = int(state["global_batch"]), _history(state, step)
-    offset = step - history.steps + 1  # the history counts from 0, and may begin in a later step than the run
+    offset = step - history.steps + 1  # the history counts from 0, and may begin at a later step than the run
     known_from = history.known_from + offset
     if not known_from <= first < end <= step + 1:
         raise ConfigError(
-            f"steps {first}:{end}: this checkpoint knows the samples of steps {known_from}:{step + 1}; give a range "
-            "inside, or --at with a later checkpoint. Steps count from 1, as in logs"
+            f"steps {first}:{end}: this checkpoint records the samples of steps {known_from}:{step + 1}; choose a "
+            "range within these, or a later checkpoint with --at. Steps count from 1, as in logs"
         )
     length, orders = state["length"], dict[int, list[int]]()
     found = []
@@ -75,13 +78,16 @@ def samples_of(state: Mapping[str, Any], first: int, end: int, *, step: int) -> 
 
 
 def skip_of(found: list[StepSamples]) -> list[tuple[int, int, int]]:
-    """Returns the `skip` for Batches that leaves these steps' batches out."""
+    """Return the `skip` argument for Batches that leaves out these steps' batches."""
     return joined((item.step, item.epoch, range(*item.batches)) for item in found)
 
 
 def _history(state: Mapping[str, Any], step: int) -> StepHistory:
-    """Returns the saved history. An earlier raycheck kept none: then it is known when each step took one batch, and no
-    epoch was left early."""
+    """Return the saved history.
+
+    An earlier raycheck stored none: then the history is known only if each step took one batch and no epoch ended
+    early.
+    """
     if "history" in state:
         return StepHistory.of(state["history"])
     size, epoch, consumed = (int(state[name]) for name in ("global_batch", "epoch", "consumed"))

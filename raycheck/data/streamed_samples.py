@@ -1,4 +1,4 @@
-"""Gives batches of a dataset that is a stream: samples come in its own order, from where the last step left it."""
+"""Makes batches of a dataset that is a stream: samples arrive in its own order, from where the last step left it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
@@ -23,14 +23,16 @@ from raycheck.errors import StateMismatchError
 
 
 def is_stream(dataset: object) -> bool:
-    """Returns whether a dataset is an IterableDataset, torch's or Hugging Face's."""
+    """Return whether a dataset is an IterableDataset, torch's or Hugging Face's."""
     return isinstance(dataset, IterableDataset) or any(
         kind.__name__ == "IterableDataset" and kind.__module__.startswith("datasets.") for kind in type(dataset).__mro__
     )
 
 
 class StreamedSamples(BatchSource):
-    """Makes batches of an IterableDataset. batches_per_epoch: None, if an epoch ends with the data; see Batches."""
+    """A source of batches of an IterableDataset. batches_per_epoch: None if an epoch ends with the data;
+    see Batches.
+    """
 
     samples: int | None = None
     compared = ("length", "batches_per_epoch", "streams")
@@ -51,7 +53,7 @@ class StreamedSamples(BatchSource):
         self._states: dict[int, StreamState] = {}  # up to the end of the last step
         self._fetched = Positions()
         self._given: list[StreamState] = []
-        self._saved_workers: bool | None = None  # whether a worker read the stream that was restored
+        self._saved_workers: bool | None = None  # whether a worker read the restored stream
         self._has_worker = False
         self._is_exact: bool | None = None
 

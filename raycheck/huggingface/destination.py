@@ -1,7 +1,7 @@
 """Makes an export appear at its destination as a whole, or not at all.
 
-A local folder appears by one rename of a temporary sibling. In a bucket the file without which no reader starts is
-written last, and nothing is written beside objects that this export would not write itself.
+A local folder appears with one rename of a temporary sibling. In a bucket, the file that every reader needs first is
+written last. Nothing is written next to objects that are not part of this export.
 """
 
 import fcntl
@@ -21,10 +21,10 @@ from raycheck.storage_settings import StorageSettings
 
 @contextmanager
 def destination(dest: Store | str, prefix: str, storage: StorageSettings | None = None) -> Iterator[tuple[Store, str]]:
-    """Yields the store and the prefix to write to.
+    """Yield the store and the prefix to write to.
 
-    A local folder has its name only after the block; after an error in the block there is no such folder. storage: how
-    a URI that is no local folder is opened. Raises ConfigError, before anything is touched, for a folder that is not
+    A local folder gets its name only after the block; after an error in the block there is no such folder. storage: how
+    to open a URI that is not a local folder. Raises ConfigError, before anything is changed, for a folder that is not
     empty.
     """
     path = None if isinstance(dest, Store) else local_path(dest)
@@ -38,32 +38,36 @@ def destination(dest: Store | str, prefix: str, storage: StorageSettings | None 
 
 
 def check_free(store: Store, prefix: str, names: Iterable[str], last: str) -> None:
-    """Raise ConfigError when a whole export, or anything that this one would not overwrite, lies at `prefix`.
+    """Raise ConfigError if `prefix` contains a whole export, or anything that this export would not overwrite.
 
     names: the files of this export. last: the one that is written last.
     """
     with suppress(NotFoundError):
         store.head(export_key(prefix, last))
-        raise ConfigError(f"{store}: {export_key(prefix, last)} exists: an export is there already. Name a free place")
+        raise ConfigError(
+            f"{store}: {export_key(prefix, last)} exists: there is already an export here. Choose an empty destination"
+        )
     mine = set(names)
     for item in store.list_objects(prefix):
         if item.key[len(prefix) :] not in mine:
-            raise ConfigError(f"{store}: {item.key} exists, which is not part of this export. Name a free place")
+            raise ConfigError(
+                f"{store}: {item.key} exists, which is not part of this export. Choose an empty destination"
+            )
 
 
 def local_path(dest: str) -> Path | None:
-    """Returns the folder that `dest` means, or None when it is not on this machine."""
+    """Return the folder that `dest` refers to, or None if it is not on this machine."""
     if "://" not in dest:
         return Path(dest).absolute()
     if not dest.startswith("file://"):
         return None
-    open_store(dest)  # refuses a host, a query or a fragment
+    open_store(dest)  # raises for a host, a query or a fragment
     return Path(unquote(urlsplit(dest).path))
 
 
 @contextmanager
 def _appearing(path: Path) -> Iterator[Path]:
-    """Yields a temporary folder, which is renamed to `path` when the block ends without an error.
+    """Yield a temporary folder, which is renamed to `path` when the block ends without an error.
 
     Temporary folders of dead exports to this path are removed.
     """
@@ -79,7 +83,7 @@ def _appearing(path: Path) -> Iterator[Path]:
         temporary.mkdir()
         lock = os.open(temporary, os.O_RDONLY)
     try:
-        _try_to_lock(lock)  # while it is held, no other export takes this folder for a dead one's
+        _try_to_lock(lock)  # while it is held, no other export considers this folder abandoned
         yield temporary
         _refuse_occupied(path)
         with _typed_errors(path):
@@ -104,11 +108,11 @@ def _refuse_occupied(path: Path) -> None:
     if path.is_dir() and not any(path.iterdir()):
         return
     if os.path.lexists(path):
-        raise ConfigError(f"{path} exists and is not an empty folder. Name a new one")
+        raise ConfigError(f"{path} exists and is not an empty folder. Choose a new one")
 
 
 def _remove_if_dead(folder: Path) -> None:
-    """Remove a temporary folder whose export is dead. A living export holds a lock on it until its process ends."""
+    """Remove a temporary folder whose export is dead. A running export holds a lock on it until its process ends."""
     with suppress(OSError):
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -119,9 +123,9 @@ def _remove_if_dead(folder: Path) -> None:
 
 
 def _try_to_lock(folder: int) -> bool:
-    """Take the lock of a folder, given by its file descriptor. Returns False when somebody else holds it."""
+    """Take the lock of a folder, given by its file descriptor. Return False if another process holds it."""
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held by a living export, or a file system without locks
+    except OSError:  # held by a running export, or a file system without locks
         return False
     return True

@@ -1,8 +1,8 @@
 """Writes a checkpoint as a Hugging Face directory, straight from the bucket.
 
 No model is built, no process group is needed, and memory stays bounded however large the model is. Checksums are
-verified on the way. The directory is whole or not there (see destination.py): the index of the weights, without which
-no reader finds them, is written last, and the weights are always named as parts of it.
+verified on the way. The directory is complete or absent (see destination.py): the index of the weights, without which
+no reader finds them, is written last, and the weight files are always named as parts of it.
 """
 
 import json
@@ -30,12 +30,12 @@ from raycheck.storage_settings import StorageSettings
 
 INDEX_FILE = EXPORT_ENDS[0]
 MAX_FILE_BYTES, MIN_FILE_BYTES, SHARES = 5_000_000_000, 256_000_000, 16
-"""The most and the fewest bytes of a file of weights without max_shard_bytes, and the number of files in between."""
+"""Without max_shard_bytes: the most and the fewest bytes of a weight file, and the number of files in between."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """Describes a written export. uri: where it is. files: name to size in bytes."""
+    """An export that was written. uri: where it is. files: sizes in bytes, by file name."""
 
     uri: str
     files: Mapping[str, int]
@@ -47,11 +47,11 @@ class Exported:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportFiles:
-    """Describes all files that an export writes.
+    """All files that an export writes.
 
-    files: file name to the weights in it. They may be written in any order and by several processes.
-    heads: file name to the bytes before the weights, for those files that have such a head.
-    texts: file name to the text of the small files, which are written after all of `files`.
+    files: the weights in each file, by file name. They may be written in any order and by several processes.
+    heads: the bytes before the weights, by file name, for files that have such a head.
+    texts: the text of the small files, by file name; they are written after all of `files`.
     last: the one of `texts` that is written at the very end.
     """
 
@@ -63,7 +63,7 @@ class ExportFiles:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Returns the size of each of `files`, in bytes."""
+        """Return the size of each of `files`, in bytes."""
         return {
             file: len(self.heads.get(file, b"")) + sum(weight.size_bytes for weight in group)
             for file, group in self.files.items()
@@ -72,7 +72,7 @@ class ExportFiles:
     def write(
         self, store: Store, place: str, files: Sequence[str], progress: ShowProgress = show_nothing
     ) -> dict[str, int]:
-        """Write these files below `place`. Returns their sizes in bytes."""
+        """Write these files under `place`. Return their sizes in bytes."""
         sizes = self.sizes
         tally = ProgressTally(progress, total=sum(sizes[file] for file in files))
         for file in files:
@@ -82,7 +82,7 @@ class ExportFiles:
         return {file: sizes[file] for file in files}
 
     def write_texts(self, store: Store, place: str) -> dict[str, int]:
-        """Write the small files, without which the weights are no model. Call it when all of `files` are there."""
+        """Write the small files, without which the weights are not a model. Call it once all of `files` are written."""
         return {
             file: _put_text(store, export_key(place, file), self.texts[file], is_last=file == self.last)
             for file in sorted(self.texts, key=lambda file: file == self.last)
@@ -90,7 +90,7 @@ class ExportFiles:
 
 
 def lay_out(checkpoint: Checkpoint, options: ExportOptions) -> ExportFiles:
-    """Decide which files an export consists of. All processes that ask with equal options get an equal answer."""
+    """Decide which files make up an export. Equal options give an equal result in every process."""
     manifest = checkpoint.read_manifest()
     index = checkpoint.read_index(manifest)
     source = WeightSource(checkpoint, manifest, index)
@@ -99,7 +99,7 @@ def lay_out(checkpoint: Checkpoint, options: ExportOptions) -> ExportFiles:
         groups = {"adapter_model.safetensors": made.weights}
     else:
         groups = split(made.weights, "model", options.max_shard_bytes)
-    # By size of an element, so that each weight is aligned.
+    # Sorted by element size, so that each weight is aligned.
     groups = {file: sorted(group, key=lambda weight: -weight.dtype.itemsize) for file, group in groups.items()}
     return ExportFiles(
         files={**groups, **made.files},
@@ -111,7 +111,7 @@ def lay_out(checkpoint: Checkpoint, options: ExportOptions) -> ExportFiles:
 
 
 def write_all(files: ExportFiles, store: Store, place: str, progress: ShowProgress = show_nothing) -> dict[str, int]:
-    """Write one file after the other in this process. Returns their sizes in bytes."""
+    """Write all files in this process, one after the other. Return their sizes in bytes."""
     return files.write(store, place, list(files.files), progress)
 
 
@@ -127,10 +127,10 @@ def export_hf(
 ) -> Exported:
     """Write the model of a checkpoint to `dest`: a folder, a URI, or a store and a prefix in it.
 
-    storage: the settings that the checkpoint's store was opened with; a `dest` of the same kind of store is opened with
-    them too. write: writes the files of weights, and returns their sizes in bytes. by_training: a training asked for it
-    by its settings; a prune of exports deletes no others. Raises ConfigError, before anything was written, for
-    what cannot be done.
+    storage: the settings that the checkpoint's store was opened with; a `dest` in the same kind of store is opened with
+    them too. write: writes the weight files, and returns their sizes in bytes. by_training: whether the settings of a
+    training run requested the export; a prune of exports deletes no others. Raises ConfigError, before anything was
+    written, for an export that is not possible.
     """
     laid_out = lay_out(checkpoint, options or ExportOptions())
     laid_out = _with_record(laid_out, checkpoint, by_training=by_training)
@@ -144,9 +144,9 @@ def export_hf(
 
 
 def _with_record(laid_out: ExportFiles, checkpoint: Checkpoint, *, by_training: bool) -> ExportFiles:
-    """Add the record that proves to a later prune to which run the directory belongs, and which files belong to it."""
+    """Add the record that shows a later prune to which run the directory belongs, and which files are part of it."""
     if EXPORT_RECORD in laid_out.files or EXPORT_RECORD in laid_out.texts:
-        raise ConfigError(f"the export has a file named {EXPORT_RECORD}, as raycheck's own record; rename it")
+        raise ConfigError(f"the export has a file named {EXPORT_RECORD}, the name of raycheck's own record; rename it")
     record = ExportRecord(
         run_id=read_latest(checkpoint.store).run_id,
         checkpoint=checkpoint.entry.key,
@@ -158,9 +158,9 @@ def _with_record(laid_out: ExportFiles, checkpoint: Checkpoint, *, by_training: 
 
 
 def split(weights: Sequence[Weight], name: str, max_bytes: int | None) -> dict[str, list[Weight]]:
-    """Share the weights among files, by file name. A weight that exceeds the limit gets a file of its own.
+    """Distribute the weights among files, by file name. A weight that exceeds the limit gets a separate file.
 
-    name: how all names begin.
+    name: the beginning of all file names.
     """
     if max_bytes is None:
         total = sum(weight.size_bytes for weight in weights)
@@ -178,14 +178,14 @@ def split(weights: Sequence[Weight], name: str, max_bytes: int | None) -> dict[s
 
 
 def weight_map(groups: Mapping[str, Sequence[Weight]]) -> str:
-    """Returns the text of the index of the weights, which says in which file each of them is."""
+    """Return the text of the index of the weights, which maps each weight to its file."""
     total = sum(weight.size_bytes for group in groups.values() for weight in group)
     names = {weight.name: file for file, group in groups.items() for weight in group}
     return json_text({"metadata": {"total_size": total}, "weight_map": names})
 
 
 def safetensors_head(weights: Sequence[Weight]) -> bytes:
-    """Returns the head of a safetensors file with the weights in this order, padded to a multiple of 8 bytes."""
+    """Return the head of a safetensors file with the weights in this order, padded to a multiple of 8 bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for weight in weights:
@@ -211,14 +211,17 @@ def _put(store: Store, key: str, source: WeightSource, stream: Iterator[memoryvi
     try:
         store.put_parts(key, stream, size)
     except RaycheckError:
-        if source.failure is not None:  # the upload failed because its parts could not be read
+        if source.failure is not None:  # the upload failed because reading its parts failed
             raise source.failure from None
         raise
 
 
 def _put_text(store: Store, key: str, text: str, *, is_last: bool) -> int:
-    """Write a small file; returns its size. The last one is written only if it is absent, unless it is too large for
-    that: it decides which of two exports to one place is whole."""
+    """Write a small file. Return its size.
+
+    The last one is written only if it is absent, unless it is too large for that: this decides which of two exports to
+    the same place is complete.
+    """
     data = text.encode()
     if not is_last or len(data) > MAX_CONDITIONAL_BYTES:
         store.put(key, data)
@@ -226,5 +229,7 @@ def _put_text(store: Store, key: str, text: str, *, is_last: bool) -> int:
     try:
         put_once(store, key, data)
     except SaveFailedError:
-        raise ConfigError(f"{store}: {key} has appeared meanwhile: two exports were written to one place") from None
+        raise ConfigError(
+            f"{store}: {key} appeared in the meantime: two exports were written to the same place"
+        ) from None
     return len(data)

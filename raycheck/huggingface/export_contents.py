@@ -1,8 +1,8 @@
-"""Decides what the Hugging Face directory of a checkpoint consists of.
+"""Decides the contents of a checkpoint's Hugging Face directory.
 
-These are weights under their names, the configuration, and the files of tokenizers and processors. All is decided from
-the checkpoint's index alone, before anything is written. The index comes from a bucket and may be hostile: names that
-become file names are checked, texts are parsed, and nothing is believed that somebody could have made up.
+These are weights under their names, the configuration, and the files of tokenizers and processors. Everything is
+decided from the checkpoint's index alone, before anything is written. The index comes from a bucket and may be hostile:
+names that become file names are checked, texts are parsed, and nothing is trusted that an attacker could have forged.
 """
 
 import json
@@ -51,9 +51,10 @@ SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """Describes what an export holds.
+    """The contents of an export.
 
-    weights: in the natural order of their names. texts, files: by file name. is_adapter: it is a PEFT directory.
+    weights: in the natural order of their names. texts, files: by file name. is_adapter: whether it is a PEFT
+    directory.
     """
 
     weights: list[Weight]
@@ -69,9 +70,9 @@ def contents(
     *,
     what: str,
 ) -> Contents:
-    """Decide everything that an export holds. what: names the checkpoint in errors.
+    """Decide everything in an export. what: names the checkpoint in errors.
 
-    Raises ConfigError for what cannot be done, CorruptError for an index that raycheck did not write.
+    Raises ConfigError for an export that is not possible, CorruptError for an index that raycheck did not write.
     """
     model = _choose_model(index, what, options.entry, options.config_from)
     weights, texts = _weights_and_texts(source, model, merge_lora=options.merge_lora)
@@ -86,7 +87,7 @@ def contents(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Model:
-    """Describes the entry that is exported.
+    """The entry that is exported.
 
     what: names the checkpoint in errors. texts: its configuration files. facts: what raycheck has saved about it.
     merged: the adapters that are merged into the saved weight of a layer, by the layer's path.
@@ -100,7 +101,7 @@ class _Model:
 
 
 def _choose_model(index: Index, what: str, entry: str | None, config_from: str | None) -> _Model:
-    """Choose the entry that is exported. Raises ConfigError that lists what there is and says what to do."""
+    """Choose the entry to export. Raises ConfigError that lists the available entries and says what to do."""
     assets = _asset_texts(index, what)
     entries = sorted(set(index.values) - {ASSETS, "progress"})
     with_config = [name for name in entries if CONFIG in assets.get(name, {})]
@@ -129,21 +130,20 @@ def _choose_model(index: Index, what: str, entry: str | None, config_from: str |
 
 
 def _merged(index: Index, what: str, entry: str) -> dict[str, list[str]]:
-    """Returns which adapters are merged into the saved weights. Raises CorruptError for anything but names."""
+    """Return which adapters are merged into the saved weights. Raises CorruptError for anything but names."""
     found: dict[str, list[str]] = {}
     for values in (index.values, *index.rank_values):
         value = values.get(entry)
         merged = value.get("merged", {}) if isinstance(value, dict) else {}
         if not isinstance(merged, dict) or not all(isinstance(names, list) for names in merged.values()):
-            raise CorruptError(f"{what}: the merged adapters of {entry!r} are described wrongly")
+            raise CorruptError(f"{what}: the record of merged adapters of {entry!r} is invalid")
         found |= {path: [str(name) for name in names] for path, names in merged.items()}
     return found
 
 
 def _refuse_subclasses(index: Index, what: str, entry: str) -> None:
-    """Raise ConfigError for tensor subclasses in the entry:
-
-    no Hugging Face model has the names of their inner tensors.
+    """Raise ConfigError if the entry has tensor subclasses: no Hugging Face model has the names of their
+    inner tensors.
     """
     for values in (index.values, *index.rank_values):
         value = values.get(entry)
@@ -156,7 +156,7 @@ def _refuse_subclasses(index: Index, what: str, entry: str) -> None:
 
 
 def _asset_texts(index: Index, what: str) -> Mapping[str, Mapping[str, str]]:
-    """Returns the saved configuration files, by entry and file name. Raises CorruptError for anything but texts."""
+    """Return the saved configuration files, by entry and file name. Raises CorruptError for anything but texts."""
     assets = index.values.get(ASSETS, {})
     if not isinstance(assets, dict) or not all(
         isinstance(files, dict) and all(isinstance(text, str) for text in files.values()) for files in assets.values()
@@ -167,16 +167,16 @@ def _asset_texts(index: Index, what: str) -> Mapping[str, Mapping[str, str]]:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                raise CorruptError(f"{what}: assets of {entry!r}: {file!r} is no text: {error.reason}") from None
+                raise CorruptError(f"{what}: assets of {entry!r}: {file!r} is not text: {error.reason}") from None
     return assets
 
 
 def _texts_from(folder: str) -> dict[str, str]:
-    """Returns the configuration files in the folder given as config_from. Raises ConfigError without config.json."""
+    """Return the configuration files in the folder given as config_from. Raises ConfigError without config.json."""
     path = local_path(folder)
     found = {}
     for name in (CONFIG, GENERATION_CONFIG):
-        # On this machine the files may be links, as in Hugging Face's cache; a store does not follow links.
+        # Local files may be links, as in Hugging Face's cache, and a store does not follow links.
         file = None if path is None else (path / name).resolve()
         store = open_store(folder if file is None else str(file.parent))
         try:
@@ -185,12 +185,12 @@ def _texts_from(folder: str) -> dict[str, str]:
             if name == CONFIG:
                 raise ConfigError(f"config_from={folder}: there is no config.json") from None
         except UnicodeDecodeError:
-            raise ConfigError(f"config_from={folder}: {name} is no text") from None
+            raise ConfigError(f"config_from={folder}: {name} is not text") from None
     return found
 
 
 def _weights_and_texts(source: WeightSource, model: _Model, *, merge_lora: bool) -> tuple[list[Weight], dict[str, str]]:
-    """Returns the entry's weights under the names of their file, and its configuration files, by file name."""
+    """Return the entry's weights under their names in the files, and its configuration files, by file name."""
     start = f"{model.entry}."
     names = {name.removeprefix(start): name for name in source.names() if name.startswith(start)}
     names = {name: saved for name, saved in names.items() if "_extra_state" not in name.split(".")}
@@ -206,7 +206,7 @@ def _weights_and_texts(source: WeightSource, model: _Model, *, merge_lora: bool)
             return _ordered(weights, model), {ADAPTER_CONFIG: adapter_config or ""}
         plain = merged_weights(source, names, adapter, model.merged)
     elif merge_lora:
-        raise ConfigError(f"{model.what}: {model.entry!r} is no PEFT model; there is nothing to merge")
+        raise ConfigError(f"{model.what}: {model.entry!r} is not a PEFT model; there is nothing to merge")
     elif any(".lora_A." in name or ".lora_embedding_A." in name for name in names):
         raise ConfigError(f"{model.what}: {model.entry!r} is a PEFT model, saved without its adapter's configuration")
     else:
@@ -216,13 +216,13 @@ def _weights_and_texts(source: WeightSource, model: _Model, *, merge_lora: bool)
 
 
 def _untied(plain: dict[str, Weight], model: _Model, config: str) -> tuple[dict[str, Weight], str]:
-    """Leave out weights that the loader ties to others by itself.
+    """Leave out weights that the loader itself ties to others.
 
-    When one such pair holds different values, all weights are written and the configuration says that none are tied.
+    If the two weights of such a pair differ, all weights are written and the configuration says that none are tied.
     """
     declared = model.facts.get("tied", {})
     if not isinstance(declared, dict):
-        raise CorruptError(f"{model.what}: its tied weights are described wrongly")
+        raise CorruptError(f"{model.what}: its record of tied weights is invalid")
     ties = {alias: str(original) for alias, original in declared.items() if alias in plain and str(original) in plain}
     if all(plain[alias].saved.has_equal_bytes(plain[original].saved) for alias, original in ties.items()):
         return {name: weight for name, weight in plain.items() if name not in ties}, config
@@ -230,8 +230,10 @@ def _untied(plain: dict[str, Weight], model: _Model, config: str) -> tuple[dict[
 
 
 def _ordered(weights: list[Weight], model: _Model) -> list[Weight]:
-    """Returns the weights in the natural order of their names. Raises ConfigError for none, or one that cannot be
-    written."""
+    """Return the weights in the natural order of their names.
+
+    Raises ConfigError if there are none, or if one of them cannot be written.
+    """
     for weight in weights:
         if weight.dtype not in SAFETENSORS_DTYPES or weight.name == "__metadata__":
             raise ConfigError(f"{model.what}: {weight.name} ({weight.dtype}) cannot be written to a safetensors file")
@@ -241,14 +243,14 @@ def _ordered(weights: list[Weight], model: _Model) -> list[Weight]:
 
 
 def _natural(weight: Weight) -> list[tuple[int, str]]:
-    """Returns a sort key by which layer 2 comes before layer 10."""
+    """Return a sort key that puts layer 2 before layer 10."""
     return [(len(word), word) if word.isdigit() else (0, word) for word in re.split(r"(\d+)", weight.name)]
 
 
 def _converted(
     weights: list[Weight], texts: dict[str, str], dtype: torch.dtype | str | None
 ) -> tuple[list[Weight], dict[str, str]]:
-    """Convert floating-point weights to `dtype`, and let the configuration name it."""
+    """Convert floating-point weights to `dtype`, and record it in the configuration."""
     if dtype is None:
         return weights, texts
     name = str(dtype).removeprefix("torch.")
@@ -265,7 +267,7 @@ def _converted(
 def _extra_files(
     source: WeightSource, index: Index, entries: Sequence[str] | None, what: str
 ) -> dict[str, list[Weight]]:
-    """Returns the files of the tokenizers and processors in the checkpoint, by file name.
+    """Return the files of the tokenizers and processors in the checkpoint, by file name.
 
     Raises ConfigError for two files of one name, CorruptError for a name that must not become a local path.
     """
@@ -277,7 +279,9 @@ def _extra_files(
     ]
     unknown = sorted(set(entries or ()) - set(there))
     if unknown:
-        raise ConfigError(f"files: {unknown[0]!r} is no tokenizer or processor of the checkpoint; there are: {there}")
+        raise ConfigError(
+            f"files: {unknown[0]!r} is not a tokenizer or processor of the checkpoint; there are: {there}"
+        )
     found: dict[str, list[Weight]] = {}
     for entry in there if entries is None else entries:
         value = index.values.get(entry)
@@ -288,11 +292,11 @@ def _extra_files(
                 raise CorruptError(f"{what}: entry {entry!r} holds a file {file!r}, which is refused")
             saved = source.saved(name)
             if saved.dtype != torch.uint8 or len(source.shape(name)) != 1:
-                raise CorruptError(f"{what}: entry {entry!r}: {file!r} is not a file's bytes")
+                raise CorruptError(f"{what}: entry {entry!r}: {file!r} does not contain the bytes of a file")
             weight = Weight(name=file, saved=saved, shape=source.shape(name), dtype=torch.uint8)
             known = found.setdefault(file, [weight])[0]
             if [chunk.crcs for chunk in known.saved.chunks] != [chunk.crcs for chunk in saved.chunks]:
-                raise ConfigError(f"two entries hold different files {file!r}; name those that go along with files=")
+                raise ConfigError(f"two entries hold different files {file!r}; select the entries to use with files=")
     return found
 
 
@@ -308,5 +312,5 @@ def _json(text: str, what: str) -> dict[str, Any]:
 
 
 def json_text(value: object) -> str:
-    """Returns JSON as Hugging Face's own files have it: indented, with sorted keys."""
+    """Return JSON in the layout of Hugging Face's own files: indented, with sorted keys."""
     return json.dumps(value, indent=2, sort_keys=True) + "\n"

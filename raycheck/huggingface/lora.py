@@ -1,7 +1,7 @@
-"""Exports a LoRA adapter: under the names that peft reads, or merged into the weights of the plain model.
+"""Exports a LoRA adapter: under the names that peft expects, or merged into the weights of the plain model.
 
-Saved names are those of the plain model, also where PEFT wrapped it. What a merge needs to know about each layer was
-saved with the entry's assets. A layer that does anything else than adding scaling * B @ A is refused by its name.
+Saved names are those of the plain model, even if PEFT wrapped it. What a merge needs to know about each layer was saved
+with the entry's assets. A layer that does anything but add scaling * B @ A is refused by name.
 """
 
 import re
@@ -20,7 +20,7 @@ _COPY = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraLayer:
-    """Describes how one LoRA layer changes its weight. problem: why it cannot be merged; empty when it can."""
+    """How one LoRA layer changes its weight. problem: why it cannot be merged; empty if it can."""
 
     scaling: float
     is_transposed: bool
@@ -29,10 +29,10 @@ class LoraLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraAdapter:
-    """Describes the active adapter of an entry.
+    """The active adapter of an entry.
 
-    others: names of further adapters in the model, which are not exported. problem: why no export is possible; empty
-    when one is. layers: by the path of the module.
+    others: names of other adapters in the model, which are not exported. problem: why no export is possible; empty if
+    it is possible. layers: by the path of the module.
     """
 
     name: str
@@ -42,7 +42,7 @@ class LoraAdapter:
 
     @classmethod
     def parse(cls, facts: Any, *, what: str) -> "LoraAdapter":
-        """Read the facts that a save has written about an adapter. Raises CorruptError for any other shape."""
+        """Parse what a save recorded about an adapter. Raises CorruptError for any other form."""
         try:
             return cls(
                 name=str(facts["name"]),
@@ -58,13 +58,15 @@ class LoraAdapter:
                 },
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptError(f"{what}: its adapter is described wrongly: {type(error).__name__}: {error}") from None
+            raise CorruptError(
+                f"{what}: its record of the adapter is invalid: {type(error).__name__}: {error}"
+            ) from None
 
 
 def adapter_weights(
     source: WeightSource, names: Mapping[str, str], adapter: LoraAdapter, config: Mapping[str, Any]
 ) -> list[Weight]:
-    """Returns the tensors of `adapter_model.safetensors`. names: plain name to the tensor's name in the checkpoint."""
+    """Return the tensors of `adapter_model.safetensors`. names: the tensor's name in the checkpoint, by plain name."""
     if config.get("bias", "none") != "none":
         raise ConfigError(
             f"adapter {adapter.name!r} trains biases (bias={config['bias']!r}), which an adapter's export does not "
@@ -76,7 +78,7 @@ def adapter_weights(
         if ".token_adapter." in plain:
             raise ConfigError(f"{plain}: trainable tokens cannot be exported")
         if lora and lora["adapter"] == adapter.name:
-            # peft's own exception: the magnitudes of DoRA are a parameter in the file and a module in the model.
+            # peft's own special case: DoRA's magnitudes are a parameter in the file and a module in the model.
             rest = "" if lora["kind"] == "lora_magnitude_vector" else lora["rest"] or ""
             found.append(as_saved(source, f"base_model.model.{lora['module']}.{lora['kind']}{rest}", saved))
         elif copy and copy["adapter"] == adapter.name:
@@ -87,14 +89,14 @@ def adapter_weights(
 def merged_weights(
     source: WeightSource, names: Mapping[str, str], adapter: LoraAdapter, merged_before: Mapping[str, Sequence[str]]
 ) -> dict[str, Weight]:
-    """Returns the plain model's tensors by name, with the adapter merged.
+    """Return the plain model's tensors by name, with the adapter merged.
 
-    names: plain name to the tensor's name in the checkpoint. merged_before: the adapters that are in the saved weight
-    of a layer already, by the layer's path. Raises ConfigError for what cannot be merged.
+    names: the tensor's name in the checkpoint, by plain name. merged_before: the adapters that are already in the saved
+    weight of a layer, by the layer's path. Raises ConfigError for a merge that is not possible.
     """
     refused = [f"{path} is {layer.problem}" for path, layer in adapter.layers.items() if layer.problem]
     refused += [
-        f"{path} has another adapter in it, since {', '.join(map(repr, there))} is merged into it"
+        f"{path} already has another adapter merged into it: {', '.join(map(repr, there))}"
         for path, there in merged_before.items()
         if there not in ([], [adapter.name])
     ]
@@ -122,13 +124,13 @@ def merged_weights(
             continue
         if lora and lora["adapter"] == adapter.name:
             if plain not in used:
-                refused.append(f"{plain} is no A or B of a plain LoRA")
+                refused.append(f"{plain} is not the A or B of a plain LoRA")
         elif ".token_adapter." in plain:
             refused.append(f"{plain} is a trainable token")
         elif copy:
             name = f"{copy['module']}.{copy['rest']}"
             merged[name] = as_saved(source, name, saved)
-        elif plain not in merged:  # else the trained copy, which takes its place, is there already
+        elif plain not in merged:  # otherwise the trained copy, which replaces it, is there already
             merged[plain] = as_saved(source, plain, saved)
     refused += [f"{name} is missing" for name in deltas if name not in merged]
     if refused:
@@ -137,7 +139,7 @@ def merged_weights(
 
 
 def _factors(names: Mapping[str, str], path: str, adapter: str) -> tuple[str, str]:
-    """Returns the plain names of the adapter's A and B for the module at `path`. Raises ConfigError without them."""
+    """Return the plain names of the adapter's A and B for the module at `path`. Raises ConfigError without them."""
     for a, b in (
         (f"{path}.lora_A.{adapter}.weight", f"{path}.lora_B.{adapter}.weight"),
         (f"{path}.lora_embedding_A.{adapter}", f"{path}.lora_embedding_B.{adapter}"),
@@ -148,13 +150,13 @@ def _factors(names: Mapping[str, str], path: str, adapter: str) -> tuple[str, st
 
 
 def as_saved(source: WeightSource, name: str, saved_name: str) -> Weight:
-    """Returns the saved tensor `saved_name` under another name, otherwise unchanged."""
+    """Return the saved tensor `saved_name` under another name, otherwise unchanged."""
     saved = source.saved(saved_name)
     return Weight(name=name, saved=saved, shape=source.shape(saved_name), dtype=saved.dtype)
 
 
 def _with_delta(source: WeightSource, weight: Weight, delta: LoraDelta) -> Weight:
-    """Returns the weight with an adapter to merge. Raises ConfigError when their shapes or types do not fit."""
+    """Return the weight with an adapter to merge. Raises ConfigError if their shapes or dtypes do not fit."""
     a, b = (source.shape(item.tensor.name) for item in (delta.a, delta.b))
     made: Sequence[int] = (*b[:1], *a[1:]) if not delta.is_transposed else (*a[1:], *b[:1])
     fits = len(a) == len(b) == len(weight.shape) == 2 and tuple(made) == weight.shape and a[0] == b[1]

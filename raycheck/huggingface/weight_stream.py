@@ -1,7 +1,7 @@
 """Reads tensors of a checkpoint as one stream of file bytes, in bounded memory and without a process group.
 
-Any run of elements of a saved tensor, whatever boxes it was saved in, is put together by the reader, which checks it.
-Blocks end where saved sub-blocks end, so that no byte is fetched twice, unless a tensor was split across columns.
+The reader assembles and verifies any run of elements of a saved tensor, whatever boxes it was saved in. Blocks end
+where saved sub-blocks end, so no byte is fetched twice, unless a tensor was split across columns.
 """
 
 import math
@@ -26,7 +26,7 @@ _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedTensor:
-    """Describes a tensor as it was saved. is_flat: its chunks hold whole rows, so that it is seen as one dimension."""
+    """A tensor as it was saved. is_flat: its saved boxes contain whole rows, so it can be treated as one dimension."""
 
     tensor: Tensor
     chunks: tuple[Chunk, ...]
@@ -38,13 +38,13 @@ class SavedTensor:
         return math.prod(self.tensor.shape)
 
     def has_equal_bytes(self, other: "SavedTensor") -> bool:
-        """Returns whether both have equal boxes with equal checksums."""
+        """Return whether both have the same boxes with equal checksums."""
         return (self.tensor.dtype, self.tensor.shape) == (other.tensor.dtype, other.tensor.shape) and sorted(
             (chunk.offsets, chunk.sizes, chunk.crcs) for chunk in self.chunks
         ) == sorted((chunk.offsets, chunk.sizes, chunk.crcs) for chunk in other.chunks)
 
     def cut(self, stop: int) -> int:
-        """Returns the last element, at or before `stop`, where a block may end without a sub-block being read twice."""
+        """Return the last element, at or before `stop`, at which a block may end without reading a sub-block twice."""
         if stop >= self.count:
             return self.count
         if not self.is_flat:
@@ -57,7 +57,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraDelta:
-    """Describes what a merged LoRA adds to its weight: scaling * B @ A, transposed when is_transposed."""
+    """What a merged LoRA adds to its weight: scaling * B @ A, transposed if is_transposed."""
 
     a: SavedTensor
     b: SavedTensor
@@ -67,7 +67,7 @@ class LoraDelta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weight:
-    """Describes a tensor of the file: its name, shape and dtype there, and what it is made from."""
+    """A tensor of the file: its name, shape and dtype there, and what it is computed from."""
 
     name: str
     saved: SavedTensor
@@ -81,13 +81,13 @@ class Weight:
 
 
 Span = tuple[Weight, int, int]
-"""A weight, and the first and the end of some of its elements."""
+"""A weight, and the start and the end of a range of its elements."""
 
 
 class WeightSource:
-    """Reads the saved tensors of one checkpoint.
+    """A reader of the saved tensors of one checkpoint.
 
-    failure: the error of a read, for a caller that only sees that its upload failed.
+    failure: the error of a read, for a caller that otherwise sees only that its upload failed.
     """
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest, index: Index) -> None:
@@ -105,7 +105,7 @@ class WeightSource:
         return self._index.tensors[self._numbers[name]].shape
 
     def saved(self, name: str) -> SavedTensor:
-        """Returns the saved tensor of this name.
+        """Return the saved tensor of this name.
 
         Raises ConfigError for a dtype that this torch does not have, CorruptError for an impossible shape.
         """
@@ -127,9 +127,9 @@ class WeightSource:
         return SavedTensor(tensor=tensor, chunks=chunks, dtype=dtype, is_flat=is_flat)
 
     def stream(self, weights: Sequence[Weight], head: bytes, part_bytes: int) -> Iterator[memoryview]:
-        """Yields `head` and then the weights' bytes, in parts of `part_bytes` (the last may be shorter).
+        """Yield `head` and then the weights' bytes, in parts of `part_bytes` (the last may be shorter).
 
-        Each part is a buffer of its own. The size of an element must not grow from one weight to the next, so that each
+        Each part is a separate buffer. The size of an element must not grow from one weight to the next, so that each
         weight is aligned.
         """
         left = len(head) + sum(weight.size_bytes for weight in weights)
@@ -138,7 +138,7 @@ class WeightSource:
         for block in self._blocks(weights, head):
             taken = 0
             while taken < len(block):
-                assert part, "the sizes of the weights add up to fewer bytes than they have"  # else this never ends
+                assert part, "the weights have more bytes than their sizes add up to"  # otherwise this never ends
                 count = min(len(block) - taken, len(part) - filled)
                 part[filled : filled + count] = block[taken : taken + count]
                 taken, filled = taken + count, filled + count
@@ -149,9 +149,8 @@ class WeightSource:
 
     def _blocks(self, weights: Sequence[Weight], head: bytes) -> Iterator[memoryview]:
         yield memoryview(head)
-        block = torch.empty(
-            BLOCK_BYTES, dtype=torch.uint8
-        )  # one buffer for all blocks: the caller copies what is yielded at once
+        # One buffer for all blocks: the caller copies each block immediately.
+        block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         for spans in _spans(weights):
             try:
                 yield self._fill(block, spans)
@@ -163,7 +162,7 @@ class WeightSource:
                 raise
 
     def _fill(self, block: torch.Tensor, spans: Sequence[Span]) -> memoryview:
-        """Read spans to the beginning of `block`, one after the other. Returns the part of it that was filled."""
+        """Read spans into the beginning of `block`, one after the other. Return the filled part."""
         places, made, at = [], [], 0
         for weight, start, stop in spans:
             end = at + (stop - start) * weight.dtype.itemsize
@@ -180,7 +179,7 @@ class WeightSource:
         return memoryview(cast("Any", block[:at].numpy()))
 
     def _read(self, wanted: Sequence[tuple[SavedTensor, int, torch.Tensor]]) -> None:
-        """Fill each flat tensor with elements of a saved one, from the given offset on."""
+        """Fill each flat tensor with elements of a saved one, from the given offset."""
         boxes: list[LocalBox] = []
         numbers: dict[str, int] = {}
         tensors: list[Tensor] = []
@@ -201,9 +200,7 @@ class WeightSource:
         read_into(self._checkpoint.store, self._prefixes, index, boxes, request_bytes=SUB_BLOCK)  # four at a time
 
     def _add(self, delta: LoraDelta, shape: tuple[int, ...], start: int, values: torch.Tensor) -> None:
-        """Add a delta to `values`, the weight's elements from `start` on, with the dtypes and roundings of peft's
-        merge.
-        """
+        """Add a delta to `values`, the weight's elements from `start`, with the dtypes and rounding of peft's merge."""
         a, b = self._factors_of(delta)
         row = shape[1]
         step = max(1, DELTA_ELEMENTS // row)
@@ -213,11 +210,11 @@ class WeightSource:
             product = (b @ a[:, first:last]).T if delta.is_transposed else b[first:last] @ a
             rows = (product * delta.scaling).reshape(-1)
             low, high = max(start, first * row), min(stop, last * row)
-            # peft adds in the adapter's dtype, even when the product was computed in float32.
+            # peft adds in the adapter's dtype, even if the product was computed in float32.
             values[low - start : high - start] += rows[low - first * row : high - first * row].to(delta.b.dtype)
 
     def _factors_of(self, delta: LoraDelta) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns A and B, and keeps them for further blocks of this weight.
+        """Return A and B, and keep them for further blocks of this weight.
 
         Half-precision factors become float32, as in peft's own merge on a CPU.
         """
@@ -237,7 +234,7 @@ class WeightSource:
 
 
 def _spans(weights: Sequence[Weight]) -> Iterator[list[Span]]:
-    """Cut the weights into blocks of at most BLOCK_BYTES; a block of small weights holds many of them."""
+    """Cut the weights into blocks of at most BLOCK_BYTES; a block may contain many small weights."""
     batch: list[Span] = []
     room = BLOCK_BYTES
     for weight in weights:
@@ -245,7 +242,7 @@ def _spans(weights: Sequence[Weight]) -> Iterator[list[Span]]:
         at, count = 0, weight.saved.count
         while at < count:
             stop = weight.saved.cut(at + room // width)
-            if stop <= at and batch:  # what is left of this block has no good place to end
+            if stop <= at and batch:  # the rest of this block has no good place to end
                 yield batch
                 batch, room = [], BLOCK_BYTES
                 continue
@@ -259,7 +256,7 @@ def _spans(weights: Sequence[Weight]) -> Iterator[list[Span]]:
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yields offsets and sizes of boxes that together hold the elements start to stop, in row-major order."""
+    """Yield offsets and sizes of boxes that together cover the elements start to stop, in row-major order."""
     if start >= stop:
         return
     if len(shape) == 1:

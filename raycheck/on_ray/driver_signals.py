@@ -1,4 +1,4 @@
-"""Answers signals to the driver by a save: SIGUSR1, and SIGTERM, by which jobs are stopped.
+"""Saves when the driver gets a signal: SIGUSR1, or SIGTERM, with which jobs are stopped.
 
 SIGTERM ends the driver as before, but only after the save.
 """
@@ -18,11 +18,11 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 @contextmanager
 def saves_on_signals(save: Callable[[], bool]) -> Iterator[None]:
-    """Answers the signals by a save, as long as the block runs.
+    """Save on each signal during the block.
 
-    save: has the run saved, and returns whether that was committed. Each signal still does what it did before: SIGTERM
-    after the save, a user's handler of SIGUSR1 at once. An ignored signal stays ignored. Outside the main thread, where
-    Python hears no signals, this does nothing.
+    save: has the run saved, and returns whether that was committed. Each signal still has its previous effect: SIGTERM
+    after the save, a user's handler of SIGUSR1 immediately. An ignored signal stays ignored. Outside the main thread,
+    where Python receives no signals, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -35,7 +35,7 @@ def saves_on_signals(save: Callable[[], bool]) -> Iterator[None]:
         name = signal.Signals(number).name
         try:
             end = "a save is committed" if save() else "no save was committed in time"
-        except Exception as error:  # noqa: BLE001  the driver may be ending already
+        except Exception as error:  # noqa: BLE001  the driver may already be ending
             end = f"no save: {error}"
         logger.warning(event(f"{name}: {end}"))
         if number == signal.SIGTERM:

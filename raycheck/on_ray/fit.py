@@ -31,34 +31,34 @@ CONTROLLER_RETRIES = 3
 COLLECTIVE_TIMEOUT_S = 1800
 SAVE_NOW_S = 600.0
 GIVE_UP_S = 30.0
-"""How long a driver that ends with an error waits until the error is in the attempt's record."""
+"""How long a driver that ends with an error waits for the error to be in the attempt's record."""
 
 
 def fit(
     trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | None = None, enabled: bool = True
 ) -> Result:
-    """Runs a Ray Train trainer whose train_fn uses raycheck.Checkpointer. Returns Ray's Result.
+    """Run a Ray Train trainer whose train_fn uses raycheck.Checkpointer. Return Ray's Result.
 
-    resume: how the first attempt of this call begins. "auto" goes on from the run's head, or starts fresh; "never"
-    refuses a run that has checkpoints; "must" refuses one that has none; a step or a checkpoint's name goes back to
-    that one. Another run's URI begins a new run from a copy of that run's head, and goes on with the new run when it
-    exists.
+    resume: how the first attempt of this call starts. "auto" resumes from the run's head, or starts at step 0 if there
+    is none; "never" refuses a run that has checkpoints; "must" refuses one that has none; a step or a checkpoint's name
+    rewinds the run to that checkpoint. Another run's URI starts a new run from a copy of that run's head, or resumes
+    the new run if it exists already.
 
-    storage: how the bucket is reached; it overrides the query of the storage path. It also holds for a run to begin
-    from. It travels with the run's URI to the coordinator, the workers and Ray itself.
+    storage: how to access the bucket; it overrides the query of the storage path. It also applies to a run to start
+    from. It is passed with the run's URI to the coordinator, the workers and Ray itself.
 
-    enabled: False runs Ray's own trainer.fit(); every Checkpointer in its workers is turned off, as by
-    SaveSettings(enabled=False). resume and storage are ignored then.
+    enabled: False runs Ray's own trainer.fit(); every Checkpointer in its workers is turned off, as with
+    SaveSettings(enabled=False). resume and storage are then ignored.
 
-    SIGUSR1 to this process asks for a save. So does SIGTERM, which then ends the process: after the commit, for which
-    it waits at most 30 s and three times the last save. FailureConfig(max_failures=0), Ray's default, becomes 3. A dead
-    controller is started again up to 3 times.
+    SIGUSR1 to this process triggers a save. So does SIGTERM, which then ends the process after the commit; it waits for
+    that at most 30 s plus three times the last save. FailureConfig(max_failures=0), Ray's default, becomes 3. A dead
+    controller is restarted up to 3 times.
 
     Raises ConfigError before anything starts, for a run that could never resume and for a place that Ray's own file
-    system does not reach, where Ray would hang. Raises FencedError when another driver has taken the run over. A
-    mistake in the program (`failure_causes.MISTAKES`: AttributeError, TypeError, ImportError and the like) is raised as
-    it is, and at once, when this call has not completed a step by then: another try would end alike. Everything else
-    that ends a run is Ray's TrainingFailedError.
+    system does not reach, where Ray would hang. Raises FencedError when another driver has taken over the run. A bug in
+    the program (`failure_causes.MISTAKES`: AttributeError, TypeError, ImportError and the like) fails the run
+    immediately with the original exception, if this call has not completed a step by then: another attempt would fail
+    in the same way. Everything else that ends a run is Ray's TrainingFailedError.
     """
     show_log()
     if not enabled:
@@ -72,14 +72,14 @@ def fit(
 
 
 def _fit_run(trainer: Any, where: str, resume: str | int, storage: StorageSettings | None) -> Result:
-    """Runs the trainer with its run in the storage at `where`. See fit."""
+    """Run the trainer with its run in the storage at `where`. See fit."""
     config = trainer.run_config
     uri = join_uri(where, config.name)
     store = open_store(uri)
     wish = settle_resume(resume, store, storage)
     check_ray_storage(config, where, store)
     _settle_failures(config)
-    # Ray's collectives wait for ever by default; a rank that left the loop must not hold the others (I9).
+    # Ray's collectives wait forever by default; a rank that left the loop must not block the others (I9).
     os.environ.setdefault("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", str(COLLECTIVE_TIMEOUT_S))
     if not ray.is_initialized():
         ray.init()
@@ -102,10 +102,10 @@ def _fit_run(trainer: Any, where: str, resume: str | int, storage: StorageSettin
 
 
 def _fit_trial(trainer: Any, where: str) -> Result:
-    """Runs the trainer in a trial of Ray Tune's, from the commit that Tune gives it.
+    """Run the trainer in a Ray Tune trial, from the commit that Tune gives it.
 
-    Its own one is its run's, which goes on. Another trial's is forked, into a run of its own: the trial's earlier run
-    stays as it is.
+    The trial's own commit belongs to its run, which resumes. Another trial's commit is forked into a new run; the
+    trial's earlier run is left unchanged.
     """
     config = trainer.run_config
     name, pointer = config.name, given_pointer()
@@ -116,7 +116,9 @@ def _fit_trial(trainer: Any, where: str) -> Result:
             config.name = f"{name}-from-{pointer.trial}-{uuid4().hex[:6]}"
             source, target = (open_store(join_uri(where, run)) for run in (pointer.run, config.name))
             fork(source, target, run_id=uuid4().hex, key=pointer.key)
-            logger.info(event("goes on from another trial's commit", source=pointer.key, of=source.uri, run=target.uri))
+            logger.info(
+                event("continues from another trial's commit", source=pointer.key, of=source.uri, run=target.uri)
+            )
         report_commits_of(config.name)
         return _fit_run(trainer, where, "auto", None)
     finally:
@@ -124,10 +126,10 @@ def _fit_trial(trainer: Any, where: str) -> Result:
 
 
 def settle_resume(resume: str | int, store: Store, storage: StorageSettings | None) -> Resume:
-    """Does what `resume` asks for before the claim: forks the run at another URI, or refuses what cannot be met.
+    """Do what `resume` asks for before the claim: fork the run at another URI, or refuse what is not possible.
 
-    Refusing it here takes a second; the claim would refuse it only after workers were started. The claim decides all
-    the same. storage: see `fit`. Returns what the claim is to obey. Raises ConfigError, and what `fork` raises.
+    Refusing it here takes a second; the claim would refuse it only after the workers were started. The claim still
+    decides. storage: see `fit`. Return the `resume` for the claim. Raises ConfigError, and what `fork` raises.
     """
     wish = parse_resume(resume)
     if isinstance(wish, Fork):
@@ -143,7 +145,7 @@ def settle_resume(resume: str | int, store: Store, storage: StorageSettings | No
 
 
 def _fit_without(trainer: Any) -> Result:
-    """Runs the trainer with raycheck turned off; a RunGuard tells the workers so."""
+    """Run the trainer with raycheck turned off, which a RunGuard tells the workers."""
     logger.warning("raycheck is turned off by fit(enabled=False): nothing is saved, and nothing is restored")
     config = trainer.run_config
     callbacks = list(config.callbacks or ())
@@ -156,7 +158,9 @@ def _fit_without(trainer: Any) -> Result:
 
 
 def _fit_again(trainer: Any) -> Result:
-    """Runs the trainer, and again when its controller died: Ray never restarts one, nor counts it as a failure."""
+    """Run the trainer, and restart it when its controller has died: Ray neither restarts one, nor counts it as a
+    failure.
+    """
     for left in reversed(range(CONTROLLER_RETRIES + 1)):
         try:
             result: Result = trainer.fit()
@@ -164,10 +168,10 @@ def _fit_again(trainer: Any) -> Result:
             release_nodes_of(str(error.actor_id))
             if not left:
                 raise
-            logger.warning(event("Ray Train's controller died: starting it again", retries_left=left))
+            logger.warning(event("Ray Train's controller died: restarting it", retries_left=left))
         else:
             return result
-    raise AssertionError("unreachable: the last round returns or raises")
+    raise AssertionError("unreachable: the last iteration returns or raises")
 
 
 def _save_now(coordinator: Any) -> bool:
@@ -175,7 +179,7 @@ def _save_now(coordinator: Any) -> bool:
 
 
 def _record_failure(coordinator: Any, error: BaseException, final: BaseException | None) -> None:
-    """Has the coordinator record why this driver gives the run up, to tell this from a driver that died."""
+    """Have the coordinator record why this driver ends the run, to distinguish it from a driver that died."""
     shown = final or error
     lines = causes_of(getattr(shown, "worker_failures", {}))
     cause = "; ".join(lines) or f"{type(shown).__name__}: {shown}".partition("\n")[0]
@@ -184,7 +188,7 @@ def _record_failure(coordinator: Any, error: BaseException, final: BaseException
 
 
 def _settle_failures(config: Any) -> None:
-    """Changes a FailureConfig under which the run would not survive, and says so."""
+    """Change a FailureConfig under which the run would not survive, and log the change."""
     failures = config.failure_config or FailureConfig()
     if failures.max_failures == 0:
         logger.info(
@@ -196,6 +200,6 @@ def _settle_failures(config: Any) -> None:
         config.failure_config = failures
     if keep_collectives_whole(failures):
         logger.warning(
-            "FailureConfig(relax_collectives_on_preemption=True) is turned off: it would let ranks go on without the "
-            "others, so that they would no longer decide alike when to save"
+            "FailureConfig(relax_collectives_on_preemption=True) is turned off: it would let ranks continue without "
+            "the others, so that they would no longer agree on when to save"
         )

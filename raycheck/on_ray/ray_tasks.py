@@ -1,7 +1,8 @@
-"""Runs the tasks that follow a commit as Ray tasks, so that the training processes give neither memory nor time.
+"""Runs the tasks that follow a commit as Ray tasks, so that they take neither memory nor time from the training
+processes.
 
-A job is led by one Ray task. The large files of an export are written by others on the ranks' nodes, at most one per
-rank; when a node is lost, only its task is repeated.
+One Ray task leads a job. Other tasks on the ranks' nodes write the large files of an export, at most one per rank; if a
+node is lost, only its task is repeated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def run_in_ray(job: TaskRun) -> list[Note]:
-    """Run a job in Ray tasks. Returns what the log should say."""
+    """Run a job in Ray tasks. Return what to log."""
     notes: list[Note] = results([_on(job.nodes[0], _lead).remote(job)])[0]
     return notes
 
@@ -37,7 +38,7 @@ def _lead(job: TaskRun) -> list[Note]:
         if len(shares) == 1:
             return files.write(store, place, list(files.files))
         writing = [_on(node, _write).remote(job, names) for node, names in shares]
-        ray.wait(writing, num_returns=len(writing))  # also after one has failed: no task goes on unseen
+        ray.wait(writing, num_returns=len(writing))  # also after one has failed, so that no task is left running
         written = {file: size for share in results(writing) for file, size in share.items()}
         for file, size in written.items():
             _check_there(store, object_keys.export_key(place, file), size)
@@ -63,23 +64,23 @@ def _write(job: TaskRun, files: Sequence[str]) -> Mapping[str, int]:
 
 
 def _check_there(store: Store, key: str, size: int) -> None:
-    """Raises StoreError when this node does not see what another one wrote."""
+    """Raise StoreError if this node does not see what another node wrote."""
     with suppress(NotFoundError):
         if store.head(key) == size:
             return
-    raise StoreError(f"{store}: {key} is not there as another node wrote it; a folder must be shared by all nodes")
+    raise StoreError(f"{store}: {key} is not there as another node wrote it; a folder must be shared between all nodes")
 
 
 def _spread(nodes: Sequence[str]) -> list[str]:
-    """Returns the nodes in an order in which each comes once before any comes twice."""
+    """Return the nodes in an order in which each occurs once before any occurs twice."""
     turns = [nodes[:number].count(node) for number, node in enumerate(nodes)]
     return [nodes[number] for number in sorted(range(len(nodes)), key=lambda number: (turns[number], number))]
 
 
 def _dealt(sizes: Mapping[str, int], nodes: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Returns for each node the files that it writes: about as many bytes on each.
+    """Return, for each node, the files that it writes: about the same number of bytes on each.
 
-    The largest file goes first, and each goes to the node that has the fewest bytes so far.
+    Files are assigned from the largest to the smallest, each to the node with the fewest bytes so far.
     """
     shares: list[tuple[str, list[str]]] = [(node, []) for node in nodes]
     given = [0] * len(shares)
@@ -91,5 +92,5 @@ def _dealt(sizes: Mapping[str, int], nodes: Sequence[str]) -> list[tuple[str, li
 
 
 def _on(node: str, task: Any) -> Any:
-    """Returns the task with the wish to run on that node, or on another one when it is gone."""
+    """Return the task with a preference for that node; it runs on another one if that node is gone."""
     return task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True) if node else "SPREAD")

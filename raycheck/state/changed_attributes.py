@@ -1,8 +1,8 @@
-"""Names attributes that training changes and that no checkpoint holds: counts, flags, and non-persistent buffers.
+"""Names attributes that training changes and that no checkpoint contains: counts, flags, and non-persistent buffers.
 
-An attribute of a module that is no parameter or buffer is outside its state_dict(). After a restart it begins again
-with what the constructor gives. Numbers, texts, tensors and small containers are compared once, between the first two
-saves after a step. What torch's own classes keep for themselves does not count, nor does what autograd computed.
+A module's attribute that is neither a parameter nor a buffer is not in its state_dict(). After a restart it has the
+value from the constructor again. Numbers, strings, tensors and small containers are compared once, between the first
+two saves after a step. Internal attributes of torch's own classes are ignored, and so is what autograd computed.
 """
 
 from collections import deque
@@ -33,13 +33,13 @@ _OF_OPTIMIZERS = frozenset(
     {*vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)), "_opt_called", "_step_count", "_zero_grad_profile_name"}
 )
 _WITH_PRIVATE_STATE = ("lightning.", "pytorch_lightning.")
-"""Frameworks whose module class keeps attributes of the running training, all with a leading underscore."""
+"""Frameworks whose module class keeps attributes about the running training, all with a leading underscore."""
 _COMPUTED_FROM = ("_orig", "_g", "_v")
 """Endings of the parameters from which torch's pruning and older norms compute an attribute at each forward."""
 
 
 class ChangedAttributes:
-    """Compares the attributes of a state's objects at two saves, once."""
+    """A comparison of the attributes of a state's objects between two saves, done once."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self._objects = objects
@@ -47,8 +47,10 @@ class ChangedAttributes:
         self._is_done = False
 
     def look(self, step: int) -> str | None:
-        """Compare with the save before. Returns a warning at the second save if there is something to name. step: that
-        of the save; before a first step many attributes are not set yet."""
+        """Compare with the previous save. At the second save, return a warning if attributes have changed.
+
+        step: the save's step; before the first step many attributes are not set yet.
+        """
         if self._is_done or step < 1 or (self._before is not None and self._before[0] == step):
             return None
         now = dict(_forms(self._objects))
@@ -77,7 +79,7 @@ def _forms(objects: Mapping[str, object]) -> Iterator[tuple[str, Form]]:
 
 
 def _values(objects: Mapping[str, object]) -> Iterator[tuple[str, object, set[int]]]:
-    """Returns the path and the value of each attribute, and the tensors that are saved anyway, by their address."""
+    """Yield the path and the value of each attribute, and the addresses of the tensors that are saved anyway."""
     for name, value in objects.items():
         if isinstance(value, torch.nn.Module) and not is_metrics(value):
             known = {_address(tensor) for tensor in (*value.parameters(), *value.buffers())}
@@ -115,7 +117,7 @@ def _of_module(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def _form(value: Any, known: set[int], depth: int) -> Form:
-    """Returns what is equal for equal values. It keeps no reference to the value."""
+    """Return a key that is equal for equal values. It keeps no reference to the value."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return ("value", type(value).__name__, repr(value)[:_MAX_ELEMENTS])
     if isinstance(value, torch.Tensor):
@@ -126,7 +128,7 @@ def _form(value: Any, known: set[int], depth: int) -> Form:
         return _OTHER
     try:
         items = list(value.items() if isinstance(value, dict) else value)
-    except RuntimeError:  # another thread changes it
+    except RuntimeError:  # another thread is changing it
         return _OTHER
     if isinstance(value, set | frozenset):
         items.sort(key=repr)
@@ -144,7 +146,7 @@ def _form_of_tensor(tensor: torch.Tensor, known: set[int]) -> Form:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns evenly spaced elements, without a copy of the others where the tensor is contiguous."""
+    """Return evenly spaced elements. If the tensor is contiguous, the others are not copied."""
     return tensor.reshape(-1)[:: tensor.numel() // _MAX_ELEMENTS]
 
 

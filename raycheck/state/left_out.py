@@ -1,7 +1,7 @@
-"""Names what trains and would be in no checkpoint: before the first step, and once more at the first save.
+"""Names what is trained and would be in no checkpoint: before the first step, and again at the first save.
 
-A module may leave tensors out of its own state_dict(), and an optimizer may train parameters that no entry of the state
-holds. A tensor counts as saved when an entry saves its name or its memory.
+A module may leave tensors out of its own state_dict(), and an optimizer may train parameters that are in no entry of
+the state. A tensor counts as saved if an entry saves its name or its memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,11 @@ from raycheck.transfer.stage.gather_cache import local_of
 def left_out(
     objects: Mapping[str, object], entries: Sequence[StateEntry], gathered: Sequence[GatheredEntry]
 ) -> list[str]:
-    """Returns a warning for each entry of which a save leaves tensors out. Raises ConfigError for a trained parameter
-    that its module's state_dict() leaves out, unless that gives other tensors, which may have been made from it."""
+    """Return a warning for each entry of which a save leaves tensors out.
+
+    Raises ConfigError for a trained parameter that its module's state_dict() leaves out, unless state_dict() returns
+    other tensors, which may have been derived from it.
+    """
     saved = {memory for found in gathered for tensor in found.tensors.values() if (memory := _memory(tensor))}
     warnings = []
     for entry, found in zip(entries, gathered, strict=True):
@@ -35,7 +38,7 @@ def left_out(
 
 def _left_out_of_module(entry: ModuleEntry, found: GatheredEntry, saved: set[object]) -> list[str]:
     live = entry.persistent_tensors()
-    names = {*found.tensors, *(name.rpartition(".")[0] for name in found.tensors)}  # also of tensor subclasses
+    names = {*found.tensors, *(name.rpartition(".")[0] for name in found.tensors)}  # includes tensor subclasses
     lost = {
         name: tensor
         for name, tensor in live.items()
@@ -49,10 +52,10 @@ def _left_out_of_module(entry: ModuleEntry, found: GatheredEntry, saved: set[obj
     if trained and not is_made_anew:
         raise ConfigError(
             f"{first_few(trained)}: to be trained, but left out of the module's own state_dict(), so no checkpoint "
-            "would have it. Have state_dict() give it, or call requires_grad_(False) on it if the script makes it "
-            "again at every start"
+            "would have it. Return it from state_dict(), or call requires_grad_(False) on it if the script recreates "
+            "it at every start"
         )
-    text = "left out of the module's own state_dict(), so not saved: the script has to make it again at every start"
+    text = "left out of the module's own state_dict(), so not saved: the script has to recreate it at every start"
     return [f"{first_few(list(lost))}: {text}"]
 
 
@@ -71,7 +74,7 @@ def _unknown_to_modules(name: str, optimizer: Optimizer, known: set[int], saved:
 
 
 def _memory(tensor: torch.Tensor) -> object:
-    """Returns what is equal for all tensors in one memory; None where there is none, or where it cannot be seen."""
+    """Return a key that is equal for all tensors in one memory; None if there is no memory, or it cannot be seen."""
     local = local_of(tensor)
     if local.is_meta or type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout != torch.strided:
         return None

@@ -1,7 +1,6 @@
-"""Reads a checkpoint before anything is restored: how far training has come, its entries, and the values of entries
-without tensors.
+"""Reads a checkpoint before anything is restored: the progress of training, its entries, and values without tensors.
 
-Frameworks want to know the step before the optimizer, the schedule and the loaders exist that a restore would fill.
+Frameworks need the step before the optimizer, the schedule and the loaders exist that a restore would fill.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,8 +22,10 @@ from raycheck.state.restore_selection import EVERYTHING, Selection
 
 
 class SavedValues(Mapping[str, Any]):
-    """Holds the saved values of entries without tensors, by entry, and decodes one anew each time it is asked for. A
-    value of a class that this process has not loaded is a plain structure: an enum's value, a dict, a tuple."""
+    """The saved values of entries without tensors, by entry. Each access decodes a new copy.
+
+    A value whose class this process has not loaded becomes a plain structure: an enum's value, a dict, a tuple.
+    """
 
     def __init__(self, trees: Mapping[str, Any]) -> None:
         self._trees = dict(trees)
@@ -46,15 +47,15 @@ class SavedValues(Mapping[str, Any]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preview:
-    """Describes what the next `restore` will find; all counts are zero in a fresh run.
+    """What the next `restore` will find; all counts are zero in a run without a checkpoint.
 
-    step, epoch, epoch_step, samples, tokens, episodes: where training goes on, as `restore` will say. checkpoint: its
-    name, None in a fresh run. attempt: this life of the worker group. saved_world_size: the number of ranks that wrote
-    it. entries: names of all entries that it holds, except "rng" and "progress". shapes: the shape of every saved
-    tensor, by its name ("model.head.weight"). metrics: those saved with it. values:
-    the saved values of entries without tensors, by entry: a plain dict, a scheduler's state_dict. rank_values: those of
-    PerRank entries without tensors, by entry, of each rank that saved. refused: newer
-    checkpoints that are damaged, each with the proof. selection: what the restore is to take. partial: see Manifest.
+    step, epoch, epoch_step, samples, tokens, episodes: where training will resume, as `restore` will report.
+    checkpoint: its name, None in a run without one. attempt: this life of the worker group. saved_world_size: the
+    number of ranks that wrote it. entries: names of all its entries, except "rng" and "progress". shapes: the shape of
+    every saved tensor, by its name ("model.head.weight"). metrics: those saved with it. values: the saved values of
+    entries without tensors, by entry: a plain dict, a scheduler's state_dict. rank_values: those of PerRank entries
+    without tensors, by entry, of each rank that saved. refused: newer checkpoints that are damaged, each with the
+    proof. selection: what the restore is to take. partial: see Manifest.
     """
 
     step: int = 0
@@ -77,15 +78,14 @@ class Preview:
 
     @property
     def is_fresh(self) -> bool:
-        """Returns whether there is no checkpoint to restore."""
+        """Return whether there is no checkpoint to restore."""
         return self.checkpoint is None
 
     @classmethod
     def of(
         cls, checkpoint: Checkpoint, selection: Selection, *, attempt: int, rank: int, refused: tuple[str, ...]
     ) -> "Preview":
-        """Read what a checkpoint has for this rank. Raises DamagedError, CorruptError, or NotFoundError when it is
-        evicted."""
+        """Read a checkpoint for this rank. Raises DamagedError, CorruptError, or NotFoundError if it is evicted."""
         manifest = checkpoint.read_manifest()
         index = checkpoint.read_index(manifest)
         with corrupt_if_odd(checkpoint.entry.key):
@@ -110,41 +110,42 @@ class Preview:
         return here if here.keeps_position(selection) else here.at_step_0()
 
     def keeps_position(self, selection: Selection) -> bool:
-        """Returns whether a restore of this selection goes on from where training was.
+        """Return whether a restore of this selection resumes at the step where training stopped.
 
-        It also does if the checkpoint descends from this very selection: a partial restore is done once, and from then
-        on everything is restored.
+        This includes a checkpoint that descends from the same selection: a partial restore is done once, and afterwards
+        everything is restored.
         """
         return str(selection) in self.partial or selection.takes("progress")
 
     def at_step_0(self) -> "Preview":
-        """Returns the preview of a restore that leaves the step count out."""
+        """Return the preview of a restore that leaves the step count out."""
         return replace(self, **asdict(Progress()))
 
     def check(self, selection: Selection) -> None:
-        """Raise ConfigError when a restore of `selection` would come to another step than this preview says."""
+        """Raise ConfigError when a restore of `selection` would lead to another step than this preview shows."""
         if not self.is_fresh and self.keeps_position(selection) != self.keeps_position(self.selection):
             raise ConfigError(
-                f"peek() answered step {self.step}, which this restore would not come to: one of them "
-                'takes "progress" and the other does not. Give peek() the same only and skip'
+                f"peek() returned step {self.step}, but this restore would lead to another step: one of them "
+                'takes "progress" and the other does not. Call peek() with the same only and skip'
             )
 
 
 def _own_trees(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the trees of one rank's PerRank entries, each of which is wrapped in a list."""
+    """Return the trees of one rank's PerRank entries, each of which is wrapped in a list."""
     return {name: tree[0] for name, tree in values.items() if isinstance(tree, list) and len(tree) == 1}
 
 
 def saved_values(index: Index) -> Mapping[str, Any]:
-    """Returns the saved values of entries without tensors, by entry: of rank 0, where ranks have their own."""
+    """Return the saved values of entries without tensors, by entry; rank 0's if ranks have their own."""
     return SavedValues(_trees(index, 0))
 
 
 def _trees(index: Index, rank: int) -> dict[str, Any]:
-    """Returns the saved trees of entries without tensors: the first rank's, or this rank's where ranks have their own.
+    """Return the saved trees of entries without tensors: this rank's if ranks have their own, otherwise the first
+    rank's.
 
-    Modules and optimizers are left out, since their values are in a form of raycheck's own. A checkpoint does not say
-    what kind of object an entry was, so they are told by the keys that they always have.
+    Modules and optimizers are left out, since their values are in raycheck's own format. A checkpoint does not record
+    what kind of object an entry was, so they are recognized by the keys that they always have.
     """
     own = index.rank_values[rank] if rank < len(index.rank_values) else {}
     trees = {**index.values, **{name: tree[0] if isinstance(tree, list) else tree for name, tree in own.items()}}
@@ -159,7 +160,7 @@ def _trees(index: Index, rank: int) -> dict[str, Any]:
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """Returns the name of a tensor and of all that may hold it: for "a.b.c" also "a.b" and "a"."""
+    """Return the name of a tensor and of everything that may contain it: for "a.b.c" also "a.b" and "a"."""
     while name:
         yield name
         name = name.rpartition(".")[0]

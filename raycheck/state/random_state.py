@@ -1,9 +1,9 @@
-"""Saves and sets the random state of a rank: python's, numpy's, torch's on the CPU and on every accelerator device.
+"""Saves and sets the random state of a rank: Python's, NumPy's, torch's on the CPU and on every accelerator device.
 
-Every rank keeps its own. With another world size a rank that existed takes its own state, and a new rank gets seeds
+Every rank keeps its own. With another world size, a rank that existed takes its own state, and a new rank gets seeds
 derived from rank 0's saved state and its own number, so that the same resize always gives the same run. With another
 number of devices the first ones are set, and always the one that the rank trains on. State that is not in a checkpoint
-stays as it is.
+is left unchanged.
 """
 
 import hashlib
@@ -20,7 +20,9 @@ from raycheck.errors import CorruptError
 
 
 class DriverRandomState:
-    """Makes the random state of a process that is no rank, such as a driver, an object with state_dict."""
+    """An adapter with state_dict and load_state_dict for the random state of a process that is not a rank, such as a
+    driver.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         return {"rng": rng_values()}
@@ -30,7 +32,7 @@ class DriverRandomState:
 
 
 def rng_values() -> Any:
-    """Returns this process's random state, as a lossless tree."""
+    """Return this process's random state, as a lossless tree."""
     numpy = sys.modules.get("numpy")
     return encode(
         {
@@ -45,9 +47,9 @@ def rng_values() -> Any:
 
 
 def apply_rng(rank_values: Sequence[Any], rank: int) -> str:
-    """Set this process's random state from that of each rank. Returns what was done, for the restore report."""
+    """Set this process's random state from that of each rank. Return what was done, for the restore report."""
     if not rank_values:
-        raise CorruptError("the checkpoint holds no random state")
+        raise CorruptError("the checkpoint has no random state")
     if rank >= len(rank_values):
         digest = hashlib.blake2b(json.dumps(rank_values[0]).encode() + rank.to_bytes(8, "big"), digest_size=8)
         _seed_all(int.from_bytes(digest.digest(), "big") >> 1)
@@ -58,14 +60,14 @@ def apply_rng(rank_values: Sequence[Any], rank: int) -> str:
     if saved.get("numpy") is not None:
         import numpy as np
 
-        np.random.set_state(saved["numpy"])  # noqa: NPY002  the legacy global state is what user code draws from
+        np.random.set_state(saved["numpy"])  # noqa: NPY002  user code draws from the legacy global state
     if "torch" in saved:
         torch.set_rng_state(_state_tensor(saved["torch"]))
     on_devices, devices = saved.get("accelerator", []), len(_accelerator_states())
     for device, state in enumerate(on_devices[:devices]):
         torch.get_device_module().set_rng_state(_state_tensor(state), device)
     if devices and on_devices:
-        # Ranks move between devices: the one this rank trains on takes the state of the one it trained on.
+        # Ranks move between devices: the device it trains on now gets the state of the one it trained on before.
         torch.get_device_module().set_rng_state(_state_tensor(on_devices[saved["current_device"]]))
     done = "restored"
     if absent := [name for name in ("python", "numpy", "torch", "accelerator") if name not in saved]:

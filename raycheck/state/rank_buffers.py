@@ -1,8 +1,8 @@
 """Finds module buffers and extra state that differ between ranks: a checkpoint keeps the first rank's for all.
 
-This may be by design (a queue of negatives, running statistics), so it is no error. The ranks compare checksums at
-their first save, and rank 0 names what differs. What DDP broadcasts from rank 0 before each forward is left out: there
-the first rank's is right. What a PerRank entry keeps for each rank is left out too.
+This may be by design (a queue of negatives, running statistics), so it is not an error. The ranks compare checksums at
+their first save, and rank 0 names what differs. Buffers that DDP broadcasts from rank 0 before each forward are left
+out: for these the first rank's are right. Whatever a PerRank entry keeps for each rank is left out too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from raycheck.transfer.stage.gather_cache import local_of
 def buffer_checksums(
     objects: Mapping[str, object], entries: Sequence[StateEntry], gathered: Sequence[GatheredEntry]
 ) -> dict[str, int]:
-    """Returns checksums of this rank's buffers and extra state, by name. Sharded tensors are left out."""
+    """Return checksums of this rank's buffers and extra state, by name. Sharded tensors are left out."""
     known = _broadcast_by_ddp(objects)
     for entry, found in zip(entries, gathered, strict=True):
         if entry.is_per_rank:
@@ -39,7 +39,7 @@ def buffer_checksums(
 
 
 def advice_on(names: Sequence[str]) -> str:
-    """Returns the warning about buffers and extra state that differ between ranks."""
+    """Return the warning about buffers and extra state that differ between ranks."""
     key = names[0].rpartition(".")[2]
     return (
         f"{first_few(names)} differ between ranks, and a restore gives all ranks the first rank's. "
@@ -50,7 +50,7 @@ def advice_on(names: Sequence[str]) -> str:
 
 
 class PerRankBuffers:
-    """The buffers of the state's modules that PerRank entries hold as plain tensors."""
+    """The buffers of the state's modules that are in PerRank entries as plain tensors."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         places = {
@@ -70,7 +70,7 @@ class PerRankBuffers:
         ]
 
     def check(self) -> None:
-        """Raise ConfigError when a module has replaced such a buffer: the entry would save the old one."""
+        """Raise ConfigError when a module has replaced such a buffer, since the entry would save the old one."""
         for name, tensor, (path, buffers, key) in self._held:
             if buffers.get(key) is not tensor:
                 raise ConfigError(
@@ -89,7 +89,7 @@ def _tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def _broadcast_by_ddp(objects: Mapping[str, object]) -> set[object]:
-    """Returns the memory of the buffers that rank 0 sends to all ranks before each forward."""
+    """Return the memory of the buffers that rank 0 sends to all ranks before each forward."""
     return {
         _memory(buffer)
         for value in objects.values()

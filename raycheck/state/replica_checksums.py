@@ -1,4 +1,6 @@
-"""Finds what one rank holds that others may hold too: for the ranks' agreement, and for the comparison at each save."""
+"""Finds what this rank has and other ranks may have too, for the ranks' agreement and for the comparison
+at each save.
+"""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -15,11 +17,11 @@ from raycheck.transfer.replica_digests import SharedBox
 from raycheck.transfer.stage.local_box import LocalBox, bytes_of
 
 EntryOf = Mapping[str, StateEntry]
-"""The entry of each tensor, by the tensor's name."""
+"""Maps a tensor's name to its entry."""
 
 
 def entry_of(entries: Sequence[StateEntry], gathered: Sequence[GatheredEntry]) -> EntryOf:
-    """Returns the entry of each tensor."""
+    """Return the entry of each tensor."""
     return {name: entry for entry, found in zip(entries, gathered, strict=True) for name in found.tensors}
 
 
@@ -31,8 +33,11 @@ def checksums_of(
     is_compared: bool,
     may_spread: bool,
 ) -> Holdings:
-    """Returns this rank's side of the agreement. boxes: those of what was gathered from the entries, tied ones as
-    one. is_compared: bring checksums. may_spread: False when the first holder of each box has to write it."""
+    """Return this rank's side of the agreement.
+
+    boxes: the boxes of what was gathered from the entries, with tied ones merged. is_compared: include checksums.
+    may_spread: False if the first holder of each box has to write it.
+    """
     owners = entry_of(entries, gathered)
     held = [found for box in boxes if box.is_held and not box.is_unique for found in _held(box, owners, is_compared)]
     return Holdings(
@@ -53,7 +58,7 @@ def checksums_of(
 def shared_boxes(
     owners: EntryOf, boxes: Sequence[LocalBox], written: Collection[str], agreement: Agreement
 ) -> list[SharedBox]:
-    """Returns the boxes that are compared at each save. written: the names of those that this rank writes."""
+    """Return the boxes that are compared at each save. written: the names of the boxes that this rank writes."""
     found = []
     for box in boxes:
         if not box.has_replicas or 0 in box.sizes:
@@ -71,7 +76,7 @@ def shared_boxes(
 
 
 def shared_values(entries: Sequence[StateEntry], gathered: Sequence[GatheredEntry]) -> list[tuple[Replica, object]]:
-    """Returns the values that are compared at each save, between ranks that hold the same names of the entry."""
+    """Return the values that are compared at each save, between ranks that have the same names of the entry."""
     return [
         (
             Replica(key=f"{entry.name}: {crc32_of_json(sorted(entry.names()))}", label=label, cure=entry.cure),
@@ -87,7 +92,7 @@ def _names(box: LocalBox) -> tuple[str, ...]:
 
 
 def _held(box: LocalBox, owners: EntryOf, is_compared: bool) -> list[HeldBox]:
-    """Returns the box under each of its names, since another rank may hold one of them apart. Its bytes count once."""
+    """Return the box under each of its names, since another rank may have only one of them. Its bytes count once."""
     names = _names(box)
     compared = {name for name in names if is_compared and owners[name].is_compared(name)}
     crc = crc32_of_tensor(box.local) if compared else None
@@ -109,11 +114,11 @@ def _held(box: LocalBox, owners: EntryOf, is_compared: bool) -> list[HeldBox]:
 
 
 def crc32_of_tensor(tensor: torch.Tensor) -> int:
-    """Returns the CRC-32 of the tensor's bytes, row by row."""
+    """Return the CRC-32 of the tensor's bytes, row by row."""
     flat = bytes_of(tensor.detach().cpu())
     return crc32(memoryview(cast("Any", flat.numpy()))) if flat.numel() else 0
 
 
 def crc32_of_json(values: Any) -> int:
-    """Returns the CRC-32 of values that can be written as JSON."""
+    """Return the CRC-32 of values that can be written as JSON."""
     return crc32(json.dumps(values, sort_keys=True).encode())

@@ -1,6 +1,6 @@
 """Compares a checkpoint with the live state before a restore changes anything, and finds the tensors to read into.
 
-Every difference between the two is listed in one error. Only what passed is given memory and read.
+One error lists every difference between the two. Only entries without a difference are given memory and read.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,10 +24,10 @@ from raycheck.transfer.stage.local_box import LocalBox, box_of, merge_tied
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointMatch:
-    """Holds a checkpoint beside the live state it fits.
+    """A checkpoint and the live state that it fits.
 
-    saved: what the checkpoint holds of each entry. wanted: the live tensors of each entry that this goes into. boxes:
-    the same tensors as boxes to read, each memory once.
+    saved: each entry in the checkpoint. wanted: the live tensors of each entry to read into. boxes: the same tensors as
+    boxes to read, each memory once.
     """
 
     saved: Mapping[StateEntry, SavedEntry]
@@ -38,12 +38,12 @@ class CheckpointMatch:
 
     @property
     def touched(self) -> set[str]:
-        """Returns the names of the entries and tensors that the restore will have changed."""
+        """Return the names of the entries and tensors that the restore will have changed."""
         return {*self.report.restored, *(name for box in self.boxes for name in (box.name, *dict(box.aliases)))}
 
 
 class CheckpointMatcher:
-    """Matches checkpoints with the entries of one rank."""
+    """A matcher of checkpoints with the entries of one rank."""
 
     def __init__(self, entries: Sequence[StateEntry], *, rank: int, world_size: int) -> None:
         self._entries = entries
@@ -53,10 +53,11 @@ class CheckpointMatcher:
     def match(
         self, key: str, index: Index, selection: Selection, *, strict: bool, cast: bool, touched_before: set[str]
     ) -> CheckpointMatch:
-        """Compare the checkpoint with the live state, and give memory to what is on the meta device.
+        """Compare the checkpoint with the live state, and give memory to tensors on the meta device.
 
-        touched_before: names that an earlier restore of this process changed. Raises StateMismatchError, listing every
-        difference, or SupersededError when the checkpoint leaves some of those names; nothing was changed then.
+        touched_before: names that an earlier restore of this process changed. Raises StateMismatchError, which lists
+        every difference, or SupersededError if the checkpoint does not cover some of those names; in both cases nothing
+        was changed.
         """
         there = {*index.values, *(name for values in index.rank_values for name in values)} - {ASSETS}
         if selection != EVERYTHING:
@@ -71,12 +72,12 @@ class CheckpointMatcher:
             for entry in match.wanted:
                 if isinstance(entry, ModuleEntry):
                     entry.give_memory()
-            with corrupt_if_odd(key):  # once more: the tensors to read into have memory only now
+            with corrupt_if_odd(key):  # again: only now do the tensors to read into have memory
                 match = self._match_entries(index, selection, there, strict=strict, cast=cast)
         return match
 
     def _advice(self, match: CheckpointMatch) -> list[str]:
-        """Returns what to do about the differences."""
+        """Return what to do about the differences."""
         lines = list(dict.fromkeys(line for found in match.saved.values() for line in found.advice))
         optimizers = [entry for entry in match.saved if isinstance(entry, OptimizerEntry)]
         skip: list[str] = []
@@ -86,7 +87,7 @@ class CheckpointMatcher:
         if skip:
             lines.append(
                 "where a shape differs, give the live tensor the saved shape before restore() (peek().shapes has it), "
-                f"or begin with what is here: restore(skip={list(dict.fromkeys(skip))})"
+                f"or start with the values here: restore(skip={list(dict.fromkeys(skip))})"
             )
         if any(found.castable for found in match.saved.values()):
             lines.append("where only the floating-point type of a weight differs, restore(cast=True) converts it")
@@ -113,7 +114,7 @@ class CheckpointMatcher:
     def _saved_entries(
         self, index: Index, selection: Selection, *, strict: bool, cast: bool
     ) -> dict[StateEntry, SavedEntry]:
-        """Returns what the checkpoint holds of each entry that is to be restored."""
+        """Return the saved side of each entry that is to be restored."""
         place_of = places(index)
         dtypes = {tensor.name: tensor.dtype for tensor in index.tensors} if cast else None
         saved = {}
@@ -121,7 +122,7 @@ class CheckpointMatcher:
             if not selection.touches(entry.name):
                 continue
             if selection.splits(entry.name) and not entry.can_split:
-                raise ConfigError(f"restore: give {entry.name!r} whole; only modules can be restored in part")
+                raise ConfigError(f"restore: select {entry.name!r} as a whole; only modules can be restored in part")
             by_rank = {
                 rank: values[entry.name]
                 for rank, values in enumerate(index.rank_values)
@@ -183,8 +184,10 @@ class CheckpointMatcher:
 
 @contextmanager
 def corrupt_if_odd(key: str) -> Iterator[None]:
-    """Raise CorruptError where values from an index do not fit the code that takes them. An index that passed its
-    checksum may still have been written by somebody hostile."""
+    """Raise CorruptError if values from an index do not fit the code that loads them.
+
+    An index that passed its checksum may still have been written by an attacker.
+    """
     try:
         yield
     except RaycheckError:
@@ -196,19 +199,24 @@ def corrupt_if_odd(key: str) -> Iterator[None]:
 
 
 def _refuse_leftovers(key: str, left: set[str]) -> None:
-    """Raise SupersededError for what a damaged checkpoint has changed and this one would leave: it would be trained
-    on."""
+    """Raise SupersededError for what a damaged checkpoint has changed and this one would leave: it would
+    be trained on.
+    """
     if left:
         raise SupersededError(
-            f"{min(left)} holds what a damaged checkpoint had for it, and {key} has nothing: start the workers again"
+            f"{min(left)} holds what a damaged checkpoint had for it, and {key} has nothing for it: start the workers "
+            "again"
         )
 
 
 def _refuse_differences(
     key: str, report: RestoreReport, mismatched: Sequence[str], advice: Sequence[str], *, strict: bool
 ) -> None:
-    """Raise StateMismatchError that lists all differences. `mismatched`, on both sides but not alike, is always
-    refused; what only one side has is refused if `strict`."""
+    """Raise StateMismatchError that lists all differences.
+
+    `mismatched`, what both sides have but with differences, is always refused; what only one side has is refused if
+    `strict`.
+    """
     if not mismatched and not (strict and (report.missing or report.unexpected)):
         return
     lines = [
@@ -220,14 +228,16 @@ def _refuse_differences(
     lines += [f"  {line}" for line in advice]
     if not mismatched:
         lines.append(
-            "  restore(skip=[...]) leaves entries out by name; restore(strict=False) takes what both sides hold"
+            "  restore(skip=[...]) leaves out entries by name; restore(strict=False) restores what both sides have"
         )
     raise StateMismatchError("\n".join(lines))
 
 
 def _boxes_to_read(wanted: Mapping[StateEntry, Named], saved: Mapping[StateEntry, SavedEntry]) -> list[LocalBox]:
-    """Returns the boxes to read, each memory once, leaving out those of which this rank has no elements. Records a
-    mismatch for tensors that are tied here and were not when saved."""
+    """Return the boxes to read, each memory once, without those of which this rank has no elements.
+
+    Record a mismatch for tensors that are tied here and were not tied when saved.
+    """
     entry_of = {name: entry for entry, tensors in wanted.items() for name in tensors}
     boxes = merge_tied(
         box_of(name, (name,), tensor, may_spread=False)

@@ -1,4 +1,4 @@
-"""Reads a matched checkpoint into the live tensors and objects, and proves that they hold all of it."""
+"""Reads a matched checkpoint into the live tensors and objects, and proves that they contain all of it."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,16 +25,16 @@ def read_tensors(
     *,
     shared_by: tuple[int, int] | None,
 ) -> int:
-    """Fill the live tensors, and prove that each of them was filled. Returns the bytes fetched by this rank.
+    """Fill the live tensors, and prove that each of them was filled. Return the bytes fetched by this rank.
 
-    shared_by: this rank and the world size, when all ranks call this together, so that one of them reads what several
-    want. Raises DamagedError, CorruptError or NotFoundError; the state is a mixture then.
+    shared_by: this rank and the world size, if all ranks call this together, so that one of them reads what several
+    need. Raises DamagedError, CorruptError or NotFoundError; the state is then partly restored.
     """
     read = partial(read_into, checkpoint.shards or checkpoint.store, manifest.prefixes(), index)
     written = WrittenBytes()
     read_own = partial(read, written=written)
     targets = [writable(box) for box in boxes]
-    # The copies run on streams of the reader's threads: what the script has enqueued must not come after them.
+    # The copies run on streams of the reader's threads: work that the script has enqueued must finish before them.
     _synchronize(boxes)
     try:
         if shared_by is not None:
@@ -49,15 +49,17 @@ def read_tensors(
 
 
 def load_objects(match: CheckpointMatch) -> None:
-    """Give the live objects what was not read in place, and raise ConfigError unless they hold all that was read."""
+    """Load into the live objects what was not read in place. Raises ConfigError unless they contain all
+    that was read.
+    """
     for entry, tensors in match.wanted.items():
         entry.load(match.saved[entry], tensors)
     for entry, tensors in match.wanted.items():
         for name in entry.not_held(tensors):
-            raise not_restored(name, "it was read, and the live object holds something else")
+            raise not_restored(name, "it was read, but the live object holds something else")
 
 
 def _synchronize(boxes: Sequence[LocalBox]) -> None:
-    """Wait until the accelerators that hold any of the boxes have done all that was enqueued, on whatever stream."""
+    """Wait until the accelerators that hold any of the boxes have finished all enqueued work, on every stream."""
     for device in {box.local.device for box in boxes if box.local.device.type != "cpu"}:
         torch.accelerator.synchronize(device)

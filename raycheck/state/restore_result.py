@@ -12,16 +12,15 @@ from raycheck.terminal import first_few
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreReport:
-    """Lists what a restore did, by the names of entries, or of places in a module that was restored in part.
+    """What a restore did, by the names of entries, or of places in a module that was restored in part.
 
-    missing: names here that the checkpoint does not have; they were left as they were. unexpected: names in the
-    checkpoint that are not here. skipped: names left as they were because the caller said so. fresh: names left as
-    they were by a stated rule. unused: names in the checkpoint that are, by a stated rule, not for this rank (another
-    pipeline stage's, PerRank values of ranks that are gone). cast: tensors restored into another floating-point type,
-    because the caller said so. registered: buffers that a module here had not registered, and got from the checkpoint
-    because what only one side has is accepted. refused: newer checkpoints that this rank was to restore, but which are
-    damaged, each with the proof. drifted: what was not the same on all ranks when it was saved, so that the checkpoint
-    has one rank's.
+    missing: names here that the checkpoint does not have; they were left unchanged. unexpected: names in the checkpoint
+    that are not here. skipped: names left unchanged because the caller said so. fresh: names left unchanged by a stated
+    rule. unused: names in the checkpoint that, by a stated rule, are not for this rank (another pipeline stage's,
+    PerRank values of ranks that no longer exist). cast: tensors restored into another floating-point type, because the
+    caller said so. registered: buffers that a module here had not registered, and got from the checkpoint because
+    strict was off. refused: newer checkpoints that this rank was to restore, but which are damaged, each with the
+    proof. drifted: what differed between ranks when it was saved, so that the checkpoint has one rank's version.
     """
 
     restored: tuple[str, ...] = ()
@@ -43,11 +42,10 @@ class RestoreReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """Describes what a restore did on this rank. Random state is applied apart, as late as possible.
+    """What a restore did on this rank. Random state is applied separately, as late as possible.
 
-    rng_values: the saved random state of each rank; empty when it is not to be restored. lineage: the partial restores
-    that the state now descends from. is_whole: the ranks hold exactly what the checkpoint does; every rank says the
-    same here.
+    rng_values: the saved random state of each rank; empty if it is not to be restored. lineage: the partial restores
+    that the state now descends from. is_whole: the ranks have exactly what the checkpoint has; equal on every rank.
     """
 
     manifest: Manifest
@@ -61,9 +59,9 @@ class Restored:
 
     @property
     def trained_s(self) -> float:
-        """Returns the seconds of training behind the state; 0 when training starts anew from trained weights."""
+        """Return the seconds of training behind the state; 0 when training starts over from trained weights."""
         return self.manifest.trained_s if self.progress.step else 0.0
 
     def apply_rng(self, rank: int) -> str:
-        """Set this process's random state. Returns what was done, for the restore report."""
+        """Set this process's random state. Return what was done, for the restore report."""
         return apply_rng(self.rng_values, rank) if self.rng_values else "untouched"

@@ -1,8 +1,8 @@
-"""Saves and restores the state of one rank: the user's entries, and what raycheck adds to them by itself.
+"""Saves and restores the state of one rank: the user's entries, and the entries that raycheck adds.
 
 raycheck adds `rng`, which each rank has, and `progress`. A save gathers the entries, finds which boxes this rank
-writes, and stages them (transfer/). A restore first compares the whole checkpoint with the live state, and changes
-nothing yet (restore_matching.py); then it reads, and proves what it read (restore_reading.py).
+writes, and stages them (transfer/). A restore first compares the whole checkpoint with the live state without changing
+anything (restore_matching.py); then it reads, and proves what it read (restore_reading.py).
 """
 
 import logging
@@ -61,7 +61,7 @@ logger = logging.getLogger("raycheck")
 
 
 class TrainState:
-    """Holds the live objects of one rank, and the memory that they are staged in.
+    """The live objects of one rank, and the memory that they are staged in.
 
     objects: the user's objects by dotted name.
     """
@@ -77,7 +77,7 @@ class TrainState:
         has_memory: bool = False,
     ) -> None:
         if not state:
-            raise ConfigError("the state is empty; give at least the model and the optimizer")
+            raise ConfigError("the state is empty; it needs at least the model and the optimizer")
         self.objects = objects_by_name(state)
         self._containers = Containers(state)
         self._per_rank_buffers = PerRankBuffers(self.objects)
@@ -91,30 +91,32 @@ class TrainState:
         self.components = Components(rank, buffers, is_shared=is_shared, has_memory=has_memory)
         # By component: the boxes that this rank writes, and for each the number of its entry and its name there.
         self._plan: dict[str, tuple[list[LocalBox], list[tuple[int, str]]]] | None = None
-        # The boxes that other ranks may hold too, and for each of them the same numbers and names; made with the plan.
+        # The boxes that other ranks may hold too, with the same numbers and names for each; made with the plan.
         self._shared: tuple[list[SharedBox], list[tuple[int, str]]] = ([], [])
         self._replica_names = EncodedNames()
-        self._forms: dict[str, Forms] = {}  # of all frozen components, also where other ranks write; made with the plan
+        self._forms: dict[
+            str, Forms
+        ] = {}  # of all frozen components, including what other ranks write; made with the plan
         self._is_on_meta = False
         self._has_staged = False
         self._attributes = ChangedAttributes(self.objects)
-        self._warnings: set[str] = set()  # what has been said
+        self._warnings: set[str] = set()  # already logged
         self._touched: set[str] = set()  # entries and tensors that a restore has changed, or may have
 
     @property
     def models(self) -> list[str]:
-        """Returns the names of the entries that can be exported: models with a Hugging Face configuration."""
+        """Return the names of the entries that can be exported: models with a Hugging Face configuration."""
         return [name for name, files in self._assets.items() if CONFIG in files]
 
     @property
     def has_loader(self) -> bool:
-        """Returns whether a loader with a position of its own is in the state."""
+        """Return whether the state contains a loader with its own position."""
         return any(isinstance(entry, LoaderEntry) for entry in self._entries)
 
     def check(self, *, is_before_restore: bool = False) -> None:
-        """Raise ConfigError, naming the path, for what could not be saved.
+        """Raise ConfigError, naming the path, for anything that could not be saved.
 
-        is_before_restore: what is on the meta device may still get memory.
+        is_before_restore: tensors on the meta device may still get memory.
         """
         check_scalers(self._given, self.objects.values())
         gathered = self._gather(may_be_on_meta=is_before_restore)
@@ -128,24 +130,26 @@ class TrainState:
             self._warnings.add(text)
 
     def check_memory(self) -> None:
-        """Raise ConfigError, naming the path, for what is still on the meta device after a restore."""
+        """Raise ConfigError, naming the path, for anything that is still on the meta device after a restore."""
         if self._is_on_meta:
             self._gather()
 
     def check_selection(self, selection: Selection) -> None:
-        """Raise ConfigError for a name that is nowhere in the live state."""
+        """Raise ConfigError for a name that is not in the live state."""
         self._matcher.check_selection(selection)
 
     def frozen_components(self) -> dict[str, list[LocalBox]]:
-        """Returns this rank's boxes of what gets no gradient, by component, also those that other ranks hold too."""
+        """Return this rank's boxes of tensors without gradients, by component, including boxes that other ranks hold
+        too.
+        """
         boxes = by_component(self._boxes(self._gather()))
         return {name: own for name, own in boxes.items() if name != TRAIN}
 
     def replica_checksums(self, *, is_compared: bool = True, may_spread: bool = True) -> Holdings:
-        """Returns what this rank holds that others may hold too, for replica_agreement.agree.
+        """Return what this rank has and others may have too, for replica_agreement.agree.
 
-        is_compared: with checksums, so that what differs is refused. may_spread: large boxes may be written by another
-        rank than their first holder.
+        is_compared: include checksums, so that differences are refused. may_spread: another rank than its first holder
+        may write a large box.
         """
         gathered = self._gather()
         boxes = self._boxes(gathered)
@@ -153,15 +157,15 @@ class TrainState:
         return replace(holdings, buffers=buffer_checksums(self.objects, self._entries, gathered))
 
     def use_agreement(self, agreement: Agreement) -> None:
-        """Stage by this agreement from now on. Without one this rank writes all it holds."""
+        """Stage by this agreement from now on. Without one this rank writes everything it has."""
         self._agreement = agreement
         self._plan = None
 
     def prepare(self) -> None:
-        """Claim the memory to stage in, and have it faulted in behind the training.
+        """Claim the memory to stage in, and have it faulted in while training runs.
 
         This is best done after the first optimizer step, when all state exists. It reports no error: the first save
-        will, also when memory is short, and it tells the other ranks.
+        will, also when memory is short, and it notifies the other ranks.
         """
         with suppress(ConfigError, StoreError):
             held = [box for box in self._boxes(self._gather()) if box.is_held]
@@ -171,14 +175,15 @@ class TrainState:
         """Copy this rank's shards into host memory.
 
         The live state may change again when this returns (on an accelerator: by work enqueued from then on). Raises
-        ConfigError, naming the path, for what cannot be saved.
+        ConfigError, naming the path, for anything that cannot be saved.
         """
         return self._stage(progress, self.components.stage)
 
     def stage_for_memory(self, progress: Progress, slot: int) -> StagedState:
         """Copy this rank's shards into one of the two buffers, 0 or 1, for memory checkpoints.
 
-        Raises SaveFailedError when a frozen component is not in the bucket as it is now, and as `stage`.
+        Raises SaveFailedError when the bucket lacks the current version of a frozen component, and otherwise as `stage`
+        does.
         """
         return self._stage(progress, partial(self.components.stage_for_memory, slot))
 
@@ -189,7 +194,7 @@ class TrainState:
     ) -> StagedState:
         """Gather what this rank saves, and have `stage` copy its tensors."""
         gathered = self._gather()
-        if not self._has_staged:  # some may have been registered after the check
+        if not self._has_staged:  # tensors may have been registered after the check
             self._warn_of_left_out(gathered)
             self._has_staged = True
         changed = self._attributes.look(progress.step)
@@ -220,7 +225,7 @@ class TrainState:
         return replace(staged, values=values, rank_values=rank_values, replicas=replicas)
 
     def _begin_to_digest(self, gathered: Sequence[GatheredEntry]) -> ReplicaDigests:
-        """Begin to digest what other ranks may hold too, for the coordinator's comparison."""
+        """Start to digest what other ranks may have too, for the coordinator's comparison."""
         if self._world_size == 1:
             return ReplicaDigests()
         boxes, names = self._shared
@@ -237,17 +242,17 @@ class TrainState:
         share: bool = False,
         cast: bool = False,
     ) -> Restored:
-        """Put a checkpoint into the live objects, resharded to this rank. What is on the meta device gets memory.
+        """Restore a checkpoint into the live objects, resharded to this rank. Tensors on the meta device get memory.
 
-        cast: floating-point tensors of modules and optimizers may have been saved in another floating-point type.
-        once: a checkpoint that descends from this very selection is restored whole. share: all ranks call this
-        together, so that what all of them want may be read by one. strict: what is only here, or only in the
-        checkpoint, is refused; else it is left alone and reported. What is on both sides but not alike is always
-        refused.
+        cast: floating-point tensors of modules and optimizers may have been saved in another floating-point type. once:
+        a checkpoint that descends from the same selection is restored whole. share: all ranks call this together, so
+        that one rank may read what all of them need. strict: refuse what is only here or only in the checkpoint;
+        otherwise leave it unchanged and report it. What both sides have but with differences is always refused.
 
-        Raises StateMismatchError listing every difference before anything was changed; DamagedError, CorruptError or
-        NotFoundError while reading, after which the state is a mixture and must not be trained on before another
-        checkpoint is applied; SupersededError when that one leaves some of it.
+        Raises StateMismatchError, which lists every difference, before anything was changed. Raises DamagedError,
+        CorruptError or NotFoundError while reading; the state is then partly restored and must not be trained on before
+        another checkpoint is applied. Raises SupersededError if that checkpoint does not cover everything that was
+        changed.
         """
         with errors_on_all_ranks(self._world_size if share else 1):
             manifest = checkpoint.read_manifest()
@@ -262,7 +267,7 @@ class TrainState:
         fetched = read_tensors(checkpoint, manifest, index, match.boxes, shared_by=shared_by)
         there = [part for part in manifest.components if checkpoint.shards is None or part.checkpoint != manifest.key]
         in_bucket = replace(manifest, components=tuple(there))
-        self.components.restored(in_bucket, index, match.boxes)  # before the objects may change the tensors
+        self.components.restored(in_bucket, index, match.boxes)  # before the objects can change the tensors
         load_objects(match)
         return Restored(
             manifest=manifest,
@@ -276,8 +281,10 @@ class TrainState:
         )
 
     def _is_whole(self, manifest: Manifest, index: Index, selection: Selection, *, strict: bool) -> bool:
-        """Returns whether the ranks hold exactly what was saved. All ranks must decide alike, so this is judged by what
-        all of them know."""
+        """Return whether the ranks have exactly what was saved.
+
+        All ranks must come to the same answer, so it depends only on what all of them know.
+        """
         once = [entry.name for entry in self._entries if isinstance(entry, RankZeroEntry)]
         return (
             strict
@@ -289,7 +296,7 @@ class TrainState:
     def _gather(self, *, may_be_on_meta: bool = False) -> list[GatheredEntry]:
         self._containers.check()
         self._per_rank_buffers.check()
-        plan, self._plan = self._plan, None  # if one entry raises, the others have noted changes that no plan has
+        plan, self._plan = self._plan, None  # if one entry raises, the others have recorded changes that are in no plan
         gathered = [entry.gather() for entry in self._entries]
         is_as_before = all(found.is_as_before for found in gathered)
         if is_as_before:
@@ -306,8 +313,10 @@ class TrainState:
     def _boxes_and_sources(
         self, gathered: Sequence[GatheredEntry]
     ) -> dict[str, tuple[list[LocalBox], list[torch.Tensor]]]:
-        """Returns, by component, the boxes that this rank writes and their live tensors. The boxes are planned anew
-        only when a tensor has moved."""
+        """Return, by component, the boxes that this rank writes and their live tensors.
+
+        The boxes are planned again only when a tensor has moved.
+        """
         if self._plan is None:
             boxes = self._boxes(gathered)
             self._forms = {name: forms_of(frozen) for name, frozen in by_component(boxes).items() if name != TRAIN}
@@ -327,8 +336,9 @@ class TrainState:
         }
 
     def _boxes(self, gathered: Sequence[GatheredEntry]) -> list[LocalBox]:
-        """Returns this rank's boxes, tied ones as one. A rank's own value is never tied to what one rank writes for
-        all."""
+        """Return this rank's boxes, with tied ones merged. A PerRank value is never tied to what one rank writes for
+        all.
+        """
         shared, own = [], []
         for entry, found in zip(self._entries, gathered, strict=True):
             for name, tensor in found.tensors.items():
@@ -345,6 +355,6 @@ class TrainState:
 
 
 def _random_state(index: Index) -> tuple[Any, ...]:
-    """Returns the random state of each rank; nothing when the ranks have none, as in a checkpoint that was imported."""
+    """Return the random state of each rank; nothing if the ranks have none, as in an imported checkpoint."""
     found = tuple(values.get("rng") for values in index.rank_values)
     return found if any(found) else ()

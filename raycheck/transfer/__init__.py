@@ -2,21 +2,21 @@
 
 A tensor's bytes pass through these files when they are saved:
 
-1. gather_cache.py: finds the live tensors again at each save, without gathering the state anew.
+1. gather_cache.py: finds the live tensors again at each save, without gathering the whole state.
 2. local_box.py: describes the box of each tensor that this rank holds, and chooses the boxes that it writes.
-3. incremental_upload.py: chooses per component whether its boxes are staged, or lie in the bucket as they are
-   (tensor_digest.py tells whether a tensor was written to).
-4. stager.py: copies the boxes into one host buffer (host_buffer.py), which is the shard object itself. Without memory
-   for that, the upload copies them slice by slice, while training waits (live_slices.py).
+3. incremental_upload.py: decides for each component whether to stage its boxes, or to refer to equal ones that are
+   already in the bucket (tensor_digest.py detects whether a tensor was written to).
+4. stager.py: copies the boxes into one host buffer (host_buffer.py), which is the shard object itself. If the host has
+   no memory for that, the upload copies them slice by slice while training waits (live_slices.py).
 5. torch_record.py: frames each box's bytes, so that stock torch can load them. stock_torch_names.py adds the names
    under which stock torch looks for an optimizer's state.
-6. shard.py: says where each box lies in the shard, as the checkpoint's index has it.
+6. shard.py: records where each box lies in the shard, for the checkpoint's index.
 7. staged_shard.py: yields the object in parts, and computes its checksums on the way.
 
-And through these when they are restored:
+They pass through these files when they are restored:
 
 8. reader.py: fetches ranges of the shards, checks them, and copies them into the live tensors.
-9. replica_broadcast.py: has replicas read by one rank and broadcast to the others.
+9. replica_broadcast.py: lets one rank read a replica and broadcast it to the others.
 10. overlapping_tensors.py: restores tensors whose elements share memory. restore_proof.py: proves that all bytes
     arrived.
 """

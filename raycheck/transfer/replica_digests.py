@@ -1,8 +1,8 @@
-"""Digests, at every save, what this rank holds and other ranks may hold too, so that the coordinator can compare it.
+"""Digests, at every save, what this rank and other ranks may both hold, so that the coordinator can compare it.
 
-Of what this rank copies to host memory, the checksums that the upload computes are the digest already. The rest lies
-here and another rank writes it: it is digested while training waits for that copy. So each rank digests the whole of
-what it shares, and a replica that differs in one bit is found, whoever writes it.
+For what this rank copies to host memory, the checksums that the upload computes already are the digest. The rest is on
+this rank, but another rank writes it: it is digested while training waits for that copy. So each rank digests
+everything it shares, and a replica that differs in one bit is found, whichever rank writes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,12 @@ Digested = Literal["upload", "save", "copy", "here"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedBox:
-    """Describes a box that other ranks may hold too. replicas: what it is compared as, one for each of its names.
+    """A box that other ranks may hold too. replicas: the names under which it is compared, one for each of its own
+    names.
 
-    digested: where its digest comes from. "upload": its bytes are copied to the host for this save, or lie there and in
-    the bucket. "save": it is on a device, and the save digests it there to find out whether it has changed. "copy": it
-    is on a device, and is compared by a copy of it on the host. "here": it is digested where it lies.
+    digested: where its digest comes from. "upload": its bytes are copied to the host for this save, or are already on
+    the host and in the bucket. "save": it is on a device, and the save digests it there to find out whether it has
+    changed. "copy": it is on a device, and a copy of it on the host is digested. "here": it is digested in place.
     """
 
     name: str
@@ -53,13 +54,13 @@ class SharedBox:
 
 
 class EncodedNames:
-    """Remembers the encoded names of the last save's replicas, which hardly ever change."""
+    """A cache of the encoded names of the last save's replicas, which hardly ever change."""
 
     def __init__(self) -> None:
         self._last: tuple[tuple[Replica, ...], bytes] = ((), b"")
 
     def of(self, replicas: Sequence[Replica]) -> bytes:
-        """Returns them encoded."""
+        """Return the encoded names of these replicas."""
         last = self._last
         if last[0] != tuple(replicas):
             last = self._last = tuple(replicas), dump_names(replicas)
@@ -67,10 +68,10 @@ class EncodedNames:
 
 
 class ReplicaDigests:
-    """Digests the replicas of one save of this rank.
+    """The digests of the replicas that this rank holds, for one save.
 
-    The live tensors must not change before `release` has returned; on a device: by work enqueued before that. After
-    `wait` it can be handed to another process.
+    The live tensors must not change before `release` has returned; on a device, this holds for work enqueued before
+    that. After `wait` the object can be sent to another process.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class ReplicaDigests:
         values: Sequence[tuple[Replica, object]] = (),
         names: EncodedNames | None = None,
     ) -> None:
-        """sources: the live tensor of each box. values: those of the entries, which must not change until `wait`."""
+        """sources: the live tensor of each box. values: the entries' values, which must not change until `wait`."""
         both = list(zip(boxes, sources, strict=True))
         here = [
             source.cpu() if box.digested == "copy" else source
@@ -94,10 +95,10 @@ class ReplicaDigests:
         self._encoded: EncodedNames | None = names
         self._digested: Mapping[str, Digest] = {}
         self._names = b""
-        self._digests: list[bytes | str] = []  # a tensor's name where the digest is the checksums of its upload
+        self._digests: list[bytes | str] = []  # a tensor's name where the upload's checksums are the digest
 
     def release(self, digested: Mapping[str, Digest]) -> None:
-        """Wait until the live tensors may change. digested: by name, what the save itself has digested in between."""
+        """Wait until the live tensors may change. digested: by name, what the save itself has digested since."""
         missing = {name: source for name, source in self._by_save.items() if name not in digested}  # it had no memory
         self._digested = {**digested, **dict(zip(missing, digests(list(missing.values())), strict=True))}
         self._by_save = {}
@@ -105,7 +106,7 @@ class ReplicaDigests:
             self._pending.release()
 
     def wait(self) -> None:
-        """Wait until all is digested that is digested here."""
+        """Wait until this object has computed all of its digests."""
         if self._pending is None:
             return
         found = iter(self._pending.result())
@@ -118,7 +119,7 @@ class ReplicaDigests:
         self._pending, self._encoded, self._boxes, self._values, self._digested = None, None, (), (), {}
 
     def report(self, shards: Sequence[Shard]) -> RankDigests:
-        """Returns what the coordinator compares. shards: those of this save. Only after the upload."""
+        """Return what the coordinator compares. shards: the shards of this save. Call it only after the upload."""
         crcs = {shard.tensors[chunk.tensor].name: chunk.crcs for shard in shards for chunk in shard.chunks}
         digests = (digest_of(crcs[found]) if isinstance(found, str) else found for found in self._digests)
         return RankDigests(names=self._names, digests=b"".join(digests))

@@ -1,7 +1,6 @@
-"""Computes a short digest of a tensor on its own device: to tell whether it was written to since the last digest, and
-whether other ranks hold the same.
+"""Computes a short digest of a tensor on its own device, to detect whether it was written to and whether ranks differ.
 
-torch's version counters are not enough: a write through `.data` does not count.
+torch's version counters are not enough: they miss a write through `.data`.
 """
 
 import os
@@ -19,33 +18,33 @@ Digest = tuple[int, ...]
 _WORDS = 1 << 20
 """The number of 32-bit words in one sum."""
 _ROWS = 8
-"""How many sums are computed at a time: their products, twice the size of the words, then stay in a device's cache."""
+"""How many sums are computed at a time: their products, twice the size of the words, then fit in a device's cache."""
 _PIECE_BYTES = 16 * SUB_BLOCK
 """How much of a tensor in host memory one thread digests at a time."""
 _ALONE_BYTES = SUB_BLOCK
-"""Up to this size in all, tensors in host memory are digested at once: to start threads would take longer."""
+"""Up to this total size, tensors in host memory are digested without threads: starting these would take longer."""
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[Digest]:
-    """Returns one digest per tensor; digests of equal bytes are equal, for tensors on the same kind of device.
+    """Return one digest per tensor. Equal bytes give equal digests, for tensors on the same kind of device.
 
-    In host memory it is the CRC-32 of each 4 MiB. On an accelerator it is a weighted sum of each 4 MiB, computed there
-    after everything that was enqueued so far; the host waits once for all sums.
+    In host memory a digest is the CRC-32 of each 4 MiB. On an accelerator it is a weighted sum of each 4 MiB, computed
+    there after everything that was enqueued so far; the host waits once for all sums.
     """
     return PendingDigests(tensors).result()
 
 
 class PendingDigests:
-    """Digests tensors in the background: those in host memory in threads, those of an accelerator on a stream of its
-    own. So a rank may copy other tensors at the same time.
+    """Digests that are computed in the background, so that the rank can copy other tensors at the same time.
 
-    The tensors must not change before `release` has returned; on an accelerator: by work enqueued before that.
+    Tensors in host memory are digested in threads, those on an accelerator on a separate stream. The tensors must not
+    change before `release` has returned; on an accelerator, this holds for work enqueued before that.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._digests: list[Digest | Callable[[], Digest]] = []
         self._sums: dict[torch.device, list[torch.Tensor]] = {}
-        self._counts: dict[torch.device, int] = {}  # of these sums so far: thousands of tensors are not counted again
+        self._counts: dict[torch.device, int] = {}  # of these sums so far, to count thousands of tensors once
         self._there: dict[torch.device, tuple[torch.Tensor, torch.Event]] = {}
         on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
         is_small = sum(tensor.nbytes for tensor in on_host) <= _ALONE_BYTES
@@ -74,7 +73,7 @@ class PendingDigests:
             torch.accelerator.current_stream(device).wait_stream(_stream(device))
 
     def result(self) -> list[Digest]:
-        """Returns one digest per tensor, in their order."""
+        """Return one digest per tensor, in order."""
         self.release()
         for _, event in self._there.values():
             event.synchronize()
@@ -104,7 +103,7 @@ class PendingDigests:
         with _stream(device):
             try:
                 sums = weighted_sums(bytes_of(tensor))
-            except torch.OutOfMemoryError:  # the same sums of a copy in host memory: slower, and just as good
+            except torch.OutOfMemoryError:  # sum a copy in host memory instead: slower, with the same result
                 sums = weighted_sums(bytes_of(tensor.cpu())).to(device)
         start = self._counts.get(device, 0)
         stop = self._counts[device] = start + sums.numel()
@@ -113,7 +112,7 @@ class PendingDigests:
 
 
 def _num_threads() -> int:
-    """Returns how many threads digest tensors in host memory: as many as torch would take, and the machine has."""
+    """Return how many threads digest tensors in host memory: as many as torch would use, at most one per CPU."""
     return max(1, min(torch.get_num_threads(), os.cpu_count() or 1))
 
 
@@ -126,19 +125,19 @@ def _crcs_of(tensor: torch.Tensor) -> list[int]:
 
 
 def are_equal(known: Mapping[str, Digest], found: Mapping[str, Digest]) -> bool:
-    """Returns whether all tensors in `found` are known, by name, with the same digest.
+    """Return whether all tensors in `found` are in `known`, by name, with the same digest.
 
-    Tensors without elements need not be known: a restore does not read them.
+    Tensors without elements need not be in `known`: a restore does not read them.
     """
     return all(known.get(name, ()) == digest for name, digest in found.items())
 
 
 def weighted_sums(plain: torch.Tensor) -> torch.Tensor:
-    """Returns the weighted sum of each 4 MiB of a flat tensor, modulo 2^64.
+    """Return the weighted sum of each 4 MiB of a flat tensor, modulo 2^64.
 
     Weights are odd and have 64 bits. So a change of one word always changes the sum, and a change of the top bits of
-    many words is still weighted by the lower half of the weights. Each word has a weight of its own, so that words
-    which exchange their places change the sum too.
+    many words is still weighted by the lower half of the weights. Each word has its own weight, so two words that
+    change places change the sum too.
     """
     data = plain.view(torch.uint8)
     if data.storage_offset() % 4:
@@ -147,7 +146,7 @@ def weighted_sums(plain: torch.Tensor) -> torch.Tensor:
     whole = data.numel() // 4 * 4
     words = data[:whole].view(torch.int32)
     in_rows = words.numel() // _WORDS * _WORDS
-    # The product of a 32-bit and a 64-bit tensor has 64 bits: no other copy of the words is made.
+    # The product of a 32-bit and a 64-bit tensor has 64 bits, so the words need not be converted first.
     rows = torch.split(words[:in_rows].view(-1, _WORDS), _ROWS) if in_rows else ()
     sums = [(some * weights).sum(1) for some in rows]
     rests = (rest for rest in (words[in_rows:], data[whole:]) if rest.numel())

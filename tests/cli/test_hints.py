@@ -125,7 +125,7 @@ def test_a_message_on_the_command_line_names_flags_and_no_arguments(run, tmp_pat
             ("export-hf", uri, f"{tmp_path}/a", "--entry", "model", "--config-from", f"{tmp_path}"),
             f"--config-from {tmp_path}: ",
         ),
-        (("export-hf", several, f"{tmp_path}/a", "--entry", "policy", "--files", "tok"), "'tok' is no tokenizer"),
+        (("export-hf", several, f"{tmp_path}/a", "--entry", "policy", "--files", "tok"), "'tok' is not a tokenizer"),
         (("prune", uri, "--keep-last", "0"), "--keep-last 0: give a whole number"),
     ):
         said = complaint(*args)

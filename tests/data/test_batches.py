@@ -391,7 +391,7 @@ def test_an_iterator_begun_before_a_restore_is_refused_and_iterated_anew_it_foll
 
     batches.load_state_dict(at_step(2))
 
-    with pytest.raises(ConfigError, match=r"begun before a restore; .*epoch 0, batch 2.*Iterate a loader anew"):
+    with pytest.raises(ConfigError, match=r"started before a restore; .*epoch 0, batch 2.*Start the iteration again"):
         next(early)
     batches.end_step()
     assert batches.epoch_step == 2, "a refused loader counts nothing"
@@ -418,7 +418,7 @@ def test_after_end_epoch_a_loader_in_use_is_refused_and_one_without_an_epoch_giv
     batches.end_epoch()
 
     for use in (lambda: next(named), lambda: next(iter(named))):
-        with pytest.raises(ConfigError, match=r"begun before end_epoch|only goes forward"):
+        with pytest.raises(ConfigError, match=r"started before end_epoch|only goes forward"):
             use()
     assert [share.tolist() for share in following] == of_epoch(1)
     assert batches.epoch == 1
@@ -430,7 +430,7 @@ def test_of_two_loaders_at_once_the_first_is_refused_and_the_second_counts_right
 
     next(one)
     first_of_two = next(two).tolist()
-    with pytest.raises(ConfigError, match="begun before another loader of these Batches was begun"):
+    with pytest.raises(ConfigError, match="started before another loader of these Batches was started"):
         next(one)
     batches.end_step()
 
@@ -458,7 +458,7 @@ def test_a_loader_that_has_given_its_epoch_says_so_when_it_is_iterated_again():
     loader = batches.loader(0)
     list(loader)
 
-    with pytest.raises(ConfigError, match=r"given all of epoch 0; take loader\(1\)"):
+    with pytest.raises(ConfigError, match=r"yielded all of epoch 0; use loader\(1\)"):
         list(loader)
 
 

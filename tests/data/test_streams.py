@@ -250,10 +250,13 @@ def test_a_stream_that_comes_in_another_order_is_refused():
     ("call", "message"),
     [
         (lambda: Batches(Plain(), global_batch=2, rank=0, world_size=1).loader(num_workers=2).__next__(), "one worker"),
-        (lambda: Batches(range(9), global_batch=2, rank=0, world_size=1, batches_per_epoch=3), "says how long it is"),
+        (
+            lambda: Batches(range(9), global_batch=2, rank=0, world_size=1, batches_per_epoch=3),
+            "only for an IterableDataset",
+        ),
         (lambda: Batches(Plain(), global_batch=2, rank=0, world_size=1, batches_per_epoch=0), "at least 1"),
         (lambda: Batches(Plain(), global_batch=2, rank=0, world_size=3), "world size"),
-        (lambda: Batches(Plain(), global_batch=2, rank=0, world_size=1).batches_per_epoch, "nobody knows"),
+        (lambda: Batches(Plain(), global_batch=2, rank=0, world_size=1).batches_per_epoch, "is unknown"),
         (
             lambda: next(Batches(Plain(0), global_batch=2, rank=0, world_size=1, batches_per_epoch=3).loader()),
             "no samples",

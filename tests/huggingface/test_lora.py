@@ -209,7 +209,7 @@ def test_what_cannot_be_merged_is_refused_by_name(run: Store, tmp_path: Path):
     state = {"tied": tied, "experts": experts, "biased": biased, "plain": hf_models.llama()}
     checkpoint = save_state(run, state)
 
-    for entry, text in (("tied", "tied"), ("experts", "experts"), ("biased", "lora_bias"), ("plain", "no PEFT")):
+    for entry, text in (("tied", "tied"), ("experts", "experts"), ("biased", "lora_bias"), ("plain", "not a PEFT")):
         with pytest.raises(ConfigError, match=text):
             export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(entry=entry, merge_lora=True))
 

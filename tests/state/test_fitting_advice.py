@@ -230,7 +230,7 @@ def test_an_entry_that_was_an_object_and_is_none_now(make: Any) -> None:
 
     for strict in (True, False):
         text = refusal(checkpoint, state, strict=strict)
-        assert "state['own'] is None here: make the object before restore(), where peek().entries has 'own'" in text
+        assert "state['own'] is None here: create the object before restore(), if peek().entries has 'own'" in text
     assert advised_skip(text) == ["own"]
     restored(checkpoint, state, skip=["own"])
     assert "own" in Preview.of(checkpoint, EVERYTHING, attempt=1, rank=0, refused=()).entries

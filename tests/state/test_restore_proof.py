@@ -54,7 +54,7 @@ def test_tensors_that_a_hook_makes_go_back_through_load_state_dict(memory: Store
 def test_a_module_that_keeps_nothing_of_what_it_is_given_is_named(memory: Store):
     checkpoint = save_state(memory, {"model": Halved(1)})
 
-    with pytest.raises(ConfigError, match=r"model\.weight was not restored: it was read, and the live object holds"):
+    with pytest.raises(ConfigError, match=r"model\.weight was not restored: it was read, but the live object holds"):
         restore_state(checkpoint, {"model": Forgetful(2)})
 
 

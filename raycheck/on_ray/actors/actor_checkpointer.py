@@ -1,8 +1,8 @@
 """Checkpoints a group of Ray actors that a driver leads, without Ray Train.
 
 Each actor is one rank: the Checkpointer inside it (actor_rank.py) works as in a Ray Train worker. The driver alone
-decides when to save, so that no collective is needed. The driver's own objects and the states of other actors
-(driver_state.py) are taken at the same step, and rank 0 saves them in the same checkpoint.
+decides when to save, so no collective is needed. The driver's own objects and the states of other actors
+(driver_state.py) are captured at the same step, and rank 0 saves them in the same checkpoint.
 """
 
 import time
@@ -42,22 +42,22 @@ from raycheck.storage_settings import StorageSettings
 
 LEAVE_S = 35.0
 _driver_ids: dict[tuple[str, str | int], str] = {}
-"""By a run's URI and `resume`, the id under which this driver owns the run: with new actors it goes on under it."""
+"""The id under which this driver owns a run, by its URI and `resume`. A new group of actors reuses it."""
 
 
 class ActorCheckpointer:
-    """Saves and restores what Ray actors hold, and what the driver holds, as one run at `uri`.
+    """Save and restore the state of Ray actors, and the state of the driver, as one run at `uri`.
 
-    actors: their handles, in order of rank. state_of: called in each actor with the actor's instance; returns its state
-    as a Checkpointer takes it. What is equal on all ranks is saved once, sharded tensors by all ranks. state: what
-    exists only once: the driver's objects with state_dict and load_state_dict, dicts of plain values, Batches, and
-    handles of other actors with these two methods. settings: see SaveSettings; a notice that an actor's node is about
-    to go brings a save, and training goes on whatever on_preempt says. resume, storage: see `fit`.
+    actors: their handles, in rank order. state_of: called in each actor with the actor's instance; returns its state in
+    the form that a Checkpointer takes. What is equal on all ranks is saved once, sharded tensors by all ranks. state:
+    what exists only once: the driver's objects with state_dict and load_state_dict, dicts of plain values, Batches, and
+    handles of other actors with these two methods. settings: see SaveSettings; a notice that an actor's node will be
+    preempted triggers a save, and training continues whatever on_preempt is. resume, storage: see `fit`.
 
     Use it as a context manager, in the driver. Every method waits for the actors' earlier calls: call them between
-    steps. When an actor dies, Ray's RayActorError is raised: kill the other actors, which may wait for it, make all of
-    them anew, and another ActorCheckpointer with them. The same `resume` in the same driver binds only the first of
-    these.
+    steps. When an actor dies, Ray's RayActorError is raised: kill the other actors, which may be waiting for it, create
+    all of them again, and create another ActorCheckpointer with them. The same `resume` in the same driver applies only
+    to the first of these.
 
     Raises ConfigError, naming the entry, for a state that cannot be saved, for a run that `resume` forbids, and for
     memory_every_steps.
@@ -76,7 +76,7 @@ class ActorCheckpointer:
     ) -> None:
         show_log()
         if not actors:
-            raise ConfigError("there are no actors; give the handles of those that hold the model")
+            raise ConfigError("there are no actors; pass the handles of those that hold the model")
         if settings is not None and settings.memory_every_steps is not None:
             raise ConfigError(
                 f"memory_every_steps={settings.memory_every_steps}: ActorCheckpointer makes no memory checkpoints; "
@@ -91,7 +91,7 @@ class ActorCheckpointer:
         self._triggers = SaveTriggers(self._settings, alone())
         self._clock = TrainingClock()
         self._status = SaveStatus()
-        self._answers: list[Any] = []  # Ray's references to the actors' answers to the last decision
+        self._answers: list[Any] = []  # Ray's references to the actors' replies to the last decision
         self._metrics: Mapping[str, object] = {}
         self._is_restored = self._is_closed = False
         if not self._settings.enabled:
@@ -125,14 +125,14 @@ class ActorCheckpointer:
         cast: bool = False,
         then: Callable[[Any, RestoreResult], object] | None = None,
     ) -> RestoreResult:
-        """Claim the run for these actors and put the newest checkpoint into them and into the driver's objects.
+        """Claim the run for these actors, and restore the newest checkpoint into them and into the driver's objects.
 
-        strict, only, skip, on_corrupt, cast: as for Checkpointer.restore, on all actors. The driver's objects that the
-        checkpoint does not have stay as they are, and the report names them under `fresh`. then: called in each actor
-        with its instance and its RestoreResult once all have restored, also in a fresh run; here a policy hands its
-        weights to the actors that generate.
+        strict, only, skip, on_corrupt, cast: as for Checkpointer.restore, on all actors. The driver's objects that are
+        not in the checkpoint are left unchanged, and the report lists them under `fresh`. then: called in each actor
+        with its instance and its RestoreResult once all have restored, also in a run without a checkpoint; a policy can
+        hand its weights to the generating actors here.
 
-        Returns rank 0's RestoreResult. Raises as Checkpointer.restore does.
+        Return rank 0's RestoreResult. Raises as Checkpointer.restore does.
         """
         options = {
             "strict": strict,
@@ -157,7 +157,7 @@ class ActorCheckpointer:
         self._is_restored = True
         self._clock.go()
         if self._settings.at_start and not self._counter.step:
-            self._tell("save", save="keep")  # the actors know whether a checkpoint has this state already
+            self._tell("save", save="keep")  # the actors know whether a checkpoint already has this state
         return replace(at, **asdict(self._counter.progress))
 
     def _start_turned_off(self, then: Callable[[Any, RestoreResult], object] | None) -> RestoreResult:
@@ -191,7 +191,9 @@ class ActorCheckpointer:
         self._clock.go()
 
     def end_epoch(self) -> None:
-        """Call this when an epoch is complete, with what the script does at its end. As Checkpointer.end_epoch."""
+        """Call this when an epoch is complete, including what the script does at its end. See
+        Checkpointer.end_epoch.
+        """
         self._take_answers()
         self._counter.end_epoch()
         kind = self._triggers.decide_at_epoch_end(self._counter.progress, is_busy=self._status.is_busy)
@@ -208,19 +210,19 @@ class ActorCheckpointer:
         expire_after_s: float | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Begin a save of the state as it is now. The arguments and errors are those of Checkpointer.save."""
+        """Start a save of the current state. The arguments and errors are those of Checkpointer.save."""
         label = label_of(name, note, expire_after_s, overwrite=overwrite)
         self._metrics = detached(metrics or self._metrics)
         kind, tasks = kind_asked_for(self._settings, is_rolling=is_rolling, after_commit=after_commit)
         self._tell("save", save=kind, tasks=tasks, label=label)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until every save begun so far is committed. timeout_s and errors are those of Checkpointer.wait."""
+        """Wait until every save started so far is committed. timeout_s and errors are those of Checkpointer.wait."""
         self._tell("wait", save=None, timeout_s=timeout_s)
         self._take_answers()
 
     def close(self) -> None:
-        """Save the last step if it is not saved, and wait for the commit. Raises what kept it from being committed.
+        """Save the last step if it is not saved, and wait for the commit. Raises whatever prevented the commit.
 
         Leaving the context without an exception calls it.
         """
@@ -243,7 +245,7 @@ class ActorCheckpointer:
         if error is None:
             self.close()
             return
-        # Nothing new is saved: the state may be half-way through a step.
+        # Nothing new is saved: the state may be in the middle of a step.
         self._leave()
 
     def _tell(
@@ -255,8 +257,9 @@ class ActorCheckpointer:
         timeout_s: float | None = None,
         label: Label = NO_LABEL,
     ) -> None:
-        """Tell the actors where training is and what to do there. When they save, wait until they have copied their
-        state."""
+        """Send the actors the position of training and what to do there. If they save, wait until they have copied
+        their state.
+        """
         self._take_answers()
         if not self._settings.enabled:
             return
@@ -288,7 +291,7 @@ class ActorCheckpointer:
             self._clock.skip(time.monotonic() - began)
 
     def _take_answers(self) -> None:
-        """Wait for the actors' answers to the last decision. Raises what an actor has raised."""
+        """Wait for the actors' replies to the last decision. Raises what an actor has raised."""
         if not self._settings.enabled and not self._is_restored:  # when it is enabled, the actors raise this
             raise ConfigError(RESTORE_FIRST)
         answers, self._answers = self._answers, []
@@ -297,7 +300,7 @@ class ActorCheckpointer:
             self._triggers.committed(self._status.save_s)
 
     def _leave(self) -> None:
-        """Have the actors leave. The saves in flight are whole, and may end."""
+        """Have the actors leave. The saves in flight are complete, and may end."""
         if not self._is_closed and self._settings.enabled:
             leaving = [run_in(actor, leave, self._uri) for actor in self._actors]
             ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_S)
@@ -324,15 +327,15 @@ class ActorCheckpointer:
 
 
 def settings_for_actors(settings: SaveSettings) -> SaveSettings:
-    """Returns the settings that actors are given: they can be pickled, whatever the user's own function holds.
+    """Return the settings for the actors: they can be pickled, whatever the user's own function refers to.
 
-    Only the driver asks that function; the actors get its name, for the manifests.
+    Only the driver calls that function; the actors get its name, for the manifests.
     """
     return settings if settings.when is None else replace(settings, when=_AskedInDriver(function_name(settings.when)))
 
 
 class _AskedInDriver:
-    """Takes the place of a function that only the driver can call, under the function's name."""
+    """A stand-in for a function that only the driver can call, with the function's name."""
 
     def __init__(self, name: str) -> None:
         self.__qualname__ = name

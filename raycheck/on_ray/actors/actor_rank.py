@@ -1,4 +1,4 @@
-"""The half of an ActorCheckpointer that lives in an actor makes the actor one rank of the group.
+"""The actor's half of an ActorCheckpointer: it makes the actor one rank of the group.
 
 The functions at the end run in the actor, called by the driver one after the other.
 """
@@ -25,7 +25,7 @@ _ranks: dict[str, "ActorRank"] = {}
 
 
 class _DriverEntry:
-    """Passes the state of one of the driver's entries on: to a save, and from a restore."""
+    """A relay for the state of one of the driver's entries: to a save, and from a restore."""
 
     def __init__(self) -> None:
         self.state: Any = {}
@@ -39,7 +39,9 @@ class _DriverEntry:
 
 
 class _LedCounter(ProgressCounter):
-    """Takes the counts over from the driver. next_progress: what the driver has counted at the end of this step."""
+    """A progress counter that copies the driver's counts. next_progress: the driver's counts at the end
+    of this step.
+    """
 
     decides = False
     next_progress = Progress()
@@ -58,11 +60,11 @@ class _LedCounter(ProgressCounter):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriverDecision:
-    """Tells a rank at which place of its loop the driver is, and what it has decided there.
+    """The driver's position in its loop, and what it has decided there, for a rank.
 
-    progress: the counts now. save: the kind of save to begin, None for none; tasks: what follows its commit.
-    is_preempted: a node of the group is about to go; is_by_notice: the save is one because of that. metrics, states:
-    for that save; states are those of the driver's entries, and rank 0 alone gets them. timeout_s: of a wait. label: of
+    progress: the counts now. save: the kind of save to start, None for none; tasks: the tasks after its commit.
+    is_preempted: a node of the group will be preempted; is_by_notice: that is the reason for the save. metrics, states:
+    for that save; states are those of the driver's entries, and only rank 0 gets them. timeout_s: of a wait. label: of
     that save.
     """
 
@@ -79,7 +81,9 @@ class DriverDecision:
 
 
 class ActorRank:
-    """Does in one actor what the driver decides. driver_names: names of the entries that the driver holds."""
+    """One actor's rank, which follows the driver's decisions. driver_names: names of the entries that
+    the driver holds.
+    """
 
     def __init__(
         self, state: Mapping[str, object], driver_names: Sequence[str], settings: SaveSettings, group: Group
@@ -92,14 +96,14 @@ class ActorRank:
         self._checkpointer = Checkpointer(entries, settings, group=group, position=self._counter)
 
     def restore(self, options: Mapping[str, Any]) -> tuple[RestoreResult, dict[str, Any]]:
-        """Restore this rank. Returns, on rank 0, also the states that the driver has to take back."""
+        """Restore this rank. Return, on rank 0, also the states that the driver has to load."""
         result = self._checkpointer.restore(**options)
         states = {name: entry.state for name, entry in self._driver_entries.items() if entry.is_restored}
         self._forget_states(states)
         return result, states
 
     def follow(self, decision: DriverDecision) -> SaveStatus:
-        """Do what the driver has decided. Returns the status of this rank's saves afterwards."""
+        """Carry out the driver's decision. Return the status of this rank's saves afterwards."""
         self._counter.next_progress, self._counter.is_preempted = decision.progress, decision.is_preempted
         for name, state in decision.states.items():
             self._driver_entries[name].state = state
@@ -123,12 +127,12 @@ class ActorRank:
         return self._checkpointer.save_status
 
     def _forget_states(self, names: Iterable[str]) -> None:
-        """Free the driver's states: the driver holds them."""
+        """Free the driver's states: the driver has them."""
         for name in names:
             self._driver_entries[name].state = {}
 
     def leave(self) -> None:
-        """Save nothing more; a save in flight may end."""
+        """Stop saving; a save in flight may end."""
         reason = ConfigError("the driver has left")
         self._checkpointer.__exit__(type(reason), reason, None)
 
@@ -140,7 +144,7 @@ def join(
     settings: SaveSettings,
     group: Group,
 ) -> None:
-    """Make this actor a rank of the group, in place of the rank that it was in the same run before."""
+    """Make this actor a rank of the group, replacing the rank that it was in the same run before."""
     before = _ranks.pop(group.uri, None)
     if before is not None:
         before.leave()
@@ -167,6 +171,6 @@ def leave(actor: Any, uri: str) -> None:
 
 
 def node_of(actor: Any) -> str:
-    """Returns the id of the actor's node."""
+    """Return the id of the actor's node."""
     del actor
     return this_node()

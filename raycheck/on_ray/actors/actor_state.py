@@ -1,4 +1,4 @@
-"""Makes a Ray actor's state an entry of a state: rank 0 asks for it at each save, and hands it back at a restore."""
+"""Makes a Ray actor's state an entry of a state: rank 0 fetches it at each save, and returns it at a restore."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ TIMEOUT_S = 120.0
 
 
 class RemoteState:
-    """Calls an actor's state_dict and load_state_dict from this process.
+    """A local object whose state_dict and load_state_dict call an actor's.
 
-    name: how errors call the actor. timeout_s: seconds to wait for an answer; None to wait for ever. Raises ConfigError
+    name: what errors call the actor. timeout_s: seconds to wait for an answer; None to wait forever. Raises ConfigError
     for an actor without these methods, and Ray's own errors when a call fails.
     """
 
@@ -36,22 +36,24 @@ class RemoteState:
 
 
 class _OfARank(RemoteState):
-    """Raises StoreError when the actor does not answer: then the save fails, and training goes on."""
+    """A RemoteState that raises StoreError if the actor does not answer: then the save fails, and
+    training continues.
+    """
 
     def _ask(self, method: Any, *args: Any) -> Any:
         try:
             return super()._ask(method, *args)
         except ray.exceptions.RayError as error:
-            raise StoreError(f"{self._name} did not give or take its state: {error}") from error
+            raise StoreError(f"{self._name} did not return or load its state: {error}") from error
 
 
 class ActorState(RankZero):
-    """Puts a Ray actor's state into the checkpoint: `{"prep": raycheck.ActorState(actor)}`.
+    """Save a Ray actor's state in the checkpoint: `{"prep": raycheck.ActorState(actor)}`.
 
-    The actor needs the methods state_dict and load_state_dict. Rank 0 calls state_dict at the start, to see whether the
-    state can be saved, and while a save copies the state; it calls load_state_dict at a restore. If the actor does not
-    answer within timeout_s seconds, this save fails and training goes on. NumPy arrays reach load_state_dict read-only,
-    as in any call of Ray's. Raises ConfigError for an actor without these methods.
+    The actor needs the methods state_dict and load_state_dict. Rank 0 calls state_dict at the start, to check whether
+    the state can be saved, and while a save copies the state; it calls load_state_dict at a restore. If the actor does
+    not answer within timeout_s seconds, this save fails and training continues. NumPy arrays reach load_state_dict
+    read-only, as in any Ray call. Raises ConfigError for an actor without these methods.
     """
 
     def __init__(self, actor: Any, *, timeout_s: float = TIMEOUT_S) -> None:

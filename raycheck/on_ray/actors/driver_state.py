@@ -1,7 +1,7 @@
-"""Collects what the driver of a group of actors holds, beside the actors' own states.
+"""Collects the driver's part of a group's state, in addition to the actors' own states.
 
-Rank 0 saves it as entries of the same checkpoint, and hands it back after a restore. The driver's random state is one
-of these entries.
+Rank 0 saves it as entries of the same checkpoint, and returns it after a restore. The driver's random state is one of
+these entries.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ DRIVER_RNG = "driver_rng"
 
 
 class DriverState:
-    """Holds the driver's objects by name. Raises ConfigError, naming the entry, for a value that has no state."""
+    """The driver's objects by name. Raises ConfigError, naming the entry, for a value that has no state."""
 
     def __init__(self, state: Mapping[str, object]) -> None:
         self._objects = {name: _with_state(name, value) for name, value in state.items()}
@@ -38,23 +38,23 @@ class DriverState:
         return [value for value in self._objects.values() if isinstance(value, Periodic)]
 
     def check(self) -> None:
-        """Raises ConfigError, naming the entry, for a state that could not be saved later."""
+        """Raise ConfigError, naming the entry, for a state that could not be saved later."""
         for name, value in self._objects.items():
             ObjectEntry(name, value).gather()
 
     def state_dicts(self) -> dict[str, Any]:
-        """Returns the state of each entry, as rank 0 saves it."""
+        """Return the state of each entry, in the form that rank 0 saves."""
         return {name: ObjectEntry(name, value).tree() for name, value in self._objects.items()}
 
     def load(self, states: Mapping[str, Any]) -> None:
-        """Put restored states back. Entries that the checkpoint does not have stay as they are."""
+        """Load restored states. Entries that are not in the checkpoint are left unchanged."""
         for name, state in states.items():
             with calling(name, "load_state_dict"):
                 self._objects[name].load_state_dict(deepcopy(state))  # arrays that come from Ray are read-only
 
 
 def _with_state(name: str, value: Any) -> Any:
-    """Returns an object with state_dict and load_state_dict for an entry's value."""
+    """Return an object with state_dict and load_state_dict for an entry's value."""
     if isinstance(value, ActorHandle):
         return RemoteState(value, name)
     if type(value) is dict:

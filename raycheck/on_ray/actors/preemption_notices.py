@@ -1,4 +1,4 @@
-"""Hears of preemption notices for a group of actors, by asking Ray in the background once a second."""
+"""Watches for preemption notices for a group of actors, by asking Ray in the background once a second."""
 
 import time
 from collections.abc import Sequence
@@ -10,7 +10,9 @@ NOTICE_PAUSE_S = 1.0
 
 
 class PreemptionNotices:
-    """Says when the first of these nodes will go, as Group's `notice` does. nodes: their ids."""
+    """A callable that returns when the first of these nodes will be preempted, as Group's `notice` does. nodes: their
+    ids.
+    """
 
     def __init__(self, nodes: Sequence[str]) -> None:
         self._nodes = frozenset(nodes)
@@ -19,7 +21,7 @@ class PreemptionNotices:
         self._asking = Thread()
 
     def __call__(self) -> float | None:
-        """Return the newest answer, without waiting for Ray: it gives none while its head is away."""
+        """Return the newest answer, without waiting for Ray: it does not answer while its head is down."""
         if not self._asking.is_alive() and time.monotonic() - self._asked_at > NOTICE_PAUSE_S:
             self._asked_at = time.monotonic()
             self._asking = Thread(target=self._ask, name="raycheck-notices", daemon=True)

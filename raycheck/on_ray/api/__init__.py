@@ -1,7 +1,7 @@
-"""Uses every name of Ray that may change between its releases; the rest of raycheck uses stable names only.
+"""Contains every use of Ray names that may change between releases; the rest of raycheck uses only stable names.
 
-It is tested on Ray 2.60; 2.51 is the oldest supported release (tests/elastic/test_oldest.py runs on it). Where a name
-is missing, a feature is left out. What is unstable, and where it is used:
+It is tested on Ray 2.60; 2.51 is the oldest supported release (tests/elastic/test_oldest.py runs on it). If a name is
+missing, a feature is left out. What is unstable, and where it is used:
 
     train_context.py         the worker's train context, NO_UPLOAD reports, preemption info, draining nodes
     controller_callbacks.py  controller and worker group callbacks, the controller's callback list, CheckpointManager

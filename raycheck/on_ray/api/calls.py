@@ -1,4 +1,4 @@
-"""Calls Ray's actors and tasks, with raycheck's errors as they were raised; and names the node of this process."""
+"""Calls Ray's actors and tasks, raises raycheck's errors in their original form, and identifies this process's node."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,19 +11,19 @@ from raycheck.errors import RaycheckError
 
 
 def this_node() -> str:
-    """Returns the id of the node that this process runs on."""
+    """Return the id of the node that this process runs on."""
     return str(ray.get_runtime_context().get_node_id())
 
 
 def run_in(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls `function(instance, *args)` in the actor, in turn with its own methods. Returns Ray's reference."""
+    """Call `function(instance, *args)` in the actor, queued with its own methods. Return Ray's reference."""
     return actor.__ray_call__.remote(function, *args)
 
 
 def results(references: Sequence[Any]) -> list[Any]:
-    """Waits for calls and tasks, and returns their results in order. Raises the first error that comes.
+    """Wait for calls and tasks, and return their results in order. Raises the first error that occurs.
 
-    An error of raycheck comes out as it was raised.
+    An error of raycheck is raised in its original form.
     """
     left = list(references)
     while left:
@@ -34,7 +34,7 @@ def results(references: Sequence[Any]) -> list[Any]:
 
 
 def call(method: Any, *args: Any, timeout_s: float) -> Any:
-    """Calls an actor's method and returns its answer. An error of raycheck comes out as it was raised.
+    """Call an actor's method and return its answer. An error of raycheck is raised in its original form.
 
     Raises TimeoutError when the actor is being restarted or does not answer; the call may then be repeated.
     """
@@ -47,7 +47,7 @@ def call(method: Any, *args: Any, timeout_s: float) -> Any:
 
 @contextmanager
 def as_raised() -> Iterator[None]:
-    """Raises an error of raycheck's, which comes out of Ray wrapped in its own, as it was raised."""
+    """Raise an error of raycheck, which Ray wraps in its own, in its original form."""
     try:
         yield
     except RayTaskError as error:

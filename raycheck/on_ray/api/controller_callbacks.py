@@ -1,8 +1,8 @@
 """Callbacks that run in Ray Train's controller process, which starts, watches and restarts the workers.
 
-They end a run that no restart can help, ask for a save before Ray resizes a healthy group, and keep raycheck's reports
-out of Ray Tune's. `raycheck.fit` puts them on the RunConfig; under a plain trainer.fit(), rank 0 puts the most
-important one into the running controller.
+They end a run that no restart can help, request a save before Ray resizes a healthy group, and keep raycheck's reports
+out of Ray Tune's. `raycheck.fit` adds them to the RunConfig; under a plain trainer.fit(), rank 0 adds the most
+important one to the running controller.
 """
 
 from collections.abc import Iterable
@@ -29,17 +29,17 @@ ASK_S = 30.0
 
 
 def guarded(callbacks: Iterable[Any], coordinator: Any, uri: str) -> list[Any]:
-    """Returns a RunConfig's callbacks with raycheck's added, and Ray Tune's replaced by `TuneReports`."""
+    """Return a RunConfig's callbacks with raycheck's added, and Ray Tune's replaced by `TuneReports`."""
     has_hook = ControllerCallback is not object
     hooks = [ControllerGuard(coordinator), MistakeGuard(coordinator)] if has_hook else []
     return [*map(TuneReports.around, callbacks), RunGuard(coordinator, uri), *hooks]
 
 
 class RunGuard(UserCallback):
-    """Ends the run on errors that a restart cannot cure, which Ray would retry for ever.
+    """A callback that ends the run on errors that a restart cannot cure, which Ray would retry forever.
 
-    Raising from a callback is Ray's only way to stop a run whatever `max_failures` says; this is the one place where
-    raycheck wants that. It also carries the coordinator's handle and the run's URI from `fit` to the workers.
+    Raising from a callback is Ray's only way to stop a run whatever `max_failures` is; this is the only place where
+    raycheck does that. The guard also carries the coordinator's handle and the run's URI from `fit` to the workers.
     """
 
     def __init__(self, coordinator: Any = None, uri: str = "", *, is_off: bool = False) -> None:
@@ -60,9 +60,9 @@ class RunGuard(UserCallback):
 
 
 class MistakeGuard(WorkerGroupCallback):
-    """Ends the run on a mistake in the user's program, as long as no step was completed.
+    """A callback that ends the run on a bug in the user's program, as long as no step was completed.
 
-    A UserCallback is told of the error too, but without the worker's traceback.
+    A UserCallback gets the error too, but without the worker's traceback.
     """
 
     def __init__(self, coordinator: Any) -> None:
@@ -76,14 +76,15 @@ class MistakeGuard(WorkerGroupCallback):
             raise mistake
 
     def _ask_has_trained(self) -> bool:
-        """Asks the coordinator whether a step was completed, and assumes so when it does not answer."""
+        """Ask the coordinator whether a step was completed. If it does not answer, assume that one was."""
         with suppress(Exception):
             return bool(ray.get(self._coordinator.has_trained.remote(), timeout=ASK_S))
         return True
 
 
 class ControllerGuard(ControllerCallback):
-    """Has a healthy group save before Ray replaces it by one of another size, and keeps a run alive without its store.
+    """A callback that requests a save before Ray replaces a healthy group by one of another size, and keeps a run alive
+    when its storage fails.
 
     Never raises.
     """
@@ -100,16 +101,16 @@ class ControllerGuard(ControllerCallback):
         with suppress(Exception):
             match type(current_state).__name__:
                 case "PreemptingState":
-                    self._coordinator.group_failed.remote(["a node of the group was about to go"])
+                    self._coordinator.group_failed.remote(["a node of the group was about to be preempted"])
                 case "ResizingState":
                     ray.get(self._coordinator.save_now.remote(), timeout=MAX_SAVE_S)
 
 
 class TuneReports(UserCallback):
-    """Stands in for Ray's TuneReportCallback, and hands Tune only what the script itself reports.
+    """A replacement for Ray's TuneReportCallback that passes to Tune only what the script itself reports.
 
-    Each report gets the path of the newest checkpoint. Every report that Tune hears is an iteration, and the last one
-    is the trial's result. A pointer to a commit would count as an iteration too, without the script's metrics.
+    Each report gets the path of the newest checkpoint. Tune counts every report that it gets as an iteration, and the
+    last one is the trial's result. A pointer to a commit would count as an iteration too, without the script's metrics.
     """
 
     def __init__(self, tune: Any) -> None:
@@ -119,7 +120,7 @@ class TuneReports(UserCallback):
 
     @classmethod
     def around(cls, callback: Any) -> Any:
-        """Wraps Ray Tune's callback; returns any other callback as it is."""
+        """Wrap Ray Tune's callback; return any other callback unchanged."""
         names = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(callback).__mro__}
         return cls(callback) if ("ray", "TuneReportCallback") in names else callback
 
@@ -130,8 +131,8 @@ class TuneReports(UserCallback):
             return
         if self._newest is None and not self._has_reported:
             logger.info(
-                "Ray Tune hears what the script reports with ray.train.report(metrics); raycheck's commits are no "
-                "iterations of Tune's, so report from time to time"
+                "Ray Tune gets only what the script reports with ray.train.report(metrics); raycheck's commits are not "
+                "Tune iterations, so report from time to time"
             )
         self._newest = checkpoint
 
@@ -140,7 +141,7 @@ class TuneReports(UserCallback):
 
 
 def guard_from_fit() -> RunGuard | None:
-    """Returns the guard that `raycheck.fit` put on this worker's RunConfig; None under a plain trainer.fit()."""
+    """Return the guard that `raycheck.fit` put on this worker's RunConfig; None under a plain trainer.fit()."""
     for callback in run_config().callbacks or ():
         if isinstance(callback, RunGuard):
             return callback
@@ -148,13 +149,13 @@ def guard_from_fit() -> RunGuard | None:
 
 
 def is_turned_off() -> bool:
-    """Returns whether this worker was started by `raycheck.fit(enabled=False)`."""
+    """Return whether this worker was started by `raycheck.fit(enabled=False)`."""
     guard = guard_from_fit() if in_ray_train() else None
     return guard is not None and guard.is_off
 
 
 def guard_this_run() -> None:
-    """Puts a RunGuard into the running controller, so that final errors are final under a plain trainer.fit() too."""
+    """Add a RunGuard to the running controller, so that final errors are final under a plain trainer.fit() too."""
     ray.get(run_in(controller_actor(), _install_guard), timeout=60)
 
 
@@ -170,10 +171,10 @@ def _install_guard(controller: Any) -> None:
 
 
 def _survive_lost_records() -> None:
-    """Lets the run go on when Ray cannot write its own record of the checkpoints that it was told of.
+    """Let the run continue when Ray cannot write its own record of the checkpoints that were reported to it.
 
-    Without this, the error would end the run. raycheck reads nothing of that record, and the next report writes it
-    whole. Runs in the controller's process.
+    Without this, the error would end the run. raycheck reads nothing from that record, and the next report rewrites it
+    completely. This runs in the controller's process.
     """
     with suppress(ImportError, AttributeError):
         from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager as Manager
@@ -182,9 +183,9 @@ def _survive_lost_records() -> None:
 
         def record_if_possible(manager: Any) -> None:
             try:
-                record(manager)  # what it cannot record it does not delete either
+                record(manager)  # what it cannot record, it does not delete either
             except OSError as error:
-                text = f"Ray Train's own record of checkpoints was not written; the run goes on: {error}"
+                text = f"Ray Train's own record of checkpoints was not written; the run continues: {error}"
                 logger.warning(event(text))
 
         Manager._save_state_and_delete_old_checkpoints = record_if_possible  # type: ignore[method-assign]  # noqa: SLF001

@@ -1,8 +1,8 @@
-"""Reaches the datasets that Ray Train splits among its workers, and splits one anew without some of its rows.
+"""Accesses the datasets that Ray Train splits among its workers, and splits one again without some of its rows.
 
-Ray Train hands each worker an iterator over its share. The datasets themselves lie in an actor of Ray Train's, the
-dataset manager, which splits them by the trainer's DataConfig. There a dataset is split once more, with rows taken out,
-by that DataConfig: its options and resources hold for both.
+Ray Train gives each worker an iterator over its share. The datasets themselves are in an actor of Ray Train, the
+dataset manager, which splits them according to the trainer's DataConfig. A dataset is split again there, with rows
+removed, by the same DataConfig: its options and resources apply to both.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from raycheck.on_ray.api.calls import run_in
 from raycheck.on_ray.api.train_context import dataset_manager
 
 SPLIT_S = 600.0
-"""How long the dataset manager may take to split a dataset; it starts one actor for that."""
+"""The time limit for the dataset manager to split a dataset; it starts one actor for that."""
 _NEEDED = "_datasets", "_data_config", "_world_size", "_worker_node_ids", "_coordinator_actors"
 
 
 def shard_of(name: str) -> Any:
-    """Returns this worker's share of a dataset. It is a barrier. Raises ConfigError for what is not shared out."""
+    """Return this worker's share of a dataset. This is a barrier. Raises ConfigError if it is not split."""
     manager = dataset_manager()
     absent = _NEEDED if manager is None else ray.get(run_in(manager, _names_absent), timeout=SPLIT_S)
     if absent:
@@ -35,16 +35,18 @@ def shard_of(name: str) -> Any:
         raise ConfigError(f"RayData({name!r}): the trainer was given no such dataset") from error
     if not _is_share(shard):
         raise ConfigError(
-            f"RayData({name!r}): every rank reads all of this dataset, as the trainer's DataConfig(datasets_to_split) "
-            "has it, so no rank's rows are its own. Let it be split, or use ray.train.get_dataset_shard"
+            f"RayData({name!r}): every rank reads all of this dataset, because of the trainer's "
+            "DataConfig(datasets_to_split), so no row belongs to one rank. Have it split, or use "
+            "ray.train.get_dataset_shard"
         )
     return shard
 
 
 def shares_without(name: str, keep: Callable[[Any], Any]) -> list[Any]:
-    """Returns one share of a dataset per rank, after `keep` has been through its blocks.
+    """Return one share of a dataset per rank, after applying `keep` to its blocks.
 
-    keep: takes a pyarrow table, and returns it with fewer rows. It runs in Ray Data's tasks. One rank calls this.
+    keep: is called with a pyarrow table, and returns it with fewer rows. It runs in Ray Data's tasks. One rank calls
+    this.
     """
     shares: list[Any] = ray.get(run_in(dataset_manager(), partial(_split, name=name, keep=keep)), timeout=SPLIT_S)
     return shares
@@ -55,7 +57,7 @@ def _names_absent(manager: Any) -> list[str]:
 
 
 def _split(manager: Any, *, name: str, keep: Callable[[Any], Any]) -> list[Any]:
-    """Splits a dataset as the manager does. Runs in its process."""
+    """Split a dataset as the manager does. Runs in its process."""
     dataset = manager._datasets[name].map_batches(  # noqa: SLF001
         keep, batch_size=None, batch_format="pyarrow", zero_copy_batch=True
     )

@@ -1,7 +1,7 @@
-"""Reads Ray's errors: what happened to each rank, which error ends the run, and which is a mistake of the program.
+"""Interprets Ray's errors: what happened to each rank, which error ends the run, and which is a bug in the program.
 
-Ray wraps the error of a worker several times, differently from release to release; the names of its attributes
-(`_base_exc`, `health_check_failure`, `worker_failures`) are known here only.
+Ray wraps the error of a worker several times, differently in each release; only this module knows the names of its
+attributes (`_base_exc`, `health_check_failure`, `worker_failures`).
 """
 
 from collections.abc import Mapping
@@ -26,14 +26,14 @@ MISTAKES = (
     TypeError,
     UnboundLocalError,
 )
-"""Errors that say that a program is wrong, on whatever machine it runs: exactly these types, and no subclass that a
-library has made. A ValueError, KeyError, OSError or RuntimeError may come from data, the network or a device too."""
+"""Errors that indicate a bug in the program, on any machine: exactly these types, and no subclass that a library
+defines. A ValueError, KeyError, OSError or RuntimeError may also come from data, the network or a device."""
 
 
 def causes_of(errors: Mapping[int, BaseException]) -> list[str]:
-    """Returns what happened to the ranks, one line each.
+    """Return what happened to the ranks, one line each.
 
-    Ranks whose process is gone come first, since the errors of the others follow from that.
+    Ranks whose process died come first, since the errors of the others are consequences of that.
     """
     lines = [_cause_of(rank, error) for rank, error in sorted(errors.items())]
     return sorted(lines, key=lambda line: not line.endswith((_DIED, _TAKEN)))
@@ -49,9 +49,9 @@ def _cause_of(rank: int, error: BaseException) -> str:
 
 
 def mistake_in(errors: Mapping[int, BaseException]) -> Exception | None:
-    """Returns the error of a rank that says that the user's program is wrong, in Ray's wrapper with its traceback.
+    """Return the error of a rank that indicates a bug in the user's program, in Ray's wrapper with its traceback.
 
-    Returns None when there is none, and when a rank's process is gone: the errors of the others may follow from that.
+    Return None if there is none, or if a rank's process died: the errors of the others may be consequences of that.
     """
     if not all(hasattr(error, "_base_exc") for error in errors.values()):
         return None
@@ -60,14 +60,14 @@ def mistake_in(errors: Mapping[int, BaseException]) -> Exception | None:
 
 
 def mistake_behind(error: TrainingFailedError) -> BaseException | None:
-    """Returns the user's own error, if `MistakeGuard` has ended the run for this mistake."""
+    """Return the user's own error, if `MistakeGuard` ended the run because of it."""
     failure = getattr(error, "controller_failure", None)
     mistake: BaseException | None = getattr(failure, "_base_exc", None)
     return mistake if type(mistake) in MISTAKES else None
 
 
 def final_error(error: BaseException | None) -> RaycheckError | None:
-    """Returns the raycheck error inside one of Ray's that ends the run; None when a restart may help."""
+    """Return the raycheck error inside a Ray error that ends the run; None if a restart may help."""
     seen: set[int] = set()
     queue = [error]
     while queue:

@@ -16,14 +16,14 @@ from raycheck.bucket.store.ray_filesystem import ray_filesystem, uri_of
 from raycheck.errors import ConfigError, NotFoundError, RaycheckError
 
 PROBE_S = 60.0
-"""How long Ray's file system may take to read and write one small file, from a cold start on a busy machine."""
+"""The time limit for Ray's file system to read and write one small file, from a cold start on a busy machine."""
 _PROBE = "import sys; sys.path[:] = {path!r}; from raycheck.bucket.store.ray_filesystem import main; main()"
 
 _DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d{2}-\d{2}.*")
 
 
 def storage_uri(config: Any) -> str:
-    """Returns Ray's storage path as a URI. Raises ConfigError for a run that could never be resumed."""
+    """Return Ray's storage path as a URI. Raises ConfigError for a run that could never be resumed."""
     if not config.name or _DEFAULT_NAME.fullmatch(config.name):
         raise ConfigError(
             "RunConfig(name=...) is not set, so Ray makes up a new name each time and nothing could ever resume. "
@@ -35,13 +35,13 @@ def storage_uri(config: Any) -> str:
 
 
 def run_uri(config: Any) -> str:
-    """Returns the run's root: Ray's storage path and the run's name. Raises ConfigError as `storage_uri` does."""
+    """Return the run's root: Ray's storage path and the run's name. Raises ConfigError as `storage_uri` does."""
     return join_uri(storage_uri(config), config.name)
 
 
 @contextmanager
 def ray_storage(config: Any, uri: str) -> Iterator[None]:
-    """Makes Ray write to the storage at `uri` too, with all its settings, as long as the block runs."""
+    """Make Ray write to the storage at `uri` too, with all its settings, during the block."""
     before = config.storage_path, config.storage_filesystem
     if uri != storage_uri(config):
         config.storage_path, config.storage_filesystem = uri, None
@@ -54,10 +54,10 @@ def ray_storage(config: Any, uri: str) -> Iterator[None]:
 
 
 def check_ray_storage(config: Any, uri: str, store: Store) -> None:
-    """Proves on scratch objects that Ray's own file system reaches the place that raycheck's store reaches.
+    """Prove with scratch objects that Ray's own file system reaches the same place as raycheck's store.
 
     Each must read what the other has written. Ray may find other credentials or endpoints than raycheck, and would then
-    hang after it has started workers. Raises ConfigError that says what Ray's side cannot do, and StoreError when
+    hang after it has started workers. Raises ConfigError that names what Ray's side cannot do, and StoreError if
     raycheck's own side fails.
     """
     if kind_of(uri) == "memory":  # each process has its own
@@ -72,28 +72,28 @@ def check_ray_storage(config: Any, uri: str, store: Store) -> None:
             kind = "pyarrow, by the URI" if files is None else type(getattr(files, "handler", files)).__name__
             problem = _problem_of_ray(pickle.dumps((*request, token.encode())))
         if not problem and not _holds(store, target, token.encode()):
-            problem = "write there: raycheck does not find what it has written, so it is another place"
+            problem = "write there: raycheck does not find what Ray wrote, so it wrote to another place"
         if problem:
-            cure = "Give its credentials and endpoint in a way that pyarrow knows, too, or give"
+            cure = "Set its credentials and endpoint in a way that pyarrow also reads, or set"
             if "411" in problem or "MissingContentLength" in problem:
                 cure = (
-                    "A current pyarrow uploads without the length, which this store does not take: set "
+                    "A current pyarrow uploads without the length, which this store does not accept: set "
                     "AWS_REQUEST_CHECKSUM_CALCULATION=when_required in the environment of the driver and of all of "
-                    "Ray's nodes. Or give"
+                    "Ray's nodes. Or set"
                 )
             raise ConfigError(
-                f"{store}: raycheck reaches this place, and Ray's own file system ({kind}) cannot {problem}. Ray "
-                f"would hang or fail once workers are there. {cure} storage_path as a URI, without storage_filesystem, "
-                "and the settings by raycheck.fit(trainer, storage=raycheck.StorageSettings(...))"
+                f"{store}: raycheck reaches this place, but Ray's own file system ({kind}) cannot {problem}. Ray "
+                f"would hang or fail once workers start. {cure} storage_path as a URI, without storage_filesystem, "
+                "and pass the settings to raycheck.fit(trainer, storage=raycheck.StorageSettings(...))"
             )
     finally:
         for key in (source, target):
-            with suppress(RaycheckError):  # what was raised before says more
+            with suppress(RaycheckError):  # the earlier error is more useful
                 store.delete(key)
 
 
 def _problem_of_ray(request: bytes) -> str:
-    """Tries Ray's file system in a process of its own. Returns what it cannot do; "" when it can do all."""
+    """Test Ray's file system in a separate process. Return what it cannot do, or "" if it can do everything."""
     command = [sys.executable, "-c", _PROBE.format(path=sys.path)]
     with subprocess.Popen(  # noqa: S603
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -1,6 +1,7 @@
-"""Asks Ray Train what a worker knows (its rank, run, datasets, preemption notices), and reports checkpoints to it.
+"""Reads from Ray Train what a worker knows (its rank, run, datasets, preemption notices), and reports checkpoints to
+it.
 
-Each function works on the oldest and the newest supported Ray, and detects what this Ray has.
+Each function works on the oldest and the newest supported Ray, and detects what the installed Ray offers.
 """
 
 import math
@@ -15,12 +16,12 @@ T = TypeVar("T")
 
 
 def in_ray_train() -> bool:
-    """Returns whether this code runs in the train_fn of a Ray Train worker."""
+    """Return whether this code runs in the train_fn of a Ray Train worker."""
     return _context() is not None
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Returns Ray Train's rank and world size, else those of torch.distributed, else (0, 1)."""
+    """Return Ray Train's rank and world size, otherwise those of torch.distributed, otherwise (0, 1)."""
     import torch.distributed as dist
 
     context = _context()
@@ -32,13 +33,13 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def is_first_on_node() -> bool:
-    """Returns whether this rank is the lowest one of the run on its node."""
+    """Return whether this rank is the lowest one of the run on its node."""
     context = _context()
     return context is None or context.get_local_rank() == 0
 
 
 def broadcast(value: T) -> T:
-    """Returns rank 0's value on every rank. It is a barrier by actor calls: every rank must call it equally often."""
+    """Return rank 0's value on every rank. This is a barrier of actor calls: every rank must call it equally often."""
     from ray.train.collective import broadcast_from_rank_zero
 
     result: T = broadcast_from_rank_zero(value)
@@ -46,22 +47,22 @@ def broadcast(value: T) -> T:
 
 
 def run_config() -> Any:
-    """Returns the RunConfig of this worker's run."""
+    """Return the RunConfig of this worker's run."""
     return _worker_context().train_run_context.run_config
 
 
 def train_run_id() -> str:
-    """Returns the id of this trainer.fit() call. It stays the same when Ray restarts the workers."""
+    """Return the id of this trainer.fit() call. It stays the same when Ray restarts the workers."""
     return str(_worker_context().train_run_context.run_id)
 
 
 def controller_actor() -> Any:
-    """Returns the handle of the controller that started this worker."""
+    """Return the handle of the controller that started this worker."""
     return _worker_context().controller_actor
 
 
 def dataset_names() -> list[str]:
-    """Returns the names of the datasets that the trainer was given, as get_dataset_shard takes them."""
+    """Return the names of the trainer's datasets, as get_dataset_shard takes them."""
     provider = getattr(_context(), "dataset_shard_provider", None)
     for holder in ("_dataset_names", "_dataset_iterators"):  # the second one up to Ray 2.51
         if names := getattr(provider, holder, None):
@@ -70,12 +71,12 @@ def dataset_names() -> list[str]:
 
 
 def dataset_manager() -> Any:
-    """Returns the actor that holds the datasets of this worker's run; None where this Ray has no such actor."""
+    """Return the actor that manages the datasets of this worker's run, or None if this Ray has no such actor."""
     return getattr(getattr(_context(), "dataset_shard_provider", None), "_dataset_manager", None)
 
 
 def report_pointer(prefix: str, metrics: Mapping[str, float]) -> None:
-    """Reports the pointer directory `prefix`, which is relative to the run, to Ray as a checkpoint.
+    """Report the pointer directory `prefix`, which is relative to the run, to Ray as a checkpoint.
 
     Every rank calls this at the same step and with the same directory, so that ray.train.get_checkpoint() returns the
     same on all of them. Ray keeps rank 0's metrics.
@@ -90,10 +91,10 @@ def report_pointer(prefix: str, metrics: Mapping[str, float]) -> None:
 
 
 def _ranked(metrics: Mapping[str, float], config: Any) -> dict[str, float]:
-    """Returns the metrics, with the worst possible score if the score by which Ray ranks checkpoints is missing.
+    """Return the metrics. If the score by which Ray ranks checkpoints is missing, add the worst possible one.
 
-    It is missing when there was no such metric at this step, or not a finite one. Without a score, Ray would take the
-    checkpoint for the best of all where lower is better. Infinity would not survive Ray's JSON.
+    It is missing if there was no such metric at this step, or if it was not finite. Without a score, Ray would consider
+    the checkpoint the best of all if lower is better. Infinity would not survive Ray's JSON.
     """
     name = getattr(config, "checkpoint_score_attribute", None)
     if name is None or name in metrics:
@@ -103,13 +104,13 @@ def _ranked(metrics: Mapping[str, float], config: Any) -> dict[str, float]:
 
 
 def checkpoint_path() -> str | None:
-    """Returns the path of the checkpoint that Ray would have this worker restore; None when Ray knows of none."""
+    """Return the path of the checkpoint that Ray wants this worker to restore; None if Ray has none."""
     checkpoint = ray.train.get_checkpoint()
     return None if checkpoint is None else str(checkpoint.path)
 
 
 def preemption_deadline() -> float | None:
-    """Returns when a node of this group will be preempted, in unix seconds: inf without a time, None without a notice.
+    """Return when a node of this group will be preempted, in unix seconds: inf without a time, None without a notice.
 
     Every rank must call it equally often.
     """
@@ -122,7 +123,7 @@ def preemption_deadline() -> float | None:
 
 
 def drain_deadline(nodes: Collection[str]) -> float | None:
-    """Returns when the first of these nodes will be drained, in unix seconds: inf without a time, None if none will.
+    """Return when the first of these nodes will be drained, in unix seconds: inf without a time, None if none will.
 
     nodes: their ids.
     """
@@ -137,7 +138,7 @@ def drain_deadline(nodes: Collection[str]) -> float | None:
 
 def _worker_context() -> Any:
     context = _context()
-    assert context is not None, "only asked for inside Ray Train"
+    assert context is not None, "only called inside Ray Train"
     return context
 
 

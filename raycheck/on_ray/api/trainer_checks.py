@@ -1,4 +1,4 @@
-"""Checks and repairs a Ray trainer's configuration before it starts, and cleans up after its controller died."""
+"""Checks and repairs a Ray trainer's configuration before it starts, and cleans up after its controller has died."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from raycheck.log import event, logger
 
 
 def refuse_unsupported(trainer: Any) -> None:
-    """Raises ConfigError for ways to use Ray in which nothing could be trained or restored."""
+    """Raise ConfigError for uses of Ray in which nothing could be trained or restored."""
     if ray.util.client.ray.is_connected():  # type: ignore[no-untyped-call]
         raise ConfigError(
             "this driver is connected through Ray Client (ray://), whose death nobody in the cluster would notice. "
@@ -21,7 +21,7 @@ def refuse_unsupported(trainer: Any) -> None:
         raise ConfigError("ScalingConfig(num_workers=0) runs without workers; use num_workers=1 to save and restore")
     if getattr(trainer, "validation_config", None) is not None:
         raise ConfigError(
-            "validation_config=...: raycheck does not call a trainer's validation function. Give it as "
+            "validation_config=...: raycheck does not call a trainer's validation function. Pass it as "
             "SaveSettings(after_commit=raycheck.AfterCommit(function)); it is called with the run's URI and the "
             "checkpoint's key, and keeps what it measures by raycheck.open_run(uri).score(key, {...})"
         )
@@ -34,9 +34,9 @@ def refuse_unsupported(trainer: Any) -> None:
 
 
 def keep_collectives_whole(failures: Any) -> bool:
-    """Turns off what would let a rank pass one of Ray's collectives without the others.
+    """Turn off an option that would let a rank skip one of Ray's collectives that the others take part in.
 
-    failures: a FailureConfig. Returns whether it had to be changed.
+    failures: a FailureConfig. Return whether it had to be changed.
     """
     is_relaxed = bool(getattr(failures, "relax_collectives_on_preemption", False))
     if is_relaxed:
@@ -45,10 +45,10 @@ def keep_collectives_whole(failures: Any) -> bool:
 
 
 def release_nodes_of(controller_id: str) -> None:
-    """Removes the placement groups of a controller that died.
+    """Remove the placement groups of a controller that died.
 
-    Ray's own cleaner of them asks the dashboard. Where no dashboard runs, they would hold the nodes until the job ends,
-    and the next controller would wait for ever.
+    Ray's own cleanup queries the dashboard. If no dashboard is running, the groups would hold the nodes until the job
+    ends, and the next controller would wait forever.
     """
     try:
         from ray._private.state import state
@@ -57,7 +57,7 @@ def release_nodes_of(controller_id: str) -> None:
         accessor = state._connect_and_get_accessor()  # noqa: SLF001
         table = [PlacementGroupTableData.FromString(row) for row in accessor.get_placement_group_table()]
     except (ImportError, AttributeError, ray.exceptions.RayError) as error:
-        logger.warning(event(f"the nodes of Ray Train's dead controller may stay taken: {error}"))
+        logger.warning(event(f"the nodes of Ray Train's dead controller may stay reserved: {error}"))
         return
     for group in table:
         if group.creator_actor_id.hex() == controller_id and group.state != PlacementGroupTableData.REMOVED:

@@ -1,8 +1,8 @@
-"""Gives Ray Tune a checkpoint to pause and clone a trial with: the name of a commit, and no tensor.
+"""Gives Ray Tune a checkpoint with which to pause and clone a trial: the name of a commit, and no tensor.
 
 Schedulers such as population based training stop a trial and start it again from the checkpoint that it, or a better
-trial, last reported. A trial that calls `raycheck.fit` reports with each of its metrics which commit is the newest.
-When it is started with another trial's, `fit` forks that run.
+trial, last reported. A trial that calls `raycheck.fit` reports, with each of its metrics, which commit is the newest.
+If it is started with another trial's checkpoint, `fit` forks that run.
 """
 
 import json
@@ -23,7 +23,9 @@ _FIELDS = {"run", "key", "trial"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TunePointer:
-    """Names a commit. run: the name of its run, in the storage that all trials share. trial: the one that made it."""
+    """The name of a commit. run: the name of its run, in the storage that all trials share. trial: the one that wrote
+    it.
+    """
 
     run: str
     key: str
@@ -31,7 +33,7 @@ class TunePointer:
 
 
 def in_tune() -> bool:
-    """Returns whether this process runs a trial of Ray Tune."""
+    """Return whether this process runs a trial of Ray Tune."""
     try:
         from ray.tune.trainable.trainable_fn_utils import _in_tune_session
     except ImportError:
@@ -40,14 +42,14 @@ def in_tune() -> bool:
 
 
 def trial_id() -> str:
-    """Returns the id of the trial that this process runs."""
+    """Return the id of the trial that this process runs."""
     return str(ray.tune.get_context().get_trial_id())
 
 
 def given_pointer() -> TunePointer | None:
-    """Returns the commit that Tune would have this trial go on from; None when there is none of raycheck's.
+    """Return the commit from which Tune wants this trial to continue, or None if there is none from raycheck.
 
-    Raises ConfigError for a checkpoint of Tune's that has a damaged one.
+    Raises ConfigError for a Tune checkpoint whose pointer is damaged.
     """
     checkpoint = ray.tune.get_checkpoint()
     if checkpoint is None:
@@ -68,7 +70,7 @@ def given_pointer() -> TunePointer | None:
 
 
 def report_commits_of(run: str) -> None:
-    """Has this trial report, with each result that names a commit of the run, a checkpoint that points to it.
+    """Have this trial report, with each result that names a commit of the run, a checkpoint that points to it.
 
     The results come from Ray Train's controller through Tune's session in this process.
     """
@@ -92,5 +94,5 @@ def report_commits_of(run: str) -> None:
 
 
 def _is_plain(name: str) -> bool:
-    """Returns whether this is one segment of a path: what lies in a bucket must lead to no other place."""
+    """Return whether this is a single path segment: a name from a bucket must not lead to another place."""
     return bool(name) and name not in (".", "..") and not set(name) & {"/", "\\", "?", "#", "%"}

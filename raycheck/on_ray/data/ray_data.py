@@ -1,9 +1,9 @@
-"""Gives out a rank's share of a dataset of Ray Data, and goes on after a restart with the rows that are left.
+"""Provides a rank's share of a Ray Data dataset, and resumes after a restart with the remaining rows.
 
-Which rank gets which row, and when, is decided by Ray Data as it goes, and differs from run to run. So the position is
-not a number: it is the set of rows that were consumed in this epoch, by the ids in a column of theirs. Each rank saves
-its own. A restore puts them together, and the rest of the epoch is a split of the dataset without these rows, for
-however many ranks there are now.
+Ray Data decides at run time which rank gets which row, and when, and this differs from run to run. So the position is
+not a number: it is the set of rows that were consumed in this epoch, by the ids in one of their columns. Each rank
+saves its own set. A restore merges them, and the rest of the epoch is a split of the dataset without these rows, for
+the current number of ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,37 +19,39 @@ from raycheck.on_ray.data.row_set import Ids, RowSet, ids_of
 
 
 class RayData(SampleStream):
-    """Stands in the place of `ray.train.get_dataset_shard`, and keeps the position in the Checkpointer's state.
+    """Use this in place of `ray.train.get_dataset_shard`, and put it into the Checkpointer's state to keep the
+    position.
 
-    An epoch that was cut off goes on with the rows that no rank has consumed, at any world size: each row comes once
-    per epoch. Which rank gets a row, and in which order, is up to Ray Data, as always; a repeated run is not alike bit
-    for bit.
+    An interrupted epoch resumes with the rows that no rank has consumed, at any world size: each row occurs once per
+    epoch. As always, Ray Data decides which rank gets a row, and in which order; a repeated run is not bit-identical.
 
-    name: of the dataset, as the trainer was given it. id: a column of whole numbers of at least 0 that tells each row
-    from all others and is the same each time the dataset is read; it must be in every batch.
+    name: the dataset's name in the trainer. id: a column of whole numbers of at least 0 that is unique for each row and
+    the same each time the dataset is read; it must be in every batch.
 
-    After a restart in the middle of an epoch, Ray Data reads that epoch's rows once more and drops those that were
-    consumed, before they come to a rank. A split gives all ranks equally many rows: up to world size - 1 rows of an
-    epoch are left out, as without raycheck. The state takes one bit per row, or 8 bytes where ids lie far apart.
+    After a restart in the middle of an epoch, Ray Data reads that epoch's rows again, and drops consumed rows before
+    they reach a rank. A split gives all ranks the same number of rows: up to world size - 1 rows of an epoch are
+    left out, as without raycheck. The state takes one bit per row, or 8 bytes if ids are far apart.
 
-    Every rank makes one, as it would call get_dataset_shard. Raises ConfigError outside of Ray Train, and for a dataset
+    Every rank creates one, as it would call get_dataset_shard. Raises ConfigError outside Ray Train, and for a dataset
     that is not split among the ranks.
     """
 
     merges_ranks = True
 
-    def __init__(self, name: str = "train", *, id: str) -> None:  # noqa: A002  the word for it
+    def __init__(self, name: str = "train", *, id: str) -> None:  # noqa: A002  the usual word
         if not in_ray_train():
             raise ConfigError("RayData: only Ray Train's workers have a dataset that is split; call it in train_fn")
         self._name = name
         self._id = id
         self._rank, self._world_size = rank_and_world_size()
         self._shard = shard_of(name)
-        self._rest: Any = None  # the share of the epoch that a restore has found cut off
+        self._rest: Any = None  # the share of the interrupted epoch after a restore
         self._epoch = 0
         self._epoch_step = 0
-        self._rows = RowSet()  # of this epoch, consumed by this rank, and on rank 0 also before the restore
-        self._samples = 0  # consumed by all ranks when this rank's count began
+        self._rows = (
+            RowSet()
+        )  # rows of this epoch that this rank consumed; on rank 0 also those from before the restore
+        self._samples = 0  # consumed by all ranks when this rank's count started
         self._own_samples = 0
         self._delivered: list[Ids] = []
         self._turn = 0
@@ -61,12 +63,14 @@ class RayData(SampleStream):
 
     @property
     def epoch_step(self) -> int:
-        """Returns the number of steps of this epoch."""
+        """Return the number of steps in this epoch."""
         return self._epoch_step
 
     @property
     def samples(self) -> int:
-        """Returns the number of rows consumed over all epochs, taking what this rank has consumed for each rank's."""
+        """Return the number of rows consumed over all epochs, assuming that all ranks have consumed as many as this
+        one.
+        """
         return self._samples + self._own_samples * self._world_size
 
     @property
@@ -74,22 +78,22 @@ class RayData(SampleStream):
         return self._epoch_step > 0
 
     def iter_batches(self, **options: Any) -> Iterator[Any]:
-        """Yields this rank's batches of the rest of the epoch, as Ray Data's DataIterator.iter_batches does.
+        """Yield this rank's batches of the rest of the epoch, as Ray Data's DataIterator.iter_batches does.
 
-        options: Ray's own (batch_size, prefetch_batches, local_shuffle_buffer_size, ...). All ranks call it alike.
-        Raises ConfigError for a batch without the column of ids, and when the epoch was begun and not ended: leave the
-        loop early only to end_epoch().
+        options: Ray's own (batch_size, prefetch_batches, local_shuffle_buffer_size, ...). All ranks call it with the
+        same options. Raises ConfigError for a batch without the id column, and if the epoch was started and not ended:
+        after leaving the loop early, call end_epoch().
         """
         return self._batches(lambda shard: shard.iter_batches(**options))
 
     def iter_torch_batches(self, **options: Any) -> Iterator[Any]:
-        """Yields batches of tensors, as Ray Data's DataIterator.iter_torch_batches does. See `iter_batches`."""
+        """Yield batches of tensors, as Ray Data's DataIterator.iter_torch_batches does. See `iter_batches`."""
         return self._batches(lambda shard: shard.iter_torch_batches(**options))
 
     def _batches(self, iterate: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
         if self._is_begun:
             raise ConfigError(
-                f"RayData({self._name!r}): epoch {self._epoch} was begun before; call end_epoch() after each epoch"
+                f"RayData({self._name!r}): epoch {self._epoch} was already started; call end_epoch() after each epoch"
             )
         self._is_begun = True
         shard = self._share()
@@ -100,11 +104,12 @@ class RayData(SampleStream):
             yield batch
             if turn != self._turn:
                 raise ConfigError(
-                    f"RayData({self._name!r}): this iterator was begun before a restore or an end_epoch(); iterate anew"
+                    f"RayData({self._name!r}): this iterator was started before a restore or an end_epoch(); start "
+                    "a new one"
                 )
 
     def _share(self) -> Any:
-        """Returns what this rank iterates for the rest of the epoch. It is a barrier after a restore in mid-epoch."""
+        """Return what this rank iterates for the rest of the epoch. After a restore in mid-epoch this is a barrier."""
         rest, self._rest = self._rest, None
         if rest is None:
             return self._shard
@@ -124,11 +129,13 @@ class RayData(SampleStream):
             ids = ids_of(batch[self._id])
         except (KeyError, TypeError, IndexError, ValueError) as error:
             raise ConfigError(
-                f"RayData({self._name!r}, id={self._id!r}): a batch has no such column. Give the rows one, and let a "
-                "collate_fn keep it under this name"
+                f"RayData({self._name!r}, id={self._id!r}): a batch has no such column. Add it to the rows, and "
+                "have any collate_fn keep it under this name"
             ) from error
         if ids is None:
-            raise ConfigError(f"RayData({self._name!r}, id={self._id!r}): give a column of whole numbers of at least 0")
+            raise ConfigError(
+                f"RayData({self._name!r}, id={self._id!r}): the column must contain whole numbers of at least 0"
+            )
         return ids
 
     def end_step(self) -> None:
@@ -156,7 +163,7 @@ class RayData(SampleStream):
         self._is_begun = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's share of the position."""
+        """Return this rank's share of the position."""
         return {
             "dataset": self._name,
             "id": self._id,
@@ -167,11 +174,11 @@ class RayData(SampleStream):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the position of a run of one rank."""
+        """Move to the position of a run of one rank."""
         self.load_rank_states([state])
 
     def check_rank_states(self, states: list[dict[str, Any]]) -> None:
-        """Raises StateMismatchError when the saved position is one in another dataset; changes nothing."""
+        """Raise StateMismatchError if the saved position is one in another dataset. Change nothing."""
         first = states[0]
         if {(state["epoch"], state["epoch_step"]) for state in states} != {(first["epoch"], first["epoch_step"])}:
             raise StateMismatchError("the ranks' positions are of different epochs or steps")
@@ -180,7 +187,7 @@ class RayData(SampleStream):
                 raise StateMismatchError(f"{name}: saved {first[name]!r}, here {here!r}")
 
     def load_rank_states(self, states: list[dict[str, Any]]) -> None:
-        """Go to a saved position. states: what each rank that saved had consumed."""
+        """Move to a saved position. states: what each rank that saved had consumed."""
         self.check_rank_states(states)
         self._epoch, self._epoch_step = int(states[0]["epoch"]), int(states[0]["epoch_step"])
         whole = RowSet.union(RowSet.of_state(state["rows"]) for state in states)
@@ -191,9 +198,9 @@ class RayData(SampleStream):
 
 
 def _dropping(column: str, consumed: Any) -> Callable[[Any], Any]:
-    """Returns what takes the rows that were consumed out of a block, in a task of Ray Data's.
+    """Return a function that removes consumed rows from a block, in a Ray Data task.
 
-    column: that of the ids. consumed: refers to a list with the set of them.
+    column: the id column. consumed: a reference to a list that contains the set of consumed ids.
     """
 
     def keep(table: Any) -> Any:

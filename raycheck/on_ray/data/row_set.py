@@ -1,10 +1,10 @@
-"""Keeps which rows of a dataset were consumed, by their ids.
+"""Records which rows of a dataset were consumed, by their ids.
 
-Ids that lie close together take one bit each, between the lowest and the highest; any others take 8 bytes each. Adding
-a batch costs in proportion to the batch, so that a step does not pay for the epoch so far.
+Ids that are close together take one bit each, between the lowest and the highest; all others take 8 bytes each. The
+cost of adding a batch is proportional to the batch, so a step does not pay for the epoch so far.
 """
 
-# ruff: noqa: SLF001  a set takes over another one's memory
+# ruff: noqa: SLF001  a set takes over the memory of another
 
 from collections.abc import Iterable, Iterator
 from typing import Any, Self, cast
@@ -18,28 +18,28 @@ Ids = np.ndarray[Any, np.dtype[np.uint64]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 SPARSE_FROM_BYTES = 1 << 16
-"""Up to this size a map of bits is kept whatever the ids are."""
+"""Up to this size a bitmap is used whatever the ids are."""
 CHUNK_BYTES = 1 << 20
 END = 1 << 64
-"""The first number that is no id. A map of bits never reaches beyond it."""
+"""The first number that is not a valid id. A bitmap never extends beyond it."""
 
 
 class RowSet:
-    """Holds a set of whole numbers from 0 to 2**64 - 1: as a map of bits, or as numbers in the order of their coming.
+    """A set of whole numbers from 0 to 2**64 - 1: as a bitmap, or as numbers in the order of arrival.
 
-    The memory that `state_dict` hands out stays in the same place until it has to grow, and then doubles: a save plans
-    its objects anew only then.
+    The memory that `state_dict` returns stays in the same place until it has to grow, and then doubles: only then does
+    a save plan its objects again.
     """
 
     def __init__(self) -> None:
         self._first = 0  # the id of the lowest bit, a multiple of 8
         self._bits = np.zeros(64, np.uint8)
-        self._ids: Ids | None = None  # instead of the bits, when these would take more memory
+        self._ids: Ids | None = None  # instead of the bits, if these would take more memory
         self._count = 0
         self._order: Ids | None = None  # the numbers in ascending order, for look-ups
 
     def __len__(self) -> int:
-        """Returns how many ids were added."""
+        """Return how many ids were added."""
         return self._count
 
     def add(self, ids: Ids) -> None:
@@ -59,7 +59,7 @@ class RowSet:
         self._count += ids.size
 
     def contains(self, ids: Ids) -> Mask:
-        """Returns for each id whether it is in the set."""
+        """Return for each id whether it is in the set."""
         if self._ids is None:
             inside = (ids >= np.uint64(self._first)) & (ids - np.uint64(self._first) < np.uint64(self._bits.size * 8))
             place = np.where(inside, ids - np.uint64(self._first), np.uint64(0)).astype(np.int64)
@@ -71,13 +71,15 @@ class RowSet:
         return cast("Mask", nearest == ids)
 
     def sorted_for_look_ups(self) -> Self:
-        """Sort numbers now, and not in each process that the set is sent to. Returns the set."""
+        """Sort the numbers now, instead of in each process that the set is sent to. Return the set."""
         if self._ids is not None and self._order is None:
             self._order = np.sort(self._ids[: self._count])
         return self
 
     def repeated(self, ids: Ids) -> int | None:
-        """Returns an id that comes twice among these, or that is in the set as far as that costs no sorting."""
+        """Return a duplicate id if one can be found cheaply: one that occurs twice among these, or is already in the
+        set.
+        """
         order = np.sort(ids)
         again = order[1:][order[1:] == order[:-1]]
         if not again.size and self._ids is None:
@@ -85,7 +87,7 @@ class RowSet:
         return int(again[0]) if again.size else None
 
     def parts(self) -> Iterator[Ids]:
-        """Yields all ids, in arrays of a bounded size."""
+        """Yield all ids, in arrays of a bounded size."""
         if self._ids is not None:
             for at in range(0, self._count, CHUNK_BYTES):
                 yield self._ids[at : min(at + CHUNK_BYTES, self._count)]
@@ -96,22 +98,22 @@ class RowSet:
 
     @classmethod
     def union(cls, sets: Iterable[Self]) -> Self:
-        """Returns a set of all ids in these sets, no two of which share one."""
+        """Return a set of all ids in these sets, no two of which share one."""
         whole = cls()
         for one in sets:
             whole._take(one)
         return whole
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the set as a tensor and three numbers. The tensor is the set's own memory."""
+        """Return the set as a tensor and three numbers. The tensor is the set's own memory."""
         data = self._bits if self._ids is None else self._ids.view(np.uint8)
         return {"first": self._first, "count": self._count, "bits": self._ids is None, "data": torch.from_numpy(data)}
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> Self:
-        """Returns a set from what `state_dict` gave. Raises CorruptError when its parts do not fit together.
+        """Return a set from what `state_dict` returned. Raises CorruptError if its parts do not fit together.
 
-        A map of bits that reaches beyond the last id is cut there: older versions wrote such maps.
+        A bitmap that extends beyond the last id is cut there: older versions wrote such bitmaps.
         """
         found, data = cls(), state["data"].detach().cpu().contiguous().numpy()
         first, count = int(state["first"]), int(state["count"])
@@ -125,11 +127,11 @@ class RowSet:
             is_whole = data.size % 8 == 0 and 0 < count <= data.size // 8
             found._ids = data.copy().view(np.uint64) if is_whole else None
         if not is_whole:
-            raise CorruptError(f"the consumed rows are said to be {count}, and their ids are not that many")
+            raise CorruptError(f"the state counts {count} consumed rows, but does not have that many ids")
         return found
 
     def _take(self, other: "RowSet") -> None:
-        """Add the ids of another set, as bits where both have them as bits."""
+        """Add the ids of another set, as bits if both store them as bits."""
         low, high = other._first, other._first + other._bits.size * 8 - 1
         are_bits = self._ids is None and other._ids is None and other._count
         if are_bits and self._make_room(low, high, self._count + other._count):
@@ -141,7 +143,9 @@ class RowSet:
             self.add(part)
 
     def _make_room(self, low: int, high: int, count: int) -> bool:
-        """Let the bits reach from `low` to `high`. Returns False when they would take too much memory for `count`."""
+        """Extend the bits to the range from `low` to `high`. Return False if they would take too much memory for
+        `count`.
+        """
         if not self._count:
             self._first = min(low // 8 * 8, END - self._bits.size * 8)
         first, end = self._first, self._first + self._bits.size * 8
@@ -166,7 +170,7 @@ class RowSet:
         self._first, self._bits = 0, np.zeros(64, np.uint8)
 
     def _grow(self, coming: Ids) -> None:
-        """Make room for more numbers, or change to bits if these take less memory by now."""
+        """Make room for more numbers, or switch to bits if these take less memory by now."""
         assert self._ids is not None, "bits grow by _make_room"
         numbers = self._ids[: self._count]
         low, high = min(int(numbers.min()), int(coming.min())), max(int(numbers.max()), int(coming.max()))
@@ -180,7 +184,7 @@ class RowSet:
 
 
 def ids_of(column: Any) -> Ids | None:
-    """Returns a batch's column of ids; None when it holds anything else than whole numbers of at least 0.
+    """Return a batch's id column; None if it contains anything but whole numbers of at least 0.
 
     column: a tensor, an array, or a column of pandas or pyarrow.
     """

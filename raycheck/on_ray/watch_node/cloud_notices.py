@@ -1,8 +1,8 @@
-"""Reads the preemption notices of each cloud, from its documentation; nothing here was tried on a real cloud.
+"""Reads the preemption notices of each cloud, following its documentation; nothing here was tested on a real cloud.
 
 A source returns the notices that are pending now, and repeats them at every request. watch.py decides which are new and
-what follows. Every method raises ConnectionError when the service does not answer, or answers other than documented; it
-may be called again.
+how to act on them. Every method raises ConnectionError if the service does not answer, or its answer is not as
+documented; it may be called again.
 """
 
 import json
@@ -23,9 +23,9 @@ DETECT_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notice:
-    """Describes a pending notice. Two notices of equal kind and message are one.
+    """A pending notice. Two notices of equal kind and message are the same.
 
-    deadline: unix seconds at which the machine may be gone; None when the cloud does not tell.
+    deadline: unix seconds at which the machine may be gone; None if the cloud does not say.
     """
 
     cloud: str
@@ -35,19 +35,19 @@ class Notice:
 
 
 class NoticeSource(Protocol):
-    """Asks one cloud's metadata service."""
+    """A client of one cloud's metadata service."""
 
     endpoint: str
 
     def detect(self) -> bool:
-        """Ask the endpoint, for a second at most. Returns whether this cloud's service answers there."""
+        """Ask the endpoint, for a second at most. Return whether this cloud's service answers there."""
 
     def notices(self, now: float) -> tuple[Notice, ...]:
-        """Ask for the pending notices. now: unix seconds, for clouds that tell only how much time is left."""
+        """Ask for the pending notices. now: unix seconds, for clouds that report only how much time is left."""
 
 
 class Ec2:
-    """Asks Amazon EC2, by IMDSv2. A rebalance recommendation is a notice without a deadline.
+    """The client for Amazon EC2, with IMDSv2. A rebalance recommendation is a notice without a deadline.
 
     https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
     https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/rebalance-recommendations.html
@@ -55,7 +55,7 @@ class Ec2:
     """
 
     TOKEN_TTL_S = 21600
-    """The longest lifetime of a token that the service grants, in seconds."""
+    """The longest token lifetime that the service grants, in seconds."""
 
     def __init__(self, endpoint: str = ENDPOINT, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.endpoint = checked(endpoint)
@@ -70,12 +70,12 @@ class Ec2:
         del now
         answer = self._get("spot/instance-action")
         if answer is not None:
-            return (_read(answer, _interruption),)  # ask no further: an error there must not hide this
+            return (_read(answer, _interruption),)  # no further request: an error in it must not hide this
         answer = self._get("events/recommendations/rebalance")
         return () if answer is None else (_read(answer, _recommendation),)
 
     def _get(self, path: str) -> MetadataResponse | None:
-        """Returns the answer for an item, or None when EC2 does not have it, which means that nothing is pending."""
+        """Return the answer for an item, or None if EC2 does not have it, which means that nothing is pending."""
         url = f"{self.endpoint}/latest/meta-data/{path}"
         if self._clock() >= self._renew_at:
             self._new_token()
@@ -103,11 +103,11 @@ class Ec2:
 
 
 class Gce:
-    """Asks Google Compute Engine. `preempted` turns TRUE at most 30 s before the end.
+    """The client for Google Compute Engine. `preempted` turns TRUE at most 30 s before the end.
 
-    With --preemption-notice-duration=120s it does so 120 s before, but the service does not say which: 30 s are
-    assumed. A VM with GPUs is told of host maintenance an hour ahead. A VM that will be migrated lives on and has no
-    notice.
+    With --preemption-notice-duration=120s it does so 120 s before, but the service does not report which: 30 s are
+    assumed. A VM with GPUs gets notice of host maintenance an hour ahead. A VM that will be migrated keeps running and
+    gets no notice.
 
     https://cloud.google.com/compute/docs/instances/create-use-spot
     https://cloud.google.com/compute/docs/gpus/gpu-host-maintenance
@@ -143,10 +143,10 @@ class Gce:
 
 
 class Azure:
-    """Asks Azure's Scheduled Events for those that name this VM and end it. A Freeze does not end it.
+    """The client for Azure's Scheduled Events. It reports those that name this VM and end it. A Freeze does not end it.
 
-    An event that has begun has no time any more. The first request of a VM may take two minutes, since it turns the
-    service on.
+    An event that has started no longer has a time. The first request of a VM may take two minutes, since it turns on
+    the service.
 
     https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
     https://learn.microsoft.com/azure/virtual-machines/instance-metadata-service
@@ -181,7 +181,7 @@ class Azure:
         return found
 
     def _own_name(self, *, timeout_s: float = TIMEOUT_S) -> str:
-        """Ask for the name by which events mean this VM; an event is also sent to the other VMs of its group."""
+        """Ask for the name of this VM in events; an event is also sent to the other VMs of its group."""
         if not self._name:
             answer = self._get("instance/compute/name?api-version=2021-02-01&format=text", timeout_s=timeout_s)
             if not answer.text or not answer.text.isprintable():
@@ -197,11 +197,11 @@ class Azure:
 
 
 CLOUDS: dict[str, Callable[[str], NoticeSource]] = {"gce": Gce, "azure": Azure, "aws": Ec2}
-"""Sources by cloud, the most surely detected first: Google's answers carry a header, EC2's only a token."""
+"""Sources by cloud, the most reliably detected first: Google's answers carry a header, EC2's only a token."""
 
 
 def source_of(cloud: str | None, endpoint: str = ENDPOINT) -> NoticeSource:
-    """Returns the source of the named cloud, or of the cloud whose service answers.
+    """Return the source of the named cloud, or of the cloud whose service answers.
 
     Raises ConfigError when none does.
     """
@@ -235,7 +235,7 @@ def _recommendation(found: dict[str, str]) -> Notice:
 
 
 def _read(answer: MetadataResponse, read: Callable[[Any], T]) -> T:
-    """Parse an answer as JSON by `read`. Raises ConnectionError for one that is not as documented."""
+    """Parse an answer as JSON with `read`. Raises ConnectionError for an answer that is not as documented."""
     try:
         return read(json.loads(answer.text))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -243,5 +243,5 @@ def _read(answer: MetadataResponse, read: Callable[[Any], T]) -> T:
 
 
 def _unix(at: datetime) -> float:
-    """Returns unix seconds. A time without a zone is in UTC, as the clouds document it."""
+    """Return unix seconds. A time without a zone is in UTC, as the clouds document it."""
     return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()

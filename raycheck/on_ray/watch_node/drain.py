@@ -1,6 +1,6 @@
-"""Finds this machine's node in Ray and drains it. Every unstable name of Ray's core is here; written for Ray 2.60.
+"""Finds this machine's node in Ray and drains it. All unstable names of Ray's core are here; written for Ray 2.60.
 
-Each call is a process of its own, killed after ATTEMPT_S. A client of Ray's GCS can block for 40 s in its constructor,
+Each call is a separate process, killed after ATTEMPT_S. A client of Ray's GCS can block for 40 s in its constructor,
 where no signal arrives, and ends its process when the GCS is unreachable for a minute. The watch itself never loads
 Ray.
 """
@@ -22,7 +22,7 @@ from raycheck.errors import ConfigError
 
 logger = getLogger("raycheck")
 ATTEMPT_S = 30.0
-"""The limit for one call. Most of the time goes into loading Ray: 0.7 s, and up to 15 s on an overloaded machine."""
+"""The limit for one call. Loading Ray takes most of the time: 0.7 s, and up to 15 s on an overloaded machine."""
 CONNECT_S = 3.0
 CALL_S = 8.0
 PAUSE_S = 5.0
@@ -30,7 +30,7 @@ PAUSE_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayNode:
-    """Identifies a node of Ray. address: of the cluster's GCS, as host:port."""
+    """The identity of a Ray node. address: of the cluster's GCS, as host:port."""
 
     node_id: str
     address: str
@@ -46,7 +46,7 @@ def wait_for_node(
 ) -> RayNode:
     """Call find_node until it finds the node.
 
-    Raises ConfigError after timeout_s, or at once when waiting cannot help.
+    Raises ConfigError after timeout_s, or immediately if waiting cannot help.
     """
     end = clock() + timeout_s
     said = ""
@@ -65,9 +65,9 @@ def wait_for_node(
 def find_node(address: str | None, node_id: str | None) -> RayNode:
     """Find this machine's live node.
 
-    address: host:port of the GCS; None: RAY_ADDRESS, else the Ray that runs here. node_id: Ray's hex id; None: find it.
-    Raises ConnectionError when the node is not there, perhaps not yet. Raises ConfigError when several nodes of this
-    machine match.
+    address: host:port of the GCS. If None, use RAY_ADDRESS, otherwise the Ray that runs here. node_id: Ray's hex id;
+    None: find it. Raises ConnectionError if the node is not there, perhaps not yet. Raises ConfigError if several nodes
+    of this machine match.
     """
     return _in_child({"address": address, "node_id": node_id})
 
@@ -75,7 +75,7 @@ def find_node(address: str | None, node_id: str | None) -> RayNode:
 def drain_node(address: str | None, node_id: str | None, *, deadline: float, reason: str) -> RayNode:
     """Have Ray drain this machine's node, which is looked up again since Ray may have been restarted.
 
-    deadline: unix seconds. Raises ConnectionError or ConfigError when the node was not drained.
+    deadline: unix seconds. Raises ConnectionError or ConfigError if the node was not drained.
     """
     return _in_child({"address": address, "node_id": node_id, "drain": (round(deadline * 1000), reason)})
 
@@ -83,17 +83,19 @@ def drain_node(address: str | None, node_id: str | None, *, deadline: float, rea
 def choose(alive: Mapping[str, str], *, wanted: str | None, local: Iterable[str], own_ip: str, address: str) -> str:
     """Choose the node of this machine.
 
-    alive: IP by id of the live nodes. wanted: the id that the user gave. local: ids found among the processes of this
+    alive: the IP of each live node, by id. wanted: the id that the user gave. local: ids found in the processes of this
     machine. Raises as find_node does.
     """
     if wanted is not None:
         if wanted not in alive:
             raise ConnectionError(f"--node-id {wanted} is not one of the {len(alive)} live nodes of Ray at {address}")
         return wanted
-    # A container beside Ray's does not see Ray's processes, but shares its address.
+    # A container next to Ray's does not see Ray's processes, but shares its address.
     found = sorted(alive.keys() & set(local)) or sorted(name for name, ip in alive.items() if ip == own_ip)
     if len(found) > 1:
-        raise ConfigError(f"{len(found)} nodes of Ray at {address} run here; give --node-id: {', '.join(found)}")
+        raise ConfigError(
+            f"{len(found)} nodes of Ray at {address} run here; set --node-id to one of: {', '.join(found)}"
+        )
     if not found:
         raise ConnectionError(f"Ray at {address} has no live node on this machine ({own_ip})")
     return found[0]
@@ -123,7 +125,10 @@ def _in_child(request: Mapping[str, Any]) -> RayNode:
 
 
 def _call_ray(address: str | None, node_id: str | None, drain: tuple[int, str] | None = None) -> RayNode:
-    """Find the node, in the child process. drain: drain it too, with this deadline in unix milliseconds and reason."""
+    """Find the node, in the child process.
+
+    drain: drain it too, with this deadline in unix milliseconds and this reason.
+    """
     services = import_module("ray._private.services")
     gcs = _reachable(services, address)
     try:
@@ -134,7 +139,7 @@ def _call_ray(address: str | None, node_id: str | None, drain: tuple[int, str] |
         own = {"local": services.find_node_ids(), "own_ip": services.get_node_ip_address(gcs)}
         node = RayNode(node_id=choose(alive, wanted=node_id, address=gcs, **own), address=gcs)
         if drain is not None:
-            # A node cannot reject a drain for this reason. Ray also "accepts" the drain of an id that it does not know.
+            # A node cannot reject a drain for this reason. Ray also "accepts" the drain of an unknown id.
             reasons = import_module("ray.core.generated.autoscaler_pb2").DrainNodeReason
             reason = reasons.Value("DRAIN_NODE_REASON_PREEMPTION")
             is_accepted, why_not = client.drain_node(node.node_id, reason, drain[1], drain[0], timeout=CALL_S)
@@ -146,7 +151,7 @@ def _call_ray(address: str | None, node_id: str | None, drain: tuple[int, str] |
 
 
 def _reachable(services: Any, address: str | None) -> str:
-    """Returns host:port of the GCS, after a connection to it: at a closed port Ray's own client would try for 40 s."""
+    """Return host:port of the GCS, after connecting to it: with a closed port Ray's own client would retry for 40 s."""
     given = address or os.environ.get("RAY_ADDRESS") or "of the Ray that runs here"
     try:
         gcs = str(services.canonicalize_bootstrap_address_or_die(address))

@@ -1,7 +1,7 @@
-"""Sends one request to a cloud's metadata service: plain HTTP to a link-local address, by the standard library alone.
+"""Sends one request to a cloud's metadata service: plain HTTP to a link-local address, with only the standard library.
 
-It never goes through a proxy, which the clouds forbid, and follows no redirect: a service that redirects is not a
-cloud's. An answer of any status is an answer; only the connection can fail.
+It never uses a proxy, which the clouds forbid, and follows no redirect: a service that redirects is not a cloud's. An
+answer with any status is an answer; only the connection can fail.
 """
 
 from collections.abc import Mapping
@@ -25,9 +25,9 @@ _opener.add_handler(HTTPHandler())
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetadataResponse:
-    """Holds an answer of the service.
+    """An answer of the service.
 
-    flavor: the header Metadata-Flavor, which only Google's server sends; else empty.
+    flavor: the header Metadata-Flavor, which only Google's server sends; otherwise empty.
     """
 
     url: str
@@ -36,12 +36,12 @@ class MetadataResponse:
     flavor: str
 
     def unexpected(self, hint: str = "") -> ConnectionError:
-        """Returns the error to raise for an answer that is not as documented."""
+        """Return the error to raise for an answer that is not as documented."""
         return ConnectionError(f"{self.url}: HTTP {self.status}, {self.text[:200]!r}, is not as documented{hint}")
 
 
 def checked(endpoint: str) -> str:
-    """Returns the endpoint without a slash at its end. Raises ConfigError when it is no http:// URL."""
+    """Return the endpoint without a trailing slash. Raises ConfigError if it is not an http:// URL."""
     if not endpoint.startswith("http://"):
         raise ConfigError(f"--endpoint {endpoint}: metadata services speak plain HTTP; give http://host[:port]")
     return endpoint.rstrip("/")
@@ -50,7 +50,7 @@ def checked(endpoint: str) -> str:
 def ask(url: str, headers: Mapping[str, str], *, method: str = "GET", timeout_s: float = TIMEOUT_S) -> MetadataResponse:
     """Send a request and return the answer.
 
-    Raises ConnectionError when nobody answers in time, or not in HTTP; the call may succeed later.
+    Raises ConnectionError if nothing answers in time, or not in HTTP; the call may succeed later.
     """
     try:
         with _opener.open(Request(url, headers=dict(headers), method=method), timeout=timeout_s) as got:  # noqa: S310

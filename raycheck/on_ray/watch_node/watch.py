@@ -1,7 +1,7 @@
-"""Asks for preemption notices in a loop, and has Ray drain this node once for each, until the machine is gone.
+"""Polls for preemption notices, and has Ray drain this node once for each, until the machine is gone.
 
-The loop survives a metadata service or a Ray that does not answer: this is logged once when it begins and once when it
-is over. A drain that fails is tried again in every round until the notice's deadline.
+The loop survives a metadata service or a Ray that does not answer: this is logged once when it starts and once when it
+ends. A failed drain is retried in every iteration until the notice's deadline.
 """
 
 import signal
@@ -20,9 +20,9 @@ INTERVAL_S = 1.0
 """Seconds between two requests, for all clouds. A notice may leave 30 s (Google, Azure), Azure advises one request per
 second and allows five, and a request goes no further than this machine's host."""
 FALLBACK_S = 120.0
-"""The time until a deadline that the cloud does not tell. Ray Train assumes it too when a drain has no deadline."""
+"""The assumed time until a deadline that the cloud does not report. Ray Train assumes the same for a drain."""
 SLACK_S = 1.0
-"""Deadlines that differ by no more than this are one."""
+"""Deadlines that differ by no more than this count as equal."""
 
 Drain = Callable[[float, str], None]
 """Drains this node, given the deadline in unix seconds and the reason. Raises RaycheckError or ConnectionError when
@@ -38,7 +38,7 @@ def watch(
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> NoReturn:
-    """Ask every interval_s, and drain when a notice is due. It ends only by SystemExit: see end_on_sigterm.
+    """Ask every interval_s, and drain when a notice is due. It ends only with SystemExit: see end_on_sigterm.
 
     rebalance_deadline_s: also drain at a rebalance recommendation, with a deadline this far ahead. None: only log it.
     """
@@ -48,7 +48,7 @@ def watch(
             state.look()
             sleep(interval_s)
     except SystemExit:
-        if state.is_source_up:  # a cloud may give notice with the very shutdown that ends this process
+        if state.is_source_up:  # a cloud may give notice in the same shutdown that ends this process
             state.look()
         raise
 
@@ -59,7 +59,7 @@ def end_on_sigterm() -> None:
 
 
 class NodeWatch:
-    """Knows which notices are pending and which deadline Ray was told, and acts on what is new."""
+    """The pending notices and the deadline that was given to Ray; it acts on what is new."""
 
     def __init__(
         self, source: NoticeSource, drain: Drain, *, rebalance_deadline_s: float | None, clock: Callable[[], float]
@@ -76,7 +76,7 @@ class NodeWatch:
     def look(self) -> None:
         """Ask the metadata service, and drain if a notice is due.
 
-        Raises nothing when the service or Ray does not answer.
+        Raises nothing if the service or Ray does not answer.
         """
         now = self._clock()
         try:
@@ -103,15 +103,15 @@ class NodeWatch:
                 what = f"deadline {_text(until)}" if until else "only logged; --rebalance-deadline S drains the node"
                 logger.warning("notice: %s (%s)", notice.message, what)
         if before and not found:
-            kept = "" if self._told is None else "; Ray cannot take a drain back: restart Ray on this node"
-            logger.warning("the notice is withdrawn%s", kept)
+            kept = "" if self._told is None else "; Ray cannot cancel a drain: restart Ray on this node"
+            logger.warning("the notice was withdrawn%s", kept)
             self._told = None
 
     def _deadline(self, notice: Notice, now: float, before: float | None) -> float | None:
-        """Returns the deadline of a notice; None: only log it.
+        """Return the deadline of a notice; None: only log it.
 
-        It is fixed when the notice is first seen, since some clouds tell only how much time is left; after that it can
-        only come nearer. before: the deadline so far.
+        It is fixed when the notice is first seen, since some clouds report only how much time is left; after that it
+        can only move closer. before: the deadline so far.
         """
         span = FALLBACK_S
         if notice.kind == REBALANCE:
@@ -123,7 +123,7 @@ class NodeWatch:
         return notice.deadline if before is None else min(before, notice.deadline)
 
     def _drain_if_due(self) -> None:
-        """Drain with the nearest deadline, unless Ray has it already. Each drain replaces the one before."""
+        """Drain with the nearest deadline, unless Ray has it already. Each drain replaces the previous one."""
         pending = {until: why for (_, why), until in self._pending.items() if until is not None}
         if not pending:
             return

@@ -10,23 +10,23 @@
 | random generator | random_generators.py | ObjectEntry around GeneratorState |
 | PerRank: each rank's own value | per_rank_entries.py | PerRankEntry |
 | data loader that reports its position | per_rank_entries.py | LoaderEntry |
-| RankZero: one object beside the ranks, such as an actor's state | per_rank_entries.py | RankZeroEntry |
+| RankZero: one object outside the ranks, such as an actor's state | per_rank_entries.py | RankZeroEntry |
 | torchmetrics' metrics | metric_entry.py | MetricsEntry |
 | tokenizer or processor | hf_assets.py | FilesEntry |
 
-state_entry.py has the contract, and saved_entry.py what a checkpoint holds of one entry. The other modules help several
-kinds: wrappers.py takes off Accelerate's and Ray's wrappers, fill_in_place.py puts values into live containers,
+state_entry.py defines the contract, and saved_entry.py describes one entry in a checkpoint. The other modules serve
+several kinds: wrappers.py removes Accelerate's and Ray's wrappers, fill_in_place.py puts values into live containers,
 value_classes.py decides which classes values may have, meta_tensors.py gives memory to tensors on the meta device,
 unsaved_tensors.py refuses objects whose tensors nothing would save, and engines.py refuses DeepSpeed's and Megatron's.
 
 To add a kind of object:
 
-1. Try the least first. An object with state_dict and load_state_dict already is an ObjectEntry. An adapter that gives
-   an object these two methods (GeneratorState is one) makes it one.
-2. Otherwise subclass the nearest entry in a module of its own. `tree` and `values` say what a save takes. `match`
-   returns the tensors to read into and records every difference in the SavedEntry; it changes nothing. `load` puts the
-   values back. State in the module's docstring what a restore with another number of ranks does.
-3. Recognise the object in `_make_entry` of make_entries.py, before the kinds that would also take it. Do not import its
-   library: look at attributes, or at the names of its module and class.
+1. Try the simplest way first. An object with state_dict and load_state_dict becomes an ObjectEntry without any work. An
+   adapter that gives an object these two methods (GeneratorState is one) is enough, too.
+2. Otherwise subclass the nearest entry in a new module. `tree` and `values` return what a save takes. `match` returns
+   the tensors to read into and records every difference in the SavedEntry; it changes nothing. `load` restores the
+   values. State in the module's docstring what a restore with another number of ranks does.
+3. Recognize the object in `_make_entry` of make_entries.py, before the kinds that would also accept it. Do not import
+   its library: look at attributes, or at the names of its module and class.
 4. Test it in tests/state/entries: saved and restored exactly, every difference named, nothing changed when refused.
 """

@@ -1,8 +1,8 @@
-"""Refuses what belongs to a training engine that keeps weights or optimizer state where raycheck does not look.
+"""Refuses objects of a training engine that keeps weights or optimizer state where raycheck does not look.
 
-A save of such a module would look whole. ZeRO-3's parameters have no elements. ZeRO-1's are copies that the next step
-overwrites from the engine's own fp32 weights. Megatron's are pieces without their place in the whole. Engines are
-recognized by their classes and by the attributes they set on parameters, without an import.
+A save of such a module would look complete. ZeRO-3's parameters have no elements. ZeRO-1's are copies that the next
+step overwrites from the engine's own fp32 weights. Megatron's are pieces that do not record their place in the whole.
+Engines are recognized by their classes and by the attributes they set on parameters, without importing them.
 """
 
 import sys
@@ -17,9 +17,9 @@ FSDP2 = "train with torch's fully_shard (FSDP2), which raycheck saves and reshar
 
 
 class TrainingEngine(NamedTuple):
-    """An engine, as it is recognized and named.
+    """An engine, and how it is recognized and named.
 
-    classes: beginnings of the full names of its classes. marks: attributes that it sets on parameters. why: what a save
+    classes: prefixes of the full names of its classes. marks: attributes that it sets on parameters. why: what a save
     would miss. cure: what works instead.
     """
 
@@ -43,7 +43,7 @@ DEEPSPEED = TrainingEngine(
         "accelerate.utils.deepspeed.",
     ),
     ("ds_id", "ds_tensor", "_hp_mapping"),
-    "the engine keeps the weights that it trains, and their optimizer state, in buffers of its own",
+    "the engine keeps the weights that it trains, and their optimizer state, in its own buffers",
     f"Save it with engine.save_checkpoint() and load it with engine.load_checkpoint(), or {FSDP2}",
 )
 MEGATRON = TrainingEngine(
@@ -56,7 +56,7 @@ MEGATRON = TrainingEngine(
 )
 OTHERS = tuple(
     TrainingEngine(
-        name, classes, (), "it keeps weights or optimizer state in a form of its own", f"{FSDP2[0].upper()}{FSDP2[1:]}"
+        name, classes, (), "it keeps weights or optimizer state in its own format", f"{FSDP2[0].upper()}{FSDP2[1:]}"
     )
     for name, classes in (
         ("FairScale", ("fairscale.nn.data_parallel.fully_sharded_data_parallel.", "fairscale.optim.oss.")),
@@ -70,15 +70,18 @@ _TENSOR_PARALLEL = "tensor_model_parallel"
 
 def refuse_engine(path: str, value: object) -> None:
     """Raise ConfigError for an engine, or for an optimizer of one. path: names the value."""
-    kind: Any = type(value)  # mypy takes no class for hashable
+    kind: Any = type(value)  # mypy does not accept a class as hashable
     engine = _engine_of(kind)
     if engine is not None:
         raise _refusal(f"{path} is a {_full_name(kind)}", engine)
 
 
 def refuse_parts_of_engines(name: str, module: torch.nn.Module) -> None:
-    """Raise ConfigError for a module that an engine has taken over, wherever in `module` it is, and for a parameter
-    that trains elsewhere. name: the entry's."""
+    """Raise ConfigError for a module that an engine controls, anywhere inside `module`, and for a parameter that is
+    trained elsewhere.
+
+    name: the entry's name.
+    """
     for path, child in module.named_modules():
         kind: Any = type(child)
         if _engine_of(kind) is not None:
@@ -93,17 +96,17 @@ def refuse_parts_of_engines(name: str, module: torch.nn.Module) -> None:
             raise _refusal(f"{where} is a part of a larger one", MEGATRON)
         if parameter.requires_grad and not is_lazy(parameter) and not parameter.numel():
             raise ConfigError(
-                f"{where} is to be trained and has no elements. If it is empty indeed, call requires_grad_(False) on "
+                f"{where} is to be trained and has no elements. If it really is empty, call requires_grad_(False) on "
                 "it. If a training engine keeps its elements elsewhere, a save would miss them: save with that engine"
             )
 
 
 def is_lazy(parameter: torch.Tensor) -> bool:
-    """Returns whether the parameter gets its shape at the first forward."""
+    """Return whether the parameter gets its shape at the first forward."""
     return isinstance(parameter, torch.nn.parameter.UninitializedParameter)
 
 
-@lru_cache(maxsize=4096)  # asked for every module at every save, while training waits
+@lru_cache(maxsize=4096)  # called for every module at every save, while training waits
 def _engine_of(kind: type) -> TrainingEngine | None:
     names = [_full_name(base) for base in kind.__mro__]
     return next(
@@ -122,7 +125,7 @@ def _is_model_of_megatron(kind: type) -> bool:
 
 
 def _megatron_size(kind: str) -> int | None:
-    """Returns how many ranks share the model in this way; None when Megatron's parallel state does not say."""
+    """Return how many ranks share the model in this way, or None if Megatron's parallel state does not report it."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return None

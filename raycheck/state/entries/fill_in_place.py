@@ -1,7 +1,7 @@
-"""Puts a saved value into a live one in place, so that references which the script has taken stay good.
+"""Restores a saved value into a live one in place, so that references which the script holds stay valid.
 
 A container is filled in place at every depth, and a tensor or array of the same form is written into. What cannot be
-changed in place (a number, a tuple) is replaced where it is held.
+changed in place (a number, a tuple) is replaced in its container.
 """
 
 import io
@@ -21,18 +21,23 @@ _DICTS = (dict, OrderedDict, Counter, defaultdict)
 
 
 def is_container(value: object) -> bool:
-    """Returns whether `value` can be filled in place, so that whoever holds it sees what is restored."""
+    """Return whether `value` can be filled in place, so that everyone who holds it sees what is restored."""
     return isinstance(value, torch.Tensor) or type(value) in (*_DICTS, list, deque, set, bytearray, io.BytesIO)
 
 
 def filled(live: object, saved: object) -> Any:
-    """Put the saved value into the live one. Returns `live` if it could be changed in place, else the saved value."""
+    """Restore the saved value into the live one. Return `live` if it could be changed in place, otherwise the saved
+    value.
+    """
     return _Filler().into(live, saved)
 
 
 class _Filler:
-    """Fills live objects, each once. An object that is held at two places takes the value of the first. If the second
-    place has another value, it gets an object of its own."""
+    """A filler of live objects that fills each object once.
+
+    An object that is held in two places takes the value of the first. If the second place has another value, it gets a
+    separate object.
+    """
 
     def __init__(self) -> None:
         self._taken: dict[int, tuple[object, object]] = {}
@@ -57,7 +62,7 @@ class _Filler:
             live.clear()
             if kind is defaultdict:
                 live.default_factory = saved.default_factory
-            for key, item in found.items():  # not by update(), which adds up the counts of a Counter
+            for key, item in found.items():  # not update(), which would add to the counts of a Counter
                 live[key] = item
             return live
         if kind is list or (kind is deque and live.maxlen == saved.maxlen):
@@ -87,7 +92,7 @@ class _Filler:
         return [self.into(held[i], item) if i < len(held) else item for i, item in enumerate(saved)]
 
     def _fill_instance(self, live: Any, saved: Any) -> Any:
-        """Fill a dataclass instance, unless it is frozen: then others may rely on what it holds."""
+        """Fill a dataclass instance, unless it is frozen: then others may rely on its contents."""
         if cast("Any", type(live)).__dataclass_params__.frozen:
             return saved
         before, after = attributes_of(live), attributes_of(saved)
@@ -98,13 +103,13 @@ class _Filler:
 
 
 def _try_copy(live: torch.Tensor, saved: torch.Tensor) -> bool:
-    """Copy a tensor over a live one of the same form. Returns False, and copies nothing, where that is not possible."""
+    """Copy a tensor over a live one of the same form. Return False without copying if that is not possible."""
     if (live.dtype, live.shape, live.layout) != (saved.dtype, saved.shape, saved.layout) or is_on_meta(live):
         return False
     try:
         with torch.no_grad():
             live.copy_(saved)
-    except RuntimeError:  # torch refuses for an expanded tensor and for an inference tensor
+    except RuntimeError:  # torch refuses expanded tensors and inference tensors
         return False
     return True
 
@@ -119,7 +124,7 @@ def _fill_array(live: Any, saved: Any) -> Any:
 def _fill_bytes_io(live: io.BytesIO, saved: io.BytesIO) -> io.BytesIO:
     try:
         live.truncate(0)
-    except BufferError:  # its memory is exported to somebody who reads it
+    except BufferError:  # its memory is exported to a reader
         return saved
     live.seek(0)
     live.write(saved.getvalue())
@@ -128,7 +133,7 @@ def _fill_bytes_io(live: io.BytesIO, saved: io.BytesIO) -> io.BytesIO:
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Returns whether two values are equal to the last bit. Containers of tensors count as different."""
+    """Return whether two values are equal bit by bit. Containers of tensors count as different."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return holds(one, other)
     try:

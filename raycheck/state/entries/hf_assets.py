@@ -1,8 +1,8 @@
-"""Collects what an export to a Hugging Face directory needs beside tensors: a model's configuration, and the files of
-a tokenizer or processor. A checkpoint that holds them can be exported by itself.
+"""Collects what an export to a Hugging Face directory needs besides tensors: a model's configuration, and the files of
+a tokenizer or processor. A checkpoint that contains them can be exported without the training script.
 
 Everything is duck-typed: neither transformers nor peft is imported. `module_assets` is called once, at construction. A
-model whose configuration it cannot read has no assets; that never stops a training.
+model whose configuration it cannot read has no assets; that never stops training.
 """
 
 import json
@@ -23,7 +23,7 @@ from raycheck.state.entries.state_entry import StateEntry
 
 CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG = "config.json", "generation_config.json", EXPORT_ENDS[1]
 FACTS = "raycheck.json"
-"""An asset of each entry that holds what the exporter must know about the entry. It is no file of the export."""
+"""The asset of each entry with what the exporter must know about the entry. It is not a file of the export."""
 
 MAX_FILES_BYTES = 256 * 1024 * 1024
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}")
@@ -32,7 +32,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", "
 
 
 def assets_of(state: Mapping[str, object]) -> dict[str, dict[str, str]]:
-    """Returns the assets by entry name, of those entries that have any."""
+    """Return the assets, by entry name, of the entries that have any."""
     found: dict[str, dict[str, str]] = {}
     for name, value in state.items():
         if isinstance(value, torch.nn.Module):
@@ -43,23 +43,23 @@ def assets_of(state: Mapping[str, object]) -> dict[str, dict[str, str]]:
 
 
 def module_assets(module: torch.nn.Module) -> dict[str, str]:
-    """Returns file names and texts for a model with a Hugging Face configuration; {} for any other module.
+    """Return file names and texts for a model with a Hugging Face configuration; {} for any other module.
 
     A PEFT model has the base model's configuration, the active adapter's, and the scaling of its LoRA layers.
     """
     try:
         return _assets(innermost(module))
-    except Exception:  # noqa: BLE001  configs are foreign code: an odd one must not stop the training
+    except Exception:  # noqa: BLE001  configs are foreign code: a faulty one must not stop training
         return {}
 
 
 def has_files(value: object) -> bool:
-    """Returns whether `value` is saved as the files it writes: a tokenizer or processor, which has no state_dict."""
+    """Return whether `value` is saved as the files it writes: a tokenizer or processor, which has no state_dict."""
     return callable(getattr(value, "save_pretrained", None)) and not callable(getattr(value, "state_dict", None))
 
 
 def is_safe_file_name(name: str) -> bool:
-    """Returns whether a file of this name may lie beside an exported model. A bucket may have made the name up.
+    """Return whether a file of this name may be written next to an exported model. The name comes from a bucket.
 
     It must be inside the folder, at most one level down, and neither weights nor one of the exporter's own files.
     """
@@ -73,7 +73,7 @@ def is_safe_file_name(name: str) -> bool:
 
 
 class FilesEntry(StateEntry):
-    """Saves the files of a tokenizer or processor, written once, as bytes. Restoring changes nothing live."""
+    """An entry for the files of a tokenizer or processor, saved once, as bytes. A restore changes nothing live."""
 
     def __init__(self, name: str, processor: Any) -> None:
         super().__init__(name)
@@ -86,8 +86,8 @@ class FilesEntry(StateEntry):
             size = sum(path.stat().st_size for path in paths)
             if size > MAX_FILES_BYTES:
                 raise ConfigError(
-                    f"state[{name!r}].save_pretrained wrote {size} bytes, more than {MAX_FILES_BYTES}: that is no "
-                    "tokenizer. Give its modules as entries of their own"
+                    f"state[{name!r}].save_pretrained wrote {size} bytes, more than {MAX_FILES_BYTES}: not a "
+                    "tokenizer. Make its modules separate entries"
                 )
             files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
         for file in files:
@@ -120,7 +120,7 @@ def _assets(module: torch.nn.Module) -> dict[str, str]:
     dtype = next((p.dtype for p in base.parameters() if p.is_floating_point()), None)
     if dtype is not None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    config["architectures"] = [type(base).__name__.removeprefix("FSDP")]  # fully_shard derives a class of its own
+    config["architectures"] = [type(base).__name__.removeprefix("FSDP")]  # fully_shard derives its own class
     facts: dict[str, Any] = {"kind": "model", "tied": _declared_ties(base)}
     assets = {CONFIG: _text(config)}
     generation = getattr(base, "generation_config", None)
@@ -130,7 +130,7 @@ def _assets(module: torch.nn.Module) -> dict[str, str]:
     if isinstance(adapters, Mapping) and adapters:
         facts["adapter"] = _adapter(module, base, adapters)
         adapter_config = adapters[facts["adapter"]["name"]].to_dict()
-        adapter_config["inference_mode"] = True  # as peft itself writes it
+        adapter_config["inference_mode"] = True  # as peft writes it
         assets[ADAPTER_CONFIG] = _text({key: _listed(value) for key, value in adapter_config.items()})
     return {**assets, FACTS: json.dumps(facts)}
 
@@ -141,7 +141,7 @@ def _base_model(module: Any) -> Any:
 
 
 def _declared_ties(base: Any) -> dict[str, str]:
-    """Returns the source of each alias, as the model and its configuration declare it: the loader ties these itself."""
+    """Return the source of each alias that the model and its configuration declare: the loader ties these itself."""
     plain = plain_names(base)
     expanded = getattr(base, "get_expanded_tied_weights_keys", None)
     if callable(expanded):  # transformers 5
@@ -187,8 +187,9 @@ def _adapter(module: Any, base: Any, adapters: Mapping[str, Any]) -> dict[str, A
 
 
 def _lora_layer(layer: Any, adapter: str, uses: Counter[int]) -> dict[str, Any]:
-    """Describes how the layer adds B @ A to its weight. `problem` says why it cannot be merged, if it does something
-    else."""
+    """Describe how the layer adds B @ A to its weight. If it does something else, `problem` is why it
+    cannot be merged.
+    """
     kinds = {kind.__name__ for kind in type(layer).__mro__ if kind.__module__ == "peft.tuners.lora.layer"}
     is_embedding = "Embedding" in kinds
     weight = layer.get_base_layer().weight

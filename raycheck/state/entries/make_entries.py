@@ -1,4 +1,4 @@
-"""Makes the entries of a state from what the user put into it.
+"""Creates the entries of a state from what the user put into it.
 
 `objects_by_name` flattens the user's dicts and lists into objects with dotted names. `make_entries` then picks the kind
 of entry for each object. Both raise ConfigError, naming the entry, before any step runs.
@@ -39,10 +39,10 @@ from raycheck.transfer.stage.stock_torch_names import StockNames
 
 
 def objects_by_name(state: Mapping[str, object]) -> dict[str, object]:
-    """Returns the user's objects by name.
+    """Return the user's objects by name.
 
     A dict or list of objects becomes objects with dotted names ("optimizer.0"). A dict of plain values is one object.
-    Any other plain value is held by reference to the dict or list that contains it. Known wrappers are taken off.
+    Any other plain value is a reference to the dict or list that contains it. Known wrappers are removed.
     """
     objects: dict[str, object] = {}
     for name, value in _top_level(state):
@@ -53,13 +53,13 @@ def objects_by_name(state: Mapping[str, object]) -> dict[str, object]:
 
 
 class ChainedState(Mapping[str, object]):
-    """Joins several states into one, in which every value is still held by the mapping that the caller gave."""
+    """Several states joined into one, in which every value still belongs to the caller's own mapping."""
 
     def __init__(self, *sources: Mapping[str, object]) -> None:
         self.sources = sources
 
     def holder(self, name: str) -> Mapping[str, object]:
-        """Returns the caller's mapping that has this name. Raises KeyError."""
+        """Return the caller's mapping that contains this name. Raises KeyError."""
         for source in self.sources:
             if name in source:
                 return source
@@ -76,7 +76,7 @@ class ChainedState(Mapping[str, object]):
 
 
 def make_entries(objects: Mapping[str, object], *, rank: int, world_size: int) -> list[StateEntry]:
-    """Make one entry of each object."""
+    """Create one entry for each object."""
     named = NamedParameters({name: value for name, value in objects.items() if isinstance(value, torch.nn.Module)})
     entries = [_make_entry(name, value, named, rank, world_size) for name, value in objects.items()]
     metrics = [metric for entry in entries if isinstance(entry, MetricsEntry) for metric in entry.metrics]
@@ -95,13 +95,13 @@ def make_entries(objects: Mapping[str, object], *, rank: int, world_size: int) -
 
 
 class Containers:
-    """Remembers what the lists and dicts of objects in a state held when the state was given."""
+    """What the lists and dicts of objects in a state contained when the state was given."""
 
     def __init__(self, state: Mapping[str, object]) -> None:
         self._held = [(*found, _identities(found[1])) for item in state.items() for found in _containers(*item)]
 
     def check(self) -> None:
-        """Raise ConfigError when one of them holds something else now: it would be left out of every save."""
+        """Raise ConfigError when one of them now contains other objects: these would be left out of every save."""
         for name, container, held in self._held:
             if _identities(container) != held:
                 raise ConfigError(
@@ -118,7 +118,7 @@ def _containers(name: str, value: object) -> Iterator[tuple[str, Any]]:
 
 
 def _identities(container: Any) -> list[Any]:
-    """Returns all keys, and the identity of each object. A plain value has none, since it may become another one."""
+    """Return all keys, and the identity of each object. A plain value has none, since it may be replaced."""
     items = container.items() if isinstance(container, dict) else enumerate(container)
     return [(key, id(item)) if _has_objects(item) else key for key, item in items]
 
@@ -137,12 +137,12 @@ def _top_level(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 def _nested(
     name: str, value: object, parameters: ParameterNames, holder: object, key: object
 ) -> Iterator[tuple[str, object]]:
-    """Returns the objects in `value`, with their names. holder, key: the container of `value`, and its key there."""
+    """Return the objects in `value`, with their names. holder, key: the container of `value`, and its key there."""
     if type(value) not in (dict, list, tuple) or not _has_objects(value):
         yield name, HeldValue(holder, key, name) if _is_plain(name, value) else unwrapped(name, value)
         return
     for inner, item in value.items() if isinstance(value, dict) else enumerate(cast("list[object]", value)):
-        if isinstance(inner, torch.Tensor) and inner in parameters:  # optimizer in backward: one for each parameter
+        if isinstance(inner, torch.Tensor) and inner in parameters:  # optimizer in backward: one per parameter
             step = parameters[inner][1]
         elif isinstance(inner, str | int):
             step = str(inner)
@@ -152,7 +152,7 @@ def _nested(
 
 
 def _is_plain(name: str, value: object) -> bool:
-    """Returns whether `value` is a plain value to be read from its holder. A dict is filled in place instead."""
+    """Return whether `value` is a plain value to be read from its container. A dict is filled in place instead."""
     if type(value) is dict or _has_objects(value):
         return False
     if isinstance(value, torch.Tensor):
@@ -160,7 +160,7 @@ def _is_plain(name: str, value: object) -> bool:
     try:
         encode(value, f"state[{name!r}]", lambda leaf, path: path if isinstance(leaf, torch.Tensor) else None)
     except ConfigError:
-        return is_container(value)  # its entry names what in it cannot be saved
+        return is_container(value)  # its entry reports which parts cannot be saved
     return True
 
 
@@ -179,7 +179,7 @@ def _make_entry(name: str, value: Any, named: NamedParameters, rank: int, world_
     if isinstance(value, PerRank | RankZero) and is_loader(name, inside(value)):
         raise ConfigError(
             f"state[{name!r}] is {type(value).__name__} of a loader, whose position means other samples at another "
-            "world size. Give the loader itself: each rank's position is saved, and another number of ranks is refused"
+            "world size. Use the loader itself: each rank's position is saved, and another number of ranks is refused"
         )
     if isinstance(value, PerRank):
         return PerRankEntry(name, value, rank=rank)
@@ -204,11 +204,12 @@ def _make_entry(name: str, value: Any, named: NamedParameters, rank: int, world_
 
 
 def _has_torchs_form(name: str, optimizer: Optimizer) -> bool:
-    """Returns whether the optimizer's state_dict() has state and groups. torchtitan's container of optimizers gives the
-    flattened form."""
+    """Return whether the optimizer's state_dict() has state and groups. torchtitan's container of optimizers returns
+    the flattened form.
+    """
     if type(optimizer).state_dict is Optimizer.state_dict:
         return True
-    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):  # its import takes long
+    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):  # importing it is slow
         raise ConfigError(
             f"state[{name!r}] is a ZeroRedundancyOptimizer, which gives the state of all ranks to one of them only. "
             "Use torch.distributed.fsdp.fully_shard with a plain optimizer, which shards the optimizer's state too, or "
@@ -219,7 +220,7 @@ def _has_torchs_form(name: str, optimizer: Optimizer) -> bool:
 
 
 def _has_objects(value: object) -> bool:
-    """Returns whether `value` is an object that makes an entry of its own, or a container with such objects in it."""
+    """Return whether `value` is an object that needs its own entry, or a container with such objects in it."""
     if type(value) in (dict, list, tuple):
         items = value.values() if isinstance(value, dict) else cast("list[object]", value)
         return any(_has_objects(item) for item in items)

@@ -1,7 +1,7 @@
 """Handles tensors on torch's meta device, which have a shape and no memory: a copy into one silently does nothing.
 
-A restore gives them memory before it reads. The tensors stay the objects that they are, so that an optimizer or an
-FSDP2 layer that refers to a parameter goes on doing so. What no checkpoint can fill is named before anything changes.
+A restore gives them memory before it reads. The tensors keep their identity, so an optimizer or an FSDP2 layer that
+refers to a parameter still does afterwards. What no checkpoint can fill is named before anything changes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,16 +11,16 @@ from torch.distributed.tensor import DTensor
 
 from raycheck.errors import ConfigError
 
-ADVICE = "give it memory before the optimizer and the state are made (module.to_empty(device=...)) and initialise it"
+ADVICE = "give it memory before the optimizer and the state are made (module.to_empty(device=...)) and initialize it"
 
 
 def is_on_meta(tensor: torch.Tensor) -> bool:
-    """Returns whether the tensor, or one that it is made of, has no memory."""
+    """Return whether the tensor, or one of its inner tensors, has no memory."""
     return tensor.is_meta or any(is_on_meta(inner) for inner in _inner(tensor).values())
 
 
 def untied_views(live: Mapping[str, torch.Tensor]) -> list[str]:
-    """Returns differences to report: tensors on meta that share memory as separate objects. Each would get its own."""
+    """Return differences to report: separate tensors on meta that share memory. A restore would give each its own."""
     found, lines = dict[int, tuple[str, torch.Tensor]](), []
     for name, tensor in live.items():
         for plain in _plain(tensor) if is_on_meta(tensor) else ():
@@ -31,11 +31,11 @@ def untied_views(live: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def give_memory(tensors: Mapping[str, torch.Tensor], all_of_module: Iterable[torch.Tensor]) -> None:
-    """Give these tensors memory that is not initialised. They stay the objects that they are.
+    """Give these tensors uninitialized memory. They keep their identity.
 
     A DTensor gets memory on its mesh's device. Any other tensor gets it on the device of the module's other tensors, or
-    where there are none on torch's default device. Raises ConfigError, naming the tensor, where those other tensors are
-    on several devices, and where torch does not allow it.
+    if there are none, on torch's default device. Raises ConfigError, naming the tensor, if those other tensors are on
+    several devices, and if torch does not allow it.
     """
     homes = {home for tensor in all_of_module if (home := _home(tensor)) is not None}
     done = set()
@@ -55,7 +55,7 @@ def give_memory(tensors: Mapping[str, torch.Tensor], all_of_module: Iterable[tor
 def _swap(name: str, tensor: torch.Tensor, new: torch.Tensor) -> None:
     """Exchange the memory of the two tensors, and keep what the script has set on the first."""
     hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)  # noqa: SLF001
-    if hooks:  # they belong to the memory that is swapped out
+    if hooks:  # they belong to the memory being swapped out
         raise ConfigError(f"{name} is on the meta device and has hooks, which would be lost; {ADVICE}")
     with torch.no_grad():
         tensor.grad = None
@@ -68,12 +68,12 @@ def _swap(name: str, tensor: torch.Tensor, new: torch.Tensor) -> None:
             torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise ConfigError(
-                f"{name} is on the meta device, and something holds it there ({error}); {ADVICE}"
+                f"{name} is on the meta device, and something keeps it there ({error}); {ADVICE}"
             ) from None
 
 
 def _home(tensor: torch.Tensor) -> torch.device | None:
-    """Returns the device that a tensor is on or belongs to; None when that is not known."""
+    """Return the device that a tensor is on or belongs to; None if it is unknown."""
     if isinstance(tensor, DTensor):
         return torch.empty(0, device=tensor.device_mesh.device_type).device
     return None if is_on_meta(tensor) else tensor.device
@@ -92,7 +92,7 @@ def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _inner(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the tensors that a tensor subclass is made of; a DTensor is one."""
+    """Return the tensors that a tensor subclass consists of; a DTensor is one."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
         return {}
     attributes = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
@@ -100,6 +100,6 @@ def _inner(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the plain tensors that a tensor is made of, at any depth; itself if it is plain."""
+    """Return the plain tensors that a tensor consists of, at any depth; itself if it is plain."""
     inner = _inner(tensor)
     return [plain for own in inner.values() for plain in _plain(own)] if inner else [tensor]

@@ -1,14 +1,14 @@
-"""Makes entries of torchmetrics' metrics: each rank's own accumulation, which their state_dict() leaves out.
+"""Creates entries for torchmetrics' metrics: each rank's own accumulation, which their state_dict() leaves out.
 
-Metrics are recognised by their attributes, without an import. A save takes a metric's states, its other tensors, and
-the number of updates, by which means are weighted.
+Metrics are recognized by their attributes, without importing torchmetrics. A save takes a metric's states, its other
+tensors, and the number of updates, by which means are weighted.
 
-With another world size a rank that existed takes its own accumulation. What ranks that are gone had accumulated is
-added to that of a rank that is there, by the reductions that the metric names for its states. A new rank keeps what it
-was created with. A reduction that cannot be done this way is refused at the restore.
+With another world size, a rank that existed before takes its own accumulation. The accumulation of ranks that no longer
+exist is added to that of the remaining ranks, with the reductions that the metric defines for its states. A new rank
+keeps its initial values. A restore is refused if a reduction cannot be done this way.
 """
 
-# ruff: noqa: SLF001  torchmetrics has no public way to its states, their reductions and the number of updates
+# ruff: noqa: SLF001  torchmetrics has no public access to its states, their reductions and the number of updates
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -21,14 +21,14 @@ from raycheck.state.entries.saved_entry import Named, SavedEntry, empty_for
 
 
 def is_metric(module: object) -> bool:
-    """Returns whether `module` accumulates over updates, as torchmetrics' Metric does."""
+    """Return whether `module` accumulates over updates, as torchmetrics' Metric does."""
     return isinstance(module, torch.nn.Module) and all(
         hasattr(module, name) for name in ("_defaults", "_persistent", "_reductions", "_update_count", "add_state")
     )
 
 
 def is_metrics(value: object) -> bool:
-    """Returns whether `value` is a metric, or a collection of metrics with no parameters or buffers beside them."""
+    """Return whether `value` is a metric, or a collection of metrics without other parameters or buffers."""
     if not isinstance(value, torch.nn.Module) or not _metrics(value):
         return False
     inside = {id(child) for metric in _metrics(value).values() for child in metric.modules()}
@@ -37,7 +37,7 @@ def is_metrics(value: object) -> bool:
 
 
 class MetricsEntry(PerRankEntry):
-    """Saves this rank's accumulation in a metric, or in a collection of metrics."""
+    """The entry of a metric or a collection of metrics: this rank's accumulation."""
 
     def __init__(self, name: str, metrics: torch.nn.Module, *, rank: int, world_size: int) -> None:
         super().__init__(name, PerRank(_Accumulated(metrics)), rank=rank)
@@ -56,7 +56,7 @@ class MetricsEntry(PerRankEntry):
         return list(_metrics(self._metrics).values())
 
     def match(self, saved: SavedEntry) -> Named:
-        saved.unused.clear()  # a rank that is there takes over what the others had
+        saved.unused.clear()  # the remaining ranks take over what the others had
         if saved.values is None:
             (saved.fresh if saved.rank_values else saved.missing).append(self._name_on_rank)
             return {}
@@ -71,7 +71,7 @@ class MetricsEntry(PerRankEntry):
         if len(self._trees_for_this_rank(saved)) > 1:
             saved.mismatched += [
                 f"{self.name}.{path}.{key} was accumulated by {len(saved.rank_values)} ranks, and its reduction cannot "
-                f"be done for {self._world_size} ranks; restore(skip=[{self.name!r}]) starts the metric anew"
+                f"be done for {self._world_size} ranks; restore(skip=[{self.name!r}]) resets the metric"
                 for path, metric in _metrics(self._metrics).items()
                 for key in live[path]["states"]
                 if not _can_merge(metric, key)
@@ -89,7 +89,7 @@ class MetricsEntry(PerRankEntry):
         _Accumulated(self._metrics).load_state_dict(state)
 
     def _trees_for_this_rank(self, saved: SavedEntry) -> list[Any]:
-        """Returns this rank's tree, and those of the ranks that are gone and whose accumulation comes to this one."""
+        """Return this rank's tree, and those of the former ranks whose accumulation this rank takes over."""
         gone = saved.rank_values[self._rank + self._world_size :: self._world_size]
         return [saved.values, *gone]
 
@@ -103,18 +103,18 @@ def refuse_metrics_inside(name: str, module: torch.nn.Module, given: Iterable[to
     if lost:
         raise ConfigError(
             f"state[{name!r}] holds metrics ({', '.join(lost[:8])}) whose accumulation is each rank's own and not in "
-            "the module's state_dict(): it would start anew after a restore. Give them as an entry of their own: "
+            "the module's state_dict(): it would start over after a restore. Make them a separate entry: "
             f'"metrics": [m for m in {name}.modules() if isinstance(m, torchmetrics.Metric)]'
         )
     if twice:
         raise ConfigError(
             f"state[{name!r}] would save {', '.join(twice[:8])} a second time, and rank 0's for all; call "
-            ".persistent(False) on the metrics that are entries of their own"
+            ".persistent(False) on the metrics that have their own entry"
         )
 
 
 class _Accumulated:
-    """Gives metrics a state_dict and a load_state_dict with what they have accumulated, by their paths."""
+    """An adapter that gives metrics a state_dict and a load_state_dict of what they have accumulated, by path."""
 
     def __init__(self, metrics: torch.nn.Module) -> None:
         self._module = metrics
@@ -123,7 +123,7 @@ class _Accumulated:
         module: Any
         for module in self._module.modules():
             if hasattr(module, "_compute_groups_create_state_ref"):
-                module._compute_groups_create_state_ref()  # so far only the first of a compute group is up to date
+                module._compute_groups_create_state_ref()  # until then only the first of a compute group is up to date
         return {
             path: {"kind": type(metric).__qualname__, "updates": metric._update_count, "states": _states(metric)}
             for path, metric in _metrics(self._module).items()
@@ -143,8 +143,10 @@ def _metrics(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _states(metric: Any) -> dict[str, Any]:
-    """Returns the metric's states on this rank. While the metric is synced these are in its cache: its attributes then
-    hold those of all ranks together."""
+    """Return the metric's states on this rank.
+
+    While the metric is synced, these are in its cache: its attributes then contain those of all ranks together.
+    """
     own = metric._cache if getattr(metric, "_is_synced", False) and metric._cache else vars(metric)
     tensors = [key for key, value in vars(metric).items() if isinstance(value, torch.Tensor) and key[0] != "_"]
     keys = dict.fromkeys([*metric._defaults, *tensors])
@@ -186,7 +188,7 @@ def _can_merge(metric: Any, key: str) -> bool:
 
 
 def _merged(metric: Any, one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the accumulation of two ranks as that of one."""
+    """Return the accumulation of two ranks, merged into one."""
     counts = one["updates"], other["updates"]
     states = {}
     for key, mine in one["states"].items():

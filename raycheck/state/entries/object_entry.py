@@ -1,4 +1,6 @@
-"""Makes entries of anything with state_dict and load_state_dict: schedulers, scalers, data, the user's own objects."""
+"""Creates entries for anything with state_dict and load_state_dict: schedulers, scalers, data, the
+user's own objects.
+"""
 
 from typing import Any
 
@@ -9,12 +11,12 @@ from raycheck.state.entries.unsaved_tensors import refuse_unsaved
 
 
 def has_state_dict(value: object) -> bool:
-    """Returns whether `value` has the two methods by which objects give and take their state."""
+    """Return whether `value` has the two methods by which objects return and load their state."""
     return all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict"))
 
 
 class ObjectEntry(StateEntry):
-    """Saves what an object's state_dict() returns, and gives it back to its load_state_dict()."""
+    """An entry that saves what an object's state_dict() returns, and restores it with load_state_dict()."""
 
     def __init__(self, name: str, obj: Any) -> None:
         super().__init__(name)
@@ -30,7 +32,7 @@ class ObjectEntry(StateEntry):
         return state
 
     def values(self, tree: dict[str, Any], tensors: Named) -> Any:
-        tensors.clear()  # the tree may hold tensors inside tuples, which DCP's flattening does not name
+        tensors.clear()  # the tree may have tensors inside tuples, which DCP's flattening does not name
         return self.encode(tree, self.name, tensors)
 
     def match(self, saved: SavedEntry) -> Named:
@@ -42,15 +44,17 @@ class ObjectEntry(StateEntry):
             return {}
         names: list[str] = []
         value = self.compared(saved, saved.values, names.append)
-        if saved.tensors.keys() - names:  # only modules and optimizers save tensors that their values do not refer to
+        if saved.tensors.keys() - names:  # only modules and optimizers save tensors to which their values do not refer
             saved.mismatched.append(f"{self.name}: an object or dict here, a module or an optimizer saved")
             return {}
         self.check_by_object(self._obj, saved, value)
         return self.targets(saved)
 
     def targets(self, saved: SavedEntry) -> Named:
-        """Returns tensors to read into, laid out as the live ones of the same shape and dtype. A live tensor that is
-        trained must fit, since an optimizer would go on with the live one."""
+        """Return tensors to read into, laid out like the live ones of the same shape and dtype.
+
+        A live tensor that is trained must fit, since an optimizer would keep using it.
+        """
         live: Named = {}
         self.encode(self.tree(), self.name, live)
         for name in live.keys() & saved.tensors.keys():

@@ -1,17 +1,17 @@
-"""Makes entries of what belongs to single ranks: each rank's own value, each rank's data loader, or rank 0's alone.
+"""Creates entries for what belongs to single ranks: each rank's own value, each rank's data loader, or rank 0's object.
 
 Each kind has its rule for a restore with another world size:
 
-- `PerRankEntry`: a rank that existed takes its own value; a new rank keeps what it was created with; the values of
-  ranks that are gone are dropped. The restore report says which it was.
+- `PerRankEntry`: a rank that existed takes its own value; a new rank keeps its initial value; the values of ranks that
+  no longer exist are dropped. The restore report lists which of these happened.
 - `LoaderEntry`, for foreign loaders that report their position, such as torchdata's StatefulDataLoader: another number
-  of ranks is refused, because the saved positions would mean other samples there. raycheck.Batches has one position for
-  all ranks.
-- `MergedEntry`, for an object whose ranks each hold a share of one thing, such as the rows that they have consumed:
-  every rank is given the states of all ranks that saved, and makes its own of them.
-- `RankZeroEntry`, for an object that exists once beside the ranks, such as the state of an actor or of the driver: rank
-  0 saves and restores it. A checkpoint from before it was in the state leaves it as it is, and the restore report lists
-  it under `fresh`.
+  of ranks is refused, because the saved positions would mean other samples. raycheck.Batches has one position for all
+  ranks.
+- `MergedEntry`, for an object whose ranks each have a share of one thing, such as the rows that they have consumed:
+  every rank gets the states of all ranks that saved, and derives its own from them.
+- `RankZeroEntry`, for an object that exists once, outside the ranks, such as the state of an actor or of the driver:
+  rank 0 saves and restores it. A checkpoint from before it was in the state leaves it unchanged, and the restore report
+  lists it under `fresh`.
 """
 
 from functools import partial
@@ -33,11 +33,12 @@ from raycheck.state.entries.unsaved_tensors import refuse_unsaved
 
 
 class PerRank:
-    """Wraps an entry of the state whose value differs from rank to rank: `{"counters": raycheck.PerRank(counters)}`.
+    """A wrapper for an entry of the state whose value differs between ranks: `{"counters":
+    raycheck.PerRank(counters)}`.
 
-    value: an object with state_dict/load_state_dict, a random generator, or plain data (numbers, strings, lists,
-    dicts, tensors). A restore fills containers and tensors in place where it can, and replaces what it cannot: read it
-    from `.value`.
+    value: an object with state_dict/load_state_dict, a random generator, or plain data (numbers, strings, lists, dicts,
+    tensors). A restore fills containers and tensors in place if it can, and replaces other values: read it from
+    `.value`.
     """
 
     def __init__(self, value: Any) -> None:
@@ -45,14 +46,14 @@ class PerRank:
 
     @property
     def owner(self) -> Any:
-        """Returns an object with state_dict and load_state_dict for `value`; None for plain data."""
+        """Return an object with state_dict and load_state_dict for `value`; None for plain data."""
         if is_generator(self.value):
             return GeneratorState(self.value)
         return self.value if has_state_dict(self.value) else None
 
 
 class PerRankEntry(StateEntry):
-    """Saves tensors into this rank's shard under its own number, and values into its section of the index.
+    """An entry that saves tensors into this rank's shard, named by rank, and values into its section of the index.
 
     The value is wrapped in a list there: it may be None, and no other kind of entry with per-rank values saves a list.
     """
@@ -72,9 +73,7 @@ class PerRankEntry(StateEntry):
         values = [self.encode(self._state(), self._name_on_rank, tensors)]
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor):
-                raise ConfigError(
-                    f"state at {name} is a DTensor, which is one tensor of all ranks; keep its to_local()"
-                )
+                raise ConfigError(f"state at {name} is a DTensor, which is one tensor of all ranks; use its to_local()")
         return values
 
     def match(self, saved: SavedEntry) -> Named:
@@ -99,7 +98,7 @@ class PerRankEntry(StateEntry):
 
     def _state(self) -> Any:
         if isinstance(self._wrapped.value, torch.nn.Module):
-            raise ConfigError(f"state[{self.name!r}] is PerRank of a module; give modules to the state directly")
+            raise ConfigError(f"state[{self.name!r}] is PerRank of a module; put modules into the state directly")
         obj = self._wrapped.owner
         if obj is None:
             return self._wrapped.value
@@ -111,7 +110,7 @@ class PerRankEntry(StateEntry):
 
 
 class LoaderEntry(PerRankEntry):
-    """Saves each rank's position in a loader that has state_dict and load_state_dict."""
+    """An entry for each rank's position in a loader that has state_dict and load_state_dict."""
 
     def __init__(self, name: str, loader: Any, *, rank: int, world_size: int) -> None:
         super().__init__(name, PerRank(loader), rank=rank)
@@ -122,8 +121,8 @@ class LoaderEntry(PerRankEntry):
         if saved.rank_values and len(saved.rank_values) != self._world_size:
             saved.mismatched.append(
                 f"{self.name}: the positions of {len(saved.rank_values)} loaders were saved, one per rank, and there "
-                f"are {self._world_size} ranks now. restore(skip=[{self.name!r}]) starts the loaders anew; "
-                "raycheck.Batches goes on at any world size"
+                f"are {self._world_size} ranks now. restore(skip=[{self.name!r}]) starts the loaders over; "
+                "raycheck.Batches resumes at any world size"
             )
             return {}
         return super().match(saved)
@@ -132,16 +131,17 @@ class LoaderEntry(PerRankEntry):
         begun: Any = getattr(self._loader, "_iterator", None)
         super().load(saved, tensors)
         if saved.values is not None and begun is not None:
-            # The loader has dropped this iterator. A script that still holds it would train on from the old position,
-            # while the next save would store the position of the loader, which nobody iterates.
-            begun._next_data = partial(_refuse_old_iterator, self.name)  # noqa: SLF001  called by torch's iterators for each batch
+            # The loader has dropped this iterator. A script that still uses it would continue from the old position,
+            # while the next save would store the position of the loader, which nothing iterates.
+            begun._next_data = partial(_refuse_old_iterator, self.name)  # noqa: SLF001  torch's iterators call it for each batch
 
 
 class MergedEntry(PerRankEntry):
-    """Saves what each rank has of an object, and gives all of that to the object on every rank.
+    """An entry that saves each rank's share of an object, and restores the shares of all ranks to the object on every
+    rank.
 
-    The object has `state_dict`, which returns this rank's share, `load_rank_states`, which takes the shares of all
-    ranks that saved, and `check_rank_states`, which raises StateMismatchError when they do not fit, changing nothing.
+    The object has `state_dict`, which returns this rank's share; `load_rank_states`, which gets the shares of all ranks
+    that saved; and `check_rank_states`, which raises StateMismatchError if they do not fit, and changes nothing.
     """
 
     def __init__(self, name: str, obj: Any, *, rank: int) -> None:
@@ -170,19 +170,19 @@ class MergedEntry(PerRankEntry):
 
 
 def is_merged(value: object) -> bool:
-    """Returns whether a restore gives this object the states of all ranks, as its attribute `merges_ranks` says."""
+    """Return whether a restore gives this object the states of all ranks: its attribute `merges_ranks`."""
     return getattr(value, "merges_ranks", False) is True
 
 
 def _refuse_old_iterator(name: str) -> NoReturn:
     raise ConfigError(
-        f"state[{name!r}]: this iterator was begun before restore(), so its batches are not those that come next. "
+        f"state[{name!r}]: this iterator was started before restore(), so its batches are not the next ones. "
         "Iterate the loader after restore(): `for batch in loader`, or iter(loader)"
     )
 
 
 def is_loader(name: str, value: object) -> bool:
-    """Returns whether `value` delivers data and reports its position. Raises ConfigError when it only delivers data."""
+    """Return whether `value` delivers data and reports its position. Raises ConfigError if it only delivers data."""
     is_ray = any(base.__module__.startswith("ray.data.") for base in type(value).__mro__)
     if not isinstance(value, DataLoader) and not is_ray:
         return False
@@ -193,15 +193,15 @@ def is_loader(name: str, value: object) -> bool:
         "torchdata's StatefulDataLoader can for the same one"
     )
     if is_ray:
-        advice = 'raycheck.RayData("train", id=...) in the place of get_dataset_shard can'
+        advice = 'raycheck.RayData("train", id=...) in place of get_dataset_shard can'
     raise ConfigError(f"state[{name!r}] is a {type(value).__qualname__}, which cannot report its position; {advice}")
 
 
 class RankZero:
-    """Wraps an object with state_dict and load_state_dict, or a dict of plain values, that is used on rank 0 only.
+    """A wrapper for an object with state_dict and load_state_dict, or a dict of plain values, that only rank 0 uses.
 
-    It is given as `{"log": raycheck.RankZero(log)}`. Its values may differ from those that the other ranks have, such
-    as a log's times. Other ranks that need them take them from `Checkpointer.peek().values`.
+    It is given as `{"log": raycheck.RankZero(log)}`. Its values may differ from those of the other ranks, as the times
+    in a log do. Other ranks that need them read them from `Checkpointer.peek().values`.
     """
 
     def __init__(self, obj: Any) -> None:
@@ -209,12 +209,12 @@ class RankZero:
 
 
 def inside(value: Any) -> Any:
-    """Returns what PerRank or RankZero wraps; any other value as it is."""
+    """Return what PerRank or RankZero wraps; any other value unchanged."""
     return value.value if isinstance(value, PerRank) else value.obj if isinstance(value, RankZero) else value
 
 
 class RankZeroEntry(ObjectEntry):
-    """Saves and restores the wrapped object on rank 0, and nothing on the other ranks."""
+    """An entry that saves and restores the wrapped object on rank 0, and nothing on the other ranks."""
 
     compares_values = False
 
@@ -251,7 +251,9 @@ class RankZeroEntry(ObjectEntry):
             super().load(saved, tensors)
 
     def _fits_module(self, saved: SavedEntry) -> bool:
-        """Returns whether a module of the same tensors was saved under this name, before it was given as RankZero."""
+        """Return whether a module with the same tensors was saved under this name, before it was wrapped
+        in RankZero.
+        """
         is_module = isinstance(saved.values, dict) and saved.values.keys() >= VALUE_KEYS
         if not is_module or any(saved.values.get(key) for key in (*VALUE_KEYS, MERGED)):
             return False

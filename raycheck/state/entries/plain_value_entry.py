@@ -1,7 +1,7 @@
-"""Makes entries of plain values: numbers, strings, tensors, and containers of them.
+"""Creates entries for plain values: numbers, strings, tensors, and containers of them.
 
-They are read from the dict or list that holds them, and put back into it. fill_in_place.py fills containers and tensors
-in place.
+They are read from the dict or list that contains them, and restored into it. fill_in_place.py fills containers and
+tensors in place.
 """
 
 import logging
@@ -21,7 +21,9 @@ logger = logging.getLogger("raycheck")
 
 
 class InPlace:
-    """Gives a dict of plain values a state_dict and a load_state_dict; the caller keeps using the dict itself."""
+    """An adapter that gives a dict of plain values a state_dict and a load_state_dict; the caller still uses the dict
+    itself.
+    """
 
     def __init__(self, values: dict[Any, Any]) -> None:
         self._values = values
@@ -34,9 +36,9 @@ class InPlace:
 
 
 class HeldValue:
-    """Refers to a plain value by the caller's own dict or list that holds it, and its key there.
+    """A reference to a plain value: the caller's own dict or list that contains it, and its key there.
 
-    A holder that cannot be changed, such as a tuple, may only hold what can be filled in place.
+    A container that cannot be changed, such as a tuple, may only contain what can be filled in place.
     """
 
     def __init__(self, holder: Any, key: Any, name: str) -> None:
@@ -51,10 +53,10 @@ class HeldValue:
         try:
             return self._holder[self._key]
         except LookupError:
-            raise ConfigError(f"state[{self._name!r}] is no longer where it was given") from None
+            raise ConfigError(f"state[{self._name!r}] is no longer in the container that was given") from None
 
     def put(self, saved: object) -> None:
-        """Fill the value in place, or replace it in its holder."""
+        """Fill the value in place, or replace it in its container."""
         found = filled(self.value, saved)
         if found is not self.value:
             self._refuse_fixed_holder()
@@ -64,13 +66,14 @@ class HeldValue:
         if not isinstance(self._holder, list | MutableMapping):
             raise ConfigError(
                 f"state[{self._name!r}] is a {type(self.value).__qualname__} in a {type(self._holder).__qualname__}, "
-                "which a restore could not put back where anybody sees it; hold it in a dict or list of your own"
+                "which a restore could not replace there; keep it in your own dict or list"
             )
 
 
 class PlainValueEntry(ObjectEntry):
-    """Saves a held value. A bare tensor is read in place, as a buffer is, so its shape and dtype must be the saved
-    ones."""
+    """The entry of a HeldValue. A bare tensor is read in place, as a buffer is, so its shape and dtype must be the
+    saved ones.
+    """
 
     def __init__(self, name: str, held: HeldValue, *, rank: int) -> None:
         super().__init__(name, held)
@@ -82,16 +85,16 @@ class PlainValueEntry(ObjectEntry):
         if has_state_dict(value):
             raise ConfigError(
                 f"state[{self.name!r}] is a {type(value).__qualname__} now, and was a plain value when the state was "
-                "given: nothing of it would be saved. Give it once it exists, by Checkpointer.add() before restore()"
+                "given, so it would not be saved. Add it once it exists, with Checkpointer.add() before restore()"
             )
         return value
 
     def gather(self) -> GatheredEntry:
-        if not self._has_warned:  # a script that updates a variable instead would save the first value again and again
+        if not self._has_warned:  # a script that updates a variable instead would always save the first value
             self._has_warned = True
             logger.warning(
-                "state[%r] is a bare %s: it is read from the dict that was given as the state, and a restore puts it "
-                "back there; a variable that holds a copy of it is neither saved nor restored",
+                "state[%r] is a bare %s: it is read from the dict that was given as the state, and restored into that "
+                "dict; a variable that holds a copy of it is neither saved nor restored",
                 self.name,
                 type(self._held.value).__qualname__,
             )
@@ -108,13 +111,13 @@ class PlainValueEntry(ObjectEntry):
         if list(saved.values) != [HELD]:
             if live is None:
                 saved.advice.append(
-                    f"state[{self.name!r}] is None here: make the object before restore(), where peek().entries has "
-                    f"{self.name!r}. restore(skip=[{self.name!r}]) goes on without it"
+                    f"state[{self.name!r}] is None here: create the object before restore(), if peek().entries has "
+                    f"{self.name!r}. restore(skip=[{self.name!r}]) continues without it"
                 )
             saved.mismatched.append(f"{self.name}: a bare {_kind(live)} here, an object or dict saved")
             return {}
         there = self.compared(saved, saved.values[HELD], lambda _name: None)
-        is_saved_tensor = isinstance(live, torch.Tensor) and self.name in saved.tensors  # of whatever tensor class
+        is_saved_tensor = isinstance(live, torch.Tensor) and self.name in saved.tensors  # of any tensor class
         if is_container(live) and type(there) is not type(live) and not is_saved_tensor:
             saved.mismatched.append(f"{self.name}: {_kind(live)} here, {_kind(there)} saved")
             return {}

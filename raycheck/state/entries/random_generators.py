@@ -1,8 +1,8 @@
 """Saves, seeds and finds the script's own random generators, as entries of the state and inside datasets.
 
-They are torch.Generator, numpy.random.Generator and RandomState, and random.Random. As an entry such a generator is a
-value like any other: it must be equal on all ranks, which the first save checks. One that differs from rank to rank
-goes into PerRank. state/random_state.py has the global generators.
+These are torch.Generator, numpy.random.Generator and RandomState, and random.Random. As an entry, such a generator is a
+value like any other: it must be equal on all ranks, which the first save checks. One that differs between ranks goes
+into PerRank. state/random_state.py handles the global generators.
 """
 
 import random
@@ -16,19 +16,19 @@ import torch
 from raycheck.errors import StateMismatchError
 
 MAX_ITEMS = 100
-"""Larger containers in a dataset are not searched: a list of samples is longer, a list of transforms is not."""
+"""Larger containers in a dataset are not searched: lists of samples are longer, lists of transforms shorter."""
 MAX_DEPTH = 8
 _LEAVES = type | ModuleType | FunctionType | torch.Tensor | str | bytes | int | float
 
 
 def is_generator(value: object) -> bool:
-    """Returns whether `value` is a generator whose state can be saved and restored."""
+    """Return whether `value` is a generator whose state can be saved and restored."""
     is_known = isinstance(value, torch.Generator | random.Random) or _is_of_numpy(value)
     return is_known and not isinstance(value, random.SystemRandom)
 
 
 def kind_of_generator(generator: Any) -> str:
-    """Describes what decides about the numbers beside the state: the library, and its device or algorithm."""
+    """Describe what, besides the state, determines the numbers: the library, and its device or algorithm."""
     if isinstance(generator, torch.Generator):
         return f"torch ({generator.device.type})"
     if isinstance(generator, random.Random):
@@ -38,7 +38,7 @@ def kind_of_generator(generator: Any) -> str:
 
 
 class GeneratorState:
-    """Gives a generator a state_dict and a load_state_dict."""
+    """An adapter that gives a generator a state_dict and a load_state_dict."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
@@ -54,14 +54,14 @@ class GeneratorState:
         return {"kind": kind_of_generator(generator), "state": state}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise StateMismatchError for the state of another kind of generator, which would give other numbers."""
+        """Raise StateMismatchError for the state of another kind of generator, which would produce other numbers."""
         kind = kind_of_generator(self._generator)
         saved = state.get("kind", "another object")
         if saved != kind:
-            raise StateMismatchError(f"the checkpoint has a random generator of {saved}, here is one of {kind}")
+            raise StateMismatchError(f"the checkpoint has a random generator of {saved}, but the one here is of {kind}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises as check_state_dict does."""
+        """Restore the generator's state. Raises as check_state_dict does."""
         self.check_state_dict(state)
         generator = self._generator
         if isinstance(generator, torch.Generator):
@@ -75,7 +75,7 @@ class GeneratorState:
 
 
 def seed_generator(generator: Any, seed: int) -> None:
-    """Begin the generator's sequence at `seed`."""
+    """Start the generator's sequence at `seed`."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, random.Random) or _is_legacy(generator):
@@ -85,8 +85,10 @@ def seed_generator(generator: Any, seed: int) -> None:
 
 
 def generators_in(value: object, path: str) -> Iterator[tuple[str, object]]:
-    """Returns every generator in the attributes of an object and of the objects below it, once each, with its path.
-    Global generators, which a dataset may refer to, are left out."""
+    """Yield every generator in the attributes of an object and of the objects below it, once each, with its path.
+
+    Global generators, to which a dataset may refer, are left out.
+    """
     yield from _search(value, path, set(map(id, _global_generators())), MAX_DEPTH)
 
 
@@ -114,7 +116,7 @@ def _is_of_numpy(value: object) -> bool:
 
 
 def _is_legacy(generator: object) -> bool:
-    """Returns whether `generator` is a RandomState, which caches one number beside its bit generator."""
+    """Return whether `generator` is a RandomState, which caches one number outside its bit generator."""
     return isinstance(generator, sys.modules["numpy"].random.RandomState)
 
 

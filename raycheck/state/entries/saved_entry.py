@@ -1,4 +1,4 @@
-"""Describes the saved side of one entry at a restore: what the checkpoint holds of it, and the differences found."""
+"""Describes the saved side of one entry at a restore: its content in the checkpoint, and the differences found."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,23 +12,23 @@ Named = dict[str, torch.Tensor]
 
 
 HELD = "$held"
-"""A bare value, which may be None or a list, is saved in a dict under this key. No dict of plain values has it."""
+"""A bare value, which may be None or a list, is saved in a dict under this key. No dict of plain values contains it."""
 
 
 class SavedEntry:
-    """Holds what a checkpoint has of one entry, and collects how it differs from the live one.
+    """One entry in a checkpoint, and how it differs from the live one.
 
-    tensors: the entry's tensors that are to be restored. values: the tree that all ranks share; None when the
-    checkpoint has no such entry. rank_values: the trees of the ranks that saved values of their own, because they held
-    other names. place: says where a tensor's bytes lie; equal for names that were saved tied. takes: says whether the
-    tensor of a name is to be restored. dtypes: the types of all saved tensors, when floating-point ones may be cast to
-    the live dtype. strict: whether what only one side has is refused.
+    tensors: the entry's tensors that are to be restored. values: the tree that all ranks share; None if the checkpoint
+    has no such entry. rank_values: the trees of the ranks that saved their own values, because they had other names.
+    place: returns where a tensor's bytes lie; equal for names that were saved tied. takes: returns whether the tensor
+    of a name is to be restored. dtypes: the dtypes of all saved tensors, if floating-point ones may be cast to the live
+    dtype. strict: whether to refuse what only one side has.
 
     missing: names here that are not in the checkpoint. unexpected: names in the checkpoint that are not here.
-    mismatched: differences between what both sides hold. fresh: names left as they are by a stated rule. unused: names
-    in the checkpoint that are, by a stated rule, not for this rank. cast: tensors read into another dtype. registered:
+    mismatched: differences between what both sides have. fresh: names left unchanged by a stated rule. unused: names in
+    the checkpoint that, by a stated rule, are not for this rank. cast: tensors read into another dtype. registered:
     buffers that the live module gets from the checkpoint. advice: what to do about the differences, each once.
-    reshaped: tensors of another shape. castable: whether a cast would help one of `mismatched`.
+    reshaped: tensors of another shape. castable: whether a cast would resolve one of `mismatched`.
     """
 
     def __init__(
@@ -61,13 +61,17 @@ class SavedEntry:
         self.castable = False
 
     def record_only_saved(self, names: Iterable[str]) -> None:
-        """Record names that only the checkpoint has. Each rank of a pipeline holds a share of the entry, so no rank can
-        tell by itself that what other ranks wrote is superfluous."""
+        """Record names that only the checkpoint has.
+
+        Each rank of a pipeline has a share of the entry, so no single rank can tell whether what other ranks wrote is
+        unexpected.
+        """
         (self.unused if self.rank_values else self.unexpected).extend(names)
 
     def compare(self, name: str, tensor: torch.Tensor) -> bool:
-        """Compare the saved tensor with the live one that it goes into. Returns False, and records it, when it does not
-        fit."""
+        """Compare the saved tensor with the live one that it goes into. Return False, and record the difference, if it
+        does not fit.
+        """
         saved = self.tensors[name]
         here = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         if here == (saved.dtype, saved.shape):
@@ -83,24 +87,28 @@ class SavedEntry:
         return False
 
     def was_none(self, name: str) -> bool:
-        """Returns whether the entry was None when it was saved, and then advises how to begin with the object here."""
+        """Return whether the entry was None when it was saved. If so, add advice on how to start with
+        the object here.
+        """
         if not (isinstance(self.values, dict) and self.values.get(HELD, self) is None):
             return False
         self.values = None
         self.advice.append(
-            f"{name} was None when it was saved: restore(skip=[{name!r}]) begins with what it is here. Checkpoints "
-            "that are saved after it are restored whole by the same call"
+            f"{name} was None when it was saved: restore(skip=[{name!r}]) starts with the object here. Checkpoints "
+            "saved after that are restored whole by the same call"
         )
         return True
 
     def may_cast(self, saved: str, here: torch.dtype) -> bool:
-        """Returns whether the caller allows reading the saved dtype into the live one. Only floats are ever cast: an
-        integer that does not fit would become another number."""
+        """Return whether the caller allows reading the saved dtype into the live one.
+
+        Only floats are ever cast: an integer that does not fit would become another number.
+        """
         return self.dtypes is not None and here.is_floating_point and getattr(torch, saved).is_floating_point
 
 
 def empty_like(live: torch.Tensor | None, saved: SavedTensor) -> torch.Tensor:
-    """Returns a tensor to read a saved one into: laid out as the live one where that has the same shape and dtype."""
+    """Return a tensor to read a saved one into: laid out like the live one if that has the same shape and dtype."""
     form = saved.shape, f"torch.{saved.dtype}"
     if live is None or is_on_meta(live) or (tuple(live.shape), str(live.dtype)) != form:
         return empty_for(saved)
@@ -108,5 +116,5 @@ def empty_like(live: torch.Tensor | None, saved: SavedTensor) -> torch.Tensor:
 
 
 def empty_for(saved: SavedTensor) -> torch.Tensor:
-    """Returns a plain CPU tensor to read a saved one into."""
+    """Return a plain CPU tensor to read a saved one into."""
     return torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))

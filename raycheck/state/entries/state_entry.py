@@ -1,7 +1,7 @@
 """Defines the contract of a state entry: a named part of the user's state, with tensors and with other values.
 
-At a save an entry gathers its live tensors and values. At a restore it says which tensors to read into, and takes over
-what was read. The other modules of this folder implement the contract for each kind of object.
+For a save, an entry gathers its live tensors and values. For a restore, it returns which tensors to read into, and
+loads what was read. The other modules of this folder implement the contract for each kind of object.
 """
 
 import re
@@ -14,7 +14,7 @@ from pickle import PickleError
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # stock tools name tensors by it
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # stock tools name tensors with it
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
@@ -34,7 +34,7 @@ Leaves = dict[str, tuple[tuple[str | int, ...], object]]
 OWN_ENTRIES = ("progress", "rng")
 """Entries that raycheck adds to every state."""
 ASSETS = "assets"
-"""The entry that an export needs beside the tensors; a restore has no use for it."""
+"""The entry that an export needs in addition to the tensors; a restore does not use it."""
 _MISTAKES = (
     ArithmeticError,
     AssertionError,
@@ -47,7 +47,7 @@ _MISTAKES = (
     TypeError,
     ValueError,
 )
-"""What a mistake of the program raises. All else may come from outside of it, and a restart may cure that."""
+"""What a bug in the program raises. Anything else may have an external cause, which a restart may cure."""
 _CURABLE = (OSError, MemoryError, BrokenExecutor, torch.OutOfMemoryError, torch.distributed.DistError)
 _CURABLE_TEXT = re.compile(
     r"(?i)\bconnection (reset|closed|refused|aborted|lost|timed out)\b|\bfailed to connect\b|\bconnectFullMesh\b"
@@ -56,18 +56,18 @@ _CURABLE_TEXT = re.compile(
     r"|\bnccl \w*error\b|\bnccl\w+error\b|\bNCCL communicator\b"
     r"|\b(cuda|hip|xpu|cudnn|cublas) error\b|\bout of memory\b|\bDataLoader worker \(pid"
 )
-"""What a RuntimeError says that a restart may cure: gloo, devices and loaders have no class of their own for it."""
+"""The text of a RuntimeError that a restart may cure: gloo, devices and loaders have no error class for these."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredEntry:
-    """Holds an entry's live state, gathered for a save.
+    """An entry's live state, gathered for a save.
 
-    tensors: by name. paths: the nested path of each tensor, where it is known. values: what is not a tensor, as a
-    lossless tree. leaves: the path and the object of each non-tensor leaf, by name; only stock tools read them.
-    frozen: names of tensors that training does not change, as far as the entry knows. also: further places where stock
-    tools look for a leaf. is_as_before: the tensors are known to lie in the same memory under the same names as at the
-    last time, and the same ones are frozen.
+    tensors: by name. paths: the nested path of each tensor, if known. values: everything that is not a tensor, as a
+    lossless tree. leaves: the path and the object of each non-tensor leaf, by name; only stock tools read them. frozen:
+    names of tensors that training does not change, as far as the entry knows. also: additional places where stock tools
+    look for a leaf. is_as_before: the tensors are known to be in the same memory under the same names as last time, and
+    the same ones are frozen.
     """
 
     tensors: Named
@@ -80,11 +80,11 @@ class GatheredEntry:
 
 
 class StateEntry(ABC):
-    """Saves and restores one entry of the state.
+    """One entry of the state, which it saves and restores.
 
-    may_differ: ranks may hold different names, as those of a pipeline do. compares_values: ranks that hold the same
-    names must hold the same values. is_per_rank: every rank keeps its own tensors and values. can_split: a restore may
-    take some of the entry's names and leave others. cure: the wrappers that an entry of this kind may be given in.
+    may_differ: ranks may have different names, as those of a pipeline do. compares_values: ranks that have the same
+    names must have the same values. is_per_rank: every rank keeps its own tensors and values. can_split: a restore may
+    select some of the entry's names. cure: the wrappers that may be used for an entry of this kind.
     """
 
     may_differ = False
@@ -100,31 +100,35 @@ class StateEntry(ABC):
 
     @abstractmethod
     def tree(self) -> dict[str, Any]:
-        """Returns the live state, tensors and values, nested as stock tools would see it."""
+        """Return the live state, tensors and values, nested as stock tools expect it."""
 
     @abstractmethod
     def values(self, tree: dict[str, Any], tensors: Named) -> Any:
-        """Returns what is not a tensor, as a lossless tree. Adds to `tensors` those that only the values refer to."""
+        """Return what is not a tensor, as a lossless tree. Add to `tensors` those to which only the values refer."""
 
     @abstractmethod
     def match(self, saved: SavedEntry) -> Named:
-        """Compare the live state with the saved one. Returns the tensors to read into, by name; records differences in
-        `saved`."""
+        """Compare the live state with the saved one. Return the tensors to read into, by name.
+
+        Differences are recorded in `saved`.
+        """
 
     @abstractmethod
     def load(self, saved: SavedEntry, tensors: Named) -> None:
-        """Put the values, and those tensors that were not read in place, into the live object."""
+        """Load the values, and the tensors that were not read in place, into the live object."""
 
     def left_on_meta(self, wanted: Named) -> list[str]:
-        """Returns differences to report: what is on the meta device, and would still be after `wanted` is restored."""
+        """Return differences to report: what is on the meta device, and would remain there after
+        `wanted` is restored.
+        """
         del wanted
         return []
 
     def not_held(self, tensors: Named) -> list[str]:
-        """Returns the names of tensors that were read, and that the live object does not hold after all.
+        """Return the names of tensors that were read, but that the live object does not contain afterwards.
 
-        Only tensors on the meta device count here. A user's object may do with its values what it likes, but nobody
-        means to copy into a tensor without memory.
+        Only tensors on the meta device count here. A user's object may use its values in any way, but a copy into a
+        tensor without memory is never intended.
         """
         live: Named = {}
         if tensors:
@@ -132,28 +136,28 @@ class StateEntry(ABC):
         return [name for name, tensor in live.items() if is_on_meta(tensor)]
 
     def names(self) -> list[str]:
-        """Returns the places in the entry that one rank of a pipeline may hold alone, and that a restore may name."""
+        """Return the places in the entry that one rank of a pipeline may have alone, and that a restore may select."""
         return [self.name]
 
     def may_spread(self, name: str) -> bool:
-        """Returns whether a replicated tensor of this entry is equal on every rank by construction."""
+        """Return whether a replicated tensor of this entry is equal on every rank by construction."""
         del name
         return False
 
     def is_compared(self, name: str) -> bool:
-        """Returns whether a replicated tensor of this entry must be equal on all ranks."""
+        """Return whether a replicated tensor of this entry must be equal on all ranks."""
         del name
         return True
 
     def gather(self) -> GatheredEntry:
-        """Collect the live state for a save. Raises ConfigError, naming the path, for what cannot be saved."""
+        """Collect the live state for a save. Raises ConfigError, naming the path, for values that cannot be saved."""
         found = self.gather_tree(self.tree())
         self._classes.close()
         last, self._forms = self._forms, {name: form_of(tensor) for name, tensor in found.tensors.items()}
         return replace(found, is_as_before=self._forms == last)
 
     def gather_tree(self, tree: dict[str, Any]) -> GatheredEntry:
-        """Collect what a save takes of this tree."""
+        """Collect what a save takes from this tree."""
         try:
             flat, paths = flatten_state_dict({self.name: tree})
         except ValueError as error:
@@ -161,14 +165,14 @@ class StateEntry(ABC):
         tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
         leaves: Leaves = {name: (tuple(paths[name]), value) for name, value in flat.items() if name not in tensors}
         values = self.values(tree, tensors)
-        if self._classes.has_any:  # a stock tool that reads the leaves may not have these classes
+        if self._classes.has_any:  # a stock tool that reads the leaves may lack these classes
             leaves = {name: (path, self._without_classes(value, name)) for name, (path, value) in leaves.items()}
         for name, tensor in tensors.items():
             _refuse_unsavable(name, tensor)
         return GatheredEntry(tensors, {name: tuple(path) for name, path in paths.items()}, values, leaves)
 
     def encode(self, value: object, path: str, tensors: Named) -> Any:
-        """Returns `value` as a lossless tree. Tensors in it are added to `tensors` under their path."""
+        """Return `value` as a lossless tree. Add tensors in it to `tensors` under their path."""
 
         def name_tensor(leaf: object, at: str) -> str | None:
             if not isinstance(leaf, torch.Tensor):
@@ -180,12 +184,14 @@ class StateEntry(ABC):
         return encode(value, path, name_tensor, note=self._classes.note)
 
     def decoded(self, tree: Any, tensor: Callable[[str], object]) -> Any:
-        """Returns the value of a lossless tree, with the classes that are known here."""
+        """Return the value of a lossless tree, with the classes that are known here."""
         return decode(tree, tensor, self._classes.find)
 
     def compared(self, saved: SavedEntry, tree: Any, tensor: Callable[[str], object]) -> Any:
-        """Returns the value that `decoded` will give. When one of its classes does not fit what is here, that is
-        recorded in `saved`, and the value comes without classes."""
+        """Return the value that `decoded` will return.
+
+        If one of its classes does not fit the live state, record that in `saved`, and return the value without classes.
+        """
         try:
             return self.decoded(tree, tensor)
         except StateMismatchError as error:
@@ -193,7 +199,9 @@ class StateEntry(ABC):
             return decode(tree, tensor)
 
     def check_by_object(self, obj: object, saved: SavedEntry, value: object) -> None:
-        """Let an object that has check_state_dict refuse the value that it would be given. A refusal is recorded."""
+        """Let an object that has check_state_dict refuse the value that it would get. A refusal is
+        recorded in `saved`.
+        """
         check = getattr(obj, "check_state_dict", None)
         if callable(check):
             try:
@@ -203,7 +211,7 @@ class StateEntry(ABC):
                 saved.mismatched.append(f"{self.name}: {error}")
 
     def _learn_classes(self) -> None:
-        with suppress(ConfigError):  # the next save will report what cannot be saved
+        with suppress(ConfigError):  # the next save will report it
             self.gather_tree(self.tree())
 
     def _without_classes(self, value: object, path: str) -> object:
@@ -215,22 +223,23 @@ class StateEntry(ABC):
 def calling(name: str, method: str) -> Iterator[None]:
     """Raise ConfigError, naming the entry, for an error that the user's own method raises in the block.
 
-    The same program would raise a mistake again, so it is not retried. What a restart may cure is raised as it is: a
-    lost connection to another rank, a full device or disk, an error class of the libraries that the method uses.
+    The same program would fail with the same bug again, so it is not retried. An error that a restart may cure is
+    raised unchanged: a lost connection to another rank, a full device or disk, an error class of the libraries that the
+    method uses.
     """
     try:
         yield
     except (RaycheckError, *_CURABLE):
         raise
     except _MISTAKES as error:
-        is_rays = any(base.__module__ == "ray.exceptions" for base in type(error).__mro__)  # an actor was asked
+        is_rays = any(base.__module__ == "ray.exceptions" for base in type(error).__mro__)  # from a call to an actor
         if is_rays or (isinstance(error, RuntimeError) and _CURABLE_TEXT.search(str(error))):
             raise
         raise ConfigError(f"state[{name!r}].{method}() raised {type(error).__name__}: {error}") from error
 
 
 def _refuse_unsavable(name: str, tensor: torch.Tensor) -> None:
-    """Raise ConfigError for a tensor whose own bytes are not its value."""
+    """Raise ConfigError for a tensor whose value is not its own bytes."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     kind = type(local)
     if isinstance(local, UninitializedTensorMixin):
@@ -248,5 +257,5 @@ def _refuse_unsavable(name: str, tensor: torch.Tensor) -> None:
         raise ConfigError(
             f"state at {name} is of {local.dtype}, which torch.save cannot write; keep its bytes, .view(torch.uint8)"
         ) from None
-    if not local.is_meta and not has_memory(local):  # a tensor on the meta device may still get memory by the restore
+    if not local.is_meta and not has_memory(local):  # the restore may still give memory to a tensor on the meta device
         raise ConfigError(f"state at {name} has no memory on {tensor.device}: its storage was freed")

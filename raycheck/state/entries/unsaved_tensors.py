@@ -1,4 +1,4 @@
-"""Refuses objects that hold tensors although their state_dict() is empty: a save of one would look whole."""
+"""Refuses objects that contain tensors although their state_dict() is empty: a save of one would look complete."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,18 +9,18 @@ from raycheck.errors import ConfigError
 
 
 def refuse_unsaved(name: str, obj: object) -> None:
-    """Raise ConfigError for an object without any state that holds tensors."""
+    """Raise ConfigError for an object with an empty state that contains tensors."""
     held = next(_tensors(obj, depth=2), None)
     if held is not None:
         raise ConfigError(
-            f"state[{name!r}].state_dict() gives nothing, but the {type(obj).__qualname__} holds a tensor "
-            f"({held.removeprefix('.')}): nothing of it would be saved. Register it as a persistent buffer or give it "
-            f"in state_dict(); or leave {name!r} out of the state, if it is made anew at every start"
+            f"state[{name!r}].state_dict() is empty, but the {type(obj).__qualname__} holds a tensor "
+            f"({held.removeprefix('.')}), which would not be saved. Register it as a persistent buffer or return it "
+            f"from state_dict(); or leave {name!r} out of the state, if the script recreates it at every start"
         )
 
 
 def _tensors(value: object, *, depth: int) -> Iterator[str]:
-    """Returns the paths of the tensors in the attributes of `value` and of its children."""
+    """Return the paths of the tensors in the attributes of `value` and of its children."""
     if isinstance(value, torch.Tensor):
         yield ""
     elif isinstance(value, torch.nn.Module):

@@ -1,7 +1,8 @@
-"""Decides which classes the values of an entry may have. A checkpoint only names them.
+"""Decides which classes the values of an entry may have. A checkpoint contains only their names.
 
-A class is taken from the live state as it was at the start, else from the modules that this process has loaded. So a
-bucket chooses among classes that are here anyway, and a save refuses a class that a restart would not find.
+A class is looked up first in the live state as it was at the start, then in the modules that this process has loaded.
+So a bucket can only choose among classes that exist here anyway, and a save refuses a class that a restart would not
+find.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from raycheck.errors import ConfigError, StateMismatchError
 
 
 class KnownClasses:
-    """Collects the classes in the live state until `close`.
+    """The classes in the live state, collected until `close`.
 
     learn: encodes the live state, so that `note` is called for each class in it.
     """
@@ -26,11 +27,11 @@ class KnownClasses:
         return bool(self._from_start)
 
     def close(self) -> None:
-        """Stop collecting: a class that comes from now on was not in the state from the start."""
+        """Stop collecting: a class that appears later was not in the state from the start."""
         self._is_open = False
 
     def note(self, kind: type, path: str) -> None:
-        """Collect the class of a value in the live state. Raises ConfigError for one that a restart would not find."""
+        """Add the class of a value in the live state. Raises ConfigError for a class that a restart would not find."""
         name = name_of(kind)
         known = self._from_start.get(name, kind if self._is_open else loaded(name))
         if known is kind:
@@ -45,7 +46,7 @@ class KnownClasses:
         )
 
     def find(self, name: str) -> type:
-        """Returns the class of this name. Raises StateMismatchError when it is not here."""
+        """Return the class of this name. Raises StateMismatchError if it is not here."""
         if self._is_open and name not in self._from_start:
             self._learn()
         kind = self._from_start.get(name) or loaded(name)

@@ -1,8 +1,7 @@
-"""Takes off the wrappers that Accelerate and Ray Train put around optimizers, schedulers and loaders, or refuses them.
+"""Removes the wrappers that Accelerate and Ray Train put around optimizers, schedulers and loaders, or refuses them.
 
-A wrapper is recognised by module and name, without an import of its library. One that is not known is refused, because
-it may have state of its own (a Lookahead's slow weights, a sharded optimizer's master weights) that would silently be
-lost.
+A wrapper is recognized by module and name, without importing its library. An unknown wrapper is refused, because it may
+have its own state (a Lookahead's slow weights, a sharded optimizer's master weights) that would silently be lost.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,13 +17,15 @@ INNER = {
     ("accelerate.scheduler", "AcceleratedScheduler"): "scheduler",
     ("ray.train.torch.train_loop_utils", "_WrappedOptimizer"): "optimizer",
 }
-"""Wrappers without state of their own, and the public attribute that has what they wrap."""
+"""Stateless wrappers, and the public attribute that contains what they wrap."""
 LOADERS = "accelerate.data_loader"
 
 
 def unwrapped(name: str, value: Any) -> Any:
-    """Returns what `value` wraps, or `value` itself. Raises ConfigError, naming entry and class, for a wrapper that
-    cannot be saved."""
+    """Return what `value` wraps, or `value` itself.
+
+    Raises ConfigError, naming entry and class, for a wrapper that cannot be saved.
+    """
     while (inner := INNER.get(_kind(value))) is not None:
         value = getattr(value, inner)
     refuse_engine(f"state[{name!r}]", value)
@@ -32,31 +33,33 @@ def unwrapped(name: str, value: Any) -> Any:
     what = f"state[{name!r}] is a {type(value).__module__}.{type(value).__qualname__}"
     if LOADERS in modules:
         raise ConfigError(
-            f"{what}, whose state does not say which epoch's order it is in. Give raycheck.Batches(dataset, "
-            "global_batch=..., seed=...) instead, take the batches from its loader(epoch), and do not prepare it"
+            f"{what}, whose state does not record which epoch's order it is in. Use raycheck.Batches(dataset, "
+            "global_batch=..., seed=...) instead, get the batches from its loader(epoch), and do not prepare it"
         )
     if any(module == "accelerate" or module.startswith("accelerate.") for module in modules):
         raise ConfigError(
-            f"{what}, a wrapper that raycheck does not know. Give what Accelerate's prepare() was given: the model, "
-            "the optimizer, the scheduler, and accelerator.scaler where there is one"
+            f"{what}, a wrapper that raycheck does not know. Use what you passed to Accelerate's prepare(): the model, "
+            "the optimizer, the scheduler, and accelerator.scaler if there is one"
         )
     if isinstance(value, Optimizer) and not hasattr(value, "_optimizer_state_dict_pre_hooks"):
         raise ConfigError(
-            f"{what}, which is no torch optimizer in itself: it never called torch.optim.Optimizer's __init__. If it "
-            "wraps one and has no state of its own, give the one that it wraps"
+            f"{what}, which is not a torch optimizer itself: it never called torch.optim.Optimizer's __init__. If it "
+            "wraps one and has no state besides, use the one that it wraps"
         )
     return value
 
 
 def check_scalers(state: Mapping[str, object], entries: Iterable[object]) -> None:
-    """Raise ConfigError for an optimizer that steps through a gradient scaler that is no entry of the state: its scale
-    would silently begin anew after each restart."""
+    """Raise ConfigError for an optimizer that steps through a gradient scaler that is not in the state.
+
+    The scale would silently start over after each restart.
+    """
     known = list(entries)
     for name, scaler in _scalers(state):
         if not any(scaler is entry for entry in known):
             raise ConfigError(
-                f"state[{name!r}] steps through a {type(scaler).__qualname__} that is not in the state; add it, with "
-                "Accelerate as accelerator.scaler"
+                f"state[{name!r}] steps through a {type(scaler).__qualname__} that is not in the state; add it (with "
+                "Accelerate, it is accelerator.scaler)"
             )
 
 

@@ -1,8 +1,8 @@
-"""Restores live tensors whose elements share memory, with each other or with another tensor.
+"""Restores live tensors whose elements share memory with each other or with another tensor.
 
-expand(), as_strided() and views make such tensors. They are saved element by element, so that the saved elements of one
-place in memory may differ. Where torch refuses to write all elements of such a tensor, one element per place is
-written. When everything is written, these tensors are read a second time and compared.
+expand(), as_strided() and views create such tensors. They are saved element by element, so two saved elements of the
+same memory address may differ. Where torch refuses to write all elements of such a tensor, one element per address is
+written. After everything is written, these tensors are read a second time and compared.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from raycheck.transfer.stage.local_box import LocalBox
 
 
 def writable(box: LocalBox) -> LocalBox:
-    """Returns the part of a box that can be written: the first element along each dimension that expand() has made."""
+    """Return the part of a box that can be written: only the first element along each dimension made by expand()."""
     local, sizes = box.local, list(box.sizes)
     for dim, (size, stride) in enumerate(zip(local.shape, local.stride(), strict=True)):
         if size > 1 and not stride:
@@ -25,9 +25,9 @@ def writable(box: LocalBox) -> LocalBox:
 
 
 def overlapping(boxes: Sequence[LocalBox]) -> list[LocalBox]:
-    """Returns the boxes that may share memory with themselves or with another box.
+    """Return the boxes that may share memory with themselves or with another box.
 
-    Rows that only interleave count too; this costs a second reading and nothing else.
+    Rows that merely interleave are returned too; this costs a second read and nothing else.
     """
     found = {id(box): box for box in boxes if overlaps_itself(box.local)}
     ends: dict[torch.device, tuple[int, LocalBox]] = {}
@@ -43,7 +43,7 @@ def overlapping(boxes: Sequence[LocalBox]) -> list[LocalBox]:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Returns whether the tensor's elements may share memory, judged by its strides alone."""
+    """Return whether the tensor's elements may share memory, judged by its strides alone."""
     reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -54,7 +54,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def read_again(boxes: Sequence[LocalBox], read: Callable[[Sequence[LocalBox]], int]) -> int:
-    """Compare the boxes, which have all been written, with a second reading. Returns the bytes fetched.
+    """Compare the boxes, which have all been written, with a second read. Return the bytes fetched.
 
     read: fills the boxes it is given, and returns the bytes fetched. Raises StateMismatchError, which names the
     tensors, when memory that they share holds the value of another element.
@@ -65,12 +65,13 @@ def read_again(boxes: Sequence[LocalBox], read: Callable[[Sequence[LocalBox]], i
     if lost:
         raise StateMismatchError(
             f"{', '.join(lost)}: elements share memory here (expand(), as_strided() or a view) and were saved with "
-            "different values. The state is a mixture now; give the tensors memory of their own with clone()"
+            "different values. The state is now partly restored and must not be used; give each tensor its own memory "
+            "with clone()"
         )
     return fetched
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Returns the bytes from the tensor's first element to the end of its last."""
+    """Return the bytes from the tensor's first element to the end of its last."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (reach + 1) * tensor.element_size()

@@ -1,7 +1,7 @@
 """Reads tensors back: ranged GETs at the index's offsets, straight into the live tensors.
 
-It works at any world size: each wanted box is cut from whatever boxes were saved. Every 4 MiB sub-block is checked,
-also by partial reads. Nothing is unpickled.
+It works at any world size: each wanted box is assembled from whatever boxes were saved. Every 4 MiB sub-block is
+verified, even when only part of an object is read. Nothing is unpickled.
 """
 
 import math
@@ -28,12 +28,12 @@ REQUESTS_IN_FLIGHT = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
-    """Describes a copy from a saved chunk into a live box.
+    """A copy from a saved box (`chunk`) into a live box.
 
-    start, stop: the bytes of the chunk's payload to fetch, in whole sub-blocks.
-    first, sizes, strides: the elements of the chunk that are copied; `first` counts from the chunk's first element.
-    target_low: where they go in the box, as the offset of their corner.
-    A copy that is one run of bytes on both sides has one dimension.
+    start, stop: the bytes of the saved box's payload to fetch, in whole sub-blocks.
+    first, sizes, strides: the elements to copy; `first` counts from the first element of the saved box.
+    target_low: the offset in the live box at which they are written.
+    A copy that is contiguous on both sides has one dimension.
     """
 
     tensor: Tensor
@@ -49,7 +49,7 @@ class Read:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Describes one ranged GET of an object, bytes start..stop, and the reads that it serves in order."""
+    """One ranged GET of an object, bytes start..stop, and the reads that it serves, in order."""
 
     key: str
     start: int
@@ -66,12 +66,12 @@ def read_into(
     request_bytes: int = REQUEST_BYTES,
     written: WrittenBytes | None = None,
 ) -> int:
-    """Fill the live tensors of `boxes` from the shards that the index names. Returns the bytes fetched.
+    """Fill the live tensors of `boxes` from the shards that the index names. Return the bytes fetched.
 
-    prefixes: component to the prefix of its directory. request_bytes: the most that one request fetches, a multiple of
-    the sub-block. written: counts the bytes written into each box. Raises DamagedError, which names rank, component,
-    tensor and sub-block, and NotFoundError for a missing object. After an error the tensors hold a mixture and must not
-    be used.
+    prefixes: maps each component to the prefix of its directory. request_bytes: the most that one request fetches, a
+    multiple of the sub-block. written: counts the bytes written into each box. Raises DamagedError, which names rank,
+    component, tensor and sub-block, and NotFoundError for a missing object. After an error the tensors are partly
+    restored and must not be used.
     """
     requests = list(_requests(prefixes, _reads(index, boxes, request_bytes), request_bytes))
     with ThreadPoolExecutor(REQUESTS_IN_FLIGHT, thread_name_prefix="raycheck-read") as pool:
@@ -82,7 +82,7 @@ def read_into(
 
 
 def _reads(index: Index, boxes: Sequence[LocalBox], request_bytes: int) -> Iterator[Read]:
-    """Yields the copies that fill all boxes. Raises CorruptError for a box that the index does not cover."""
+    """Yield the copies that fill all boxes. Raises CorruptError for a box that the index does not cover."""
     numbers = {tensor.name: number for number, tensor in enumerate(index.tensors)}
     for box in boxes:
         number = numbers[box.name]
@@ -97,8 +97,8 @@ def _reads(index: Index, boxes: Sequence[LocalBox], request_bytes: int) -> Itera
 
 
 def _shared_part(chunk: Chunk, box: LocalBox) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the offsets and sizes of what a saved chunk and a box have in common. A size is 0 or less if nothing."""
-    if (chunk.offsets, chunk.sizes) == (box.offsets, box.sizes):  # so it is for nearly all at the same world size
+    """Return the offsets and sizes of the overlap of a saved box and a live box. A size is 0 or less if none."""
+    if (chunk.offsets, chunk.sizes) == (box.offsets, box.sizes):  # true of nearly all boxes at the same world size
         return box.offsets, box.sizes
     low = tuple(map(max, chunk.offsets, box.offsets))
     high = (min(a + n, b + m) for a, n, b, m in zip(chunk.offsets, chunk.sizes, box.offsets, box.sizes, strict=True))
@@ -108,19 +108,19 @@ def _shared_part(chunk: Chunk, box: LocalBox) -> tuple[tuple[int, ...], tuple[in
 def _reads_of_box(  # noqa: PLR0917
     tensor: Tensor, chunk: Chunk, box: LocalBox, low: tuple[int, ...], sizes: tuple[int, ...], request_bytes: int
 ) -> Iterator[Read]:
-    """Yields the copies from one chunk into one box.
+    """Yield the copies from one saved box into one live box.
 
-    They are cut at sub-blocks where both sides are one run of bytes, else at rows. low, sizes: the part of the tensor
-    that both have.
+    They are cut at sub-blocks where both sides are contiguous, otherwise at rows. low, sizes: the overlap of the two
+    boxes in the tensor.
     """
     inside = tuple(a - b for a, b in zip(low, chunk.offsets, strict=True))
     target = tuple(a - b for a, b in zip(low, box.offsets, strict=True))
     item = _saved_dtype(box).itemsize
     if chunk.payload_size != math.prod(chunk.sizes) * item or len(chunk.crcs) != -(-chunk.payload_size // SUB_BLOCK):
-        raise CorruptError(f"{tensor.name}: a chunk of {chunk.sizes} has {chunk.payload_size} bytes")
+        raise CorruptError(f"{tensor.name}: a saved box of {chunk.sizes} has {chunk.payload_size} bytes")
 
     def read(first: int, end: int, extent: tuple[int, ...], into: tuple[int, ...], strides: tuple[int, ...]) -> Read:
-        """first, end: from which of the chunk's elements on, and up to which."""
+        """first, end: the range of elements of the saved box."""
         return Read(
             tensor=tensor,
             chunk=chunk,
@@ -152,7 +152,7 @@ def _reads_of_box(  # noqa: PLR0917
 
 
 def _requests(prefixes: dict[str, str], reads: Iterator[Read], request_bytes: int) -> Iterator[Request]:
-    """Yields the requests by object and offset. Reads that lie close to each other share one request."""
+    """Yield the requests by object and offset. Reads that are close to each other share one request."""
     by_key: dict[str, list[Read]] = {}
     for read in reads:
         key = prefixes[read.chunk.component] + shard_file(read.chunk.rank)
@@ -186,9 +186,9 @@ def _stop_in_object(read: Read) -> int:
 
 
 def _serve(store: RangeReader, request: Request) -> list[tuple[LocalBox, int]]:
-    """Fetch a request and copy it into the boxes. Returns how many bytes of each box were written.
+    """Fetch a request and copy it into the boxes. Return how many bytes of each box were written.
 
-    Bytes that do not match are fetched again before they count as damaged: they may have been changed on their way.
+    Bytes that fail the check are fetched again before they count as damaged: they may have been corrupted in transit.
     """
     for attempt in range(1, READS + 1):
         counts = []
@@ -207,22 +207,22 @@ def _serve(store: RangeReader, request: Request) -> list[tuple[LocalBox, int]]:
                 raise
         else:
             return counts
-    raise AssertionError("the last reading returns or raises")
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _verify(payload: memoryview, read: Read) -> None:
-    """Raise DamagedError for a sub-block with another checksum than the index has."""
+    """Raise DamagedError for a sub-block whose checksum is not the one in the index."""
     first = read.start // SUB_BLOCK
     for number, at in enumerate(range(0, len(payload), SUB_BLOCK), first):
         if crc32(payload[at : at + SUB_BLOCK]) != read.chunk.crcs[number]:
             raise DamagedError(
                 f"shard of rank {read.chunk.rank}, component {read.chunk.component}: tensor {read.tensor.name}, "
-                f"sub-block {number} has another checksum than the index says"
+                f"sub-block {number} does not match its checksum in the index"
             )
 
 
 def _damaged(request: Request, error: CorruptError) -> DamagedError:
-    """Returns the error to raise. It names the tensors of an object that ends before they do."""
+    """Return the error to raise. If an object ends too early, the error names the tensors that are missing from it."""
     if isinstance(error, DamagedError):
         return error
     chunk, names = request.reads[0].chunk, dict.fromkeys(read.tensor.name for read in request.reads)
@@ -232,12 +232,12 @@ def _damaged(request: Request, error: CorruptError) -> DamagedError:
 
 
 def _place(payload: memoryview, read: Read) -> int:
-    """Copy the wanted elements out of whole sub-blocks into the live tensor. Returns how many bytes were written."""
+    """Copy the wanted elements from whole sub-blocks into the live tensor. Return how many bytes were written."""
     local, dtype = read.box.local.detach(), _saved_dtype(read.box)
     item = dtype.itemsize
     skip = read.first - read.start // item
     if len(read.sizes) == 1 and dtype == local.dtype and _is_plain(local):
-        # One run of bytes on both sides is copied straight from what was received.
+        # Contiguous on both sides: copied straight from the received bytes.
         low, count = read.target_low[0] * item, read.sizes[0] * item
         target = as_bytes(local).numpy()[low : low + count]
         np.copyto(target, np.frombuffer(payload, np.uint8)[skip * item :][:count])
@@ -256,5 +256,5 @@ def _saved_dtype(box: LocalBox) -> torch.dtype:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether the tensor's memory is on this host and holds exactly its bytes, one after the other."""
+    """Return whether the tensor's memory is on this host, contiguous, and holds exactly its bytes."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

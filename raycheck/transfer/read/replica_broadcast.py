@@ -1,7 +1,7 @@
 """Reads replicas once for the whole group, and broadcasts them to the other ranks.
 
-All ranks of a DDP job want the same bytes, and not every rank should ask the bucket for them. This needs a torch
-process group of exactly these ranks; without one each rank reads all it wants.
+All ranks of a DDP job need the same bytes, and not every rank should fetch them from the bucket. This needs a torch
+process group of exactly these ranks; without one, each rank reads everything it needs.
 """
 
 import hashlib
@@ -31,11 +31,11 @@ def read_and_broadcast(
     *,
     written: WrittenBytes,
 ) -> int:
-    """Fill the live tensors of `boxes` by `read`; boxes that all ranks want are read by one rank. A collective.
+    """Fill the live tensors of `boxes` with `read`. A box that all ranks need is read by one rank. A collective.
 
     read: fills the boxes it is given, and returns the bytes fetched. written: counts the bytes that other ranks sent.
-    Returns the bytes that this rank fetched. Raises what `read` raised on this rank, else on the lowest rank that
-    failed.
+    Return the bytes that this rank fetched. Raises what `read` raised on this rank, otherwise what it raised on the
+    lowest rank that failed.
     """
     if not _has_group(world_size):
         return read(boxes)
@@ -50,7 +50,7 @@ def read_and_broadcast(
         fetched = read([box for box in boxes if reader_of.get(_key_of(box), rank) == rank])
     except RaycheckError as error:
         failure = error
-    except Exception as error:  # noqa: BLE001  the others must not wait for this rank
+    except Exception as error:  # noqa: BLE001  the other ranks must not wait for this one
         failure = StoreError(f"rank {rank} could not read its share: {type(error).__name__}: {error}")
     _gathered((None, failure), world_size)
     ordered = sorted((reader, key) for key, reader in reader_of.items())
@@ -64,7 +64,7 @@ def read_and_broadcast(
 
 @contextmanager
 def errors_on_all_ranks(world_size: int) -> Iterator[None]:
-    """Raise an error of the block on all ranks. The others wait in `read_and_broadcast`, which raises it there."""
+    """Raise an error of the block on all ranks: the other ranks wait in `read_and_broadcast`, which raises it."""
     try:
         yield
     except Exception as error:
@@ -76,20 +76,23 @@ def errors_on_all_ranks(world_size: int) -> Iterator[None]:
 
 
 def _has_group(world_size: int) -> bool:
-    """Returns whether there is a process group of this many ranks. All of its ranks get an equal answer."""
+    """Return whether there is a process group of this many ranks. All of its ranks get the same answer."""
     return world_size > 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size
 
 
 def _gather(item: Any, world_size: int) -> list[Any]:
-    """Returns the items of all ranks, in their order. Every rank must call it."""
+    """Return the items of all ranks, in rank order. Every rank must call it."""
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, item)
     return gathered
 
 
 def _gathered(item: tuple[bytes | None, RaycheckError | None], world_size: int) -> list[bytes | None]:
-    """Gather pairs of a digest and an error, and return the digests. Raises this rank's error, else that of the lowest
-    rank that has one, with its name. What is said of a damaged checkpoint names the object."""
+    """Gather pairs of a digest and an error, and return the digests.
+
+    Raises this rank's error, otherwise the error of the lowest rank that has one, prefixed with that rank. The error of
+    a damaged checkpoint gets no prefix, since it names the object.
+    """
     pairs = _gather(item, world_size)
     if item[1] is not None:
         raise item[1]
@@ -101,7 +104,7 @@ def _gathered(item: tuple[bytes | None, RaycheckError | None], world_size: int) 
 
 
 def _can_send(boxes: Sequence[LocalBox]) -> bool:
-    """Returns whether the process group can broadcast from the devices of these boxes."""
+    """Return whether the process group can broadcast from the devices of these boxes."""
     devices = {part.partition(":")[0] for part in dist.get_backend_config().split(",")}
     return {box.local.device.type for box in boxes} <= devices
 
@@ -111,7 +114,7 @@ def _key_of(box: LocalBox) -> BoxKey:
 
 
 def _readers(sizes: dict[BoxKey, int], world_size: int) -> dict[BoxKey, int]:
-    """Choose which rank reads which box, so that all read about as many bytes."""
+    """Choose which rank reads which box, so that all ranks read about as many bytes."""
     load = [0] * world_size
     readers = {}
     for key, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
@@ -122,7 +125,7 @@ def _readers(sizes: dict[BoxKey, int], world_size: int) -> dict[BoxKey, int]:
 
 
 def _buckets(boxes: Sequence[LocalBox]) -> Iterator[list[LocalBox]]:
-    """Group boxes for one broadcast each: small ones of one device together, a large one by itself."""
+    """Group boxes, each group for one broadcast: small boxes of one device together, a large box alone."""
     bucket: list[LocalBox] = []
     size = 0
     for box in sorted(boxes, key=lambda box: str(box.local.device.type)):
@@ -138,7 +141,7 @@ def _buckets(boxes: Sequence[LocalBox]) -> Iterator[list[LocalBox]]:
 
 @torch.no_grad()
 def _broadcast(bucket: Sequence[LocalBox], reader: int, rank: int) -> None:
-    """Send the boxes of a bucket from the rank that has read them to all others. A collective."""
+    """Send the boxes of a bucket from the rank that read them to all others. A collective."""
     locals_ = [box.local for box in bucket]
     if len(locals_) == 1 and locals_[0].is_contiguous():
         dist.broadcast(as_bytes(locals_[0]), src=reader)  # as bytes: gloo does not know every dtype

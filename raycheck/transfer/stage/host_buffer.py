@@ -1,8 +1,8 @@
 """Claims host memory for a rank's shard up front, and faults it in while training runs.
 
-The first touch of a page costs ten times the copy into it. So a thread touches all pages before the first save. For
-copies from an accelerator the memory is page-locked instead, which touches the pages too. Never more memory is claimed
-than is left (memory_claims.py). Memory that another process is to upload from is shared with it.
+The first touch of a page costs ten times as much as copying into it. So a thread touches all pages before the first
+save. For copies from an accelerator the memory is page-locked instead, which touches the pages too. No more memory is
+claimed than is left (memory_claims.py). If another process is to do the upload, the memory is shared with it.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from raycheck.transfer.stage.shared_memory import MemoryPlace, SharedMemory
 
 _WIPE_ON_FORK, _POPULATE_WRITE = 18, 23
 _STRIDE = 4 * 1024 * 1024
-"""Bytes faulted in at a time; other threads that map memory have to wait for it."""
+"""Bytes faulted in at a time; other threads that map memory wait meanwhile."""
 
 
 class HostBuffer:
-    """Holds zeroed host memory as one flat uint8 tensor.
+    """Zeroed host memory as one flat uint8 tensor.
 
-    pinned: page-lock it, for copies from an accelerator. shared: let other processes of the node map it, where the
-    system and the accelerator can; `place` says where they find it, None when they cannot. patience_s: see MemoryClaim.
-    Raises ConfigError when the host does not have that much left, or refuses it.
+    pinned: page-lock it, for copies from an accelerator. shared: let other processes of the node map it, if the system
+    and the accelerator support that; `place` is where they find it, or None when they cannot. patience_s: see
+    MemoryClaim. Raises ConfigError when the host does not have that much memory left, or refuses it.
     """
 
     def __init__(self, size_bytes: int, *, pinned: bool, shared: bool = False, patience_s: float = 0.0) -> None:
@@ -46,7 +46,7 @@ class HostBuffer:
                 self.tensor = _page_locked(pages) if pinned else torch.frombuffer(pages, dtype=torch.uint8)
                 self.place = memory.place
             except (OSError, RuntimeError) as error:  # CUDA's is a RuntimeError
-                text = "staged copies cannot be shared with the node's actor, so this rank uploads: %s"
+                text = "the node's actor cannot map this rank's staged copies, so this rank uploads them itself: %s"
                 logging.getLogger("raycheck").warning(text, error)
         try:
             if self.place is None and pinned:
@@ -65,16 +65,16 @@ class HostBuffer:
 
     @property
     def size_bytes(self) -> int:
-        """Returns the size of the buffer in bytes."""
+        """Return the size of the buffer in bytes."""
         return self.tensor.numel()
 
     def fault_in(self) -> None:
-        """Begin to touch all pages in a thread. Call it once, before anything is written."""
+        """Start a thread that touches all pages. Call it once, before anything is written."""
         if self._thread is not None:
             self._thread.start()
 
     def stop_faulting_in(self) -> None:
-        """Stop the thread, so that nobody but the caller writes from now on. Call it before the first write.
+        """Stop the thread, so that only the caller writes from now on. Call it before the first write.
 
         Pages that were not touched by then are faulted in by the caller's writes.
         """
@@ -84,7 +84,7 @@ class HostBuffer:
         self._thread = None
 
     def touched(self) -> None:
-        """Take that all pages were written to, so that they show in what the node has left."""
+        """End the memory claim: all pages were written to, so the node's free memory already reflects them."""
         self._claim.end()
 
     def _fault_in(self, pages: mmap.mmap | memoryview) -> None:
@@ -102,17 +102,17 @@ class HostBuffer:
 
 
 def private_pages(size_bytes: int) -> mmap.mmap:
-    """Returns memory of this process alone. Raises OSError when the system refuses it."""
+    """Return memory that only this process uses. Raises OSError when the system refuses it."""
     pages = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
-        # Else every page would be faulted in again, and doubled, after a data loader has forked its workers.
+        # Otherwise every page would be faulted in again, and copied, after a data loader has forked its workers.
         with contextlib.suppress(OSError):  # an older kernel
             pages.madvise(_WIPE_ON_FORK)
     return pages
 
 
 def _page_locked(pages: memoryview) -> torch.Tensor:
-    """Returns shared memory as a tensor that CUDA copies into as into its own page-locked memory.
+    """Return shared memory as a tensor into which CUDA copies as fast as into page-locked memory of its own.
 
     Raises RuntimeError when CUDA refuses to lock it.
     """
@@ -122,7 +122,7 @@ def _page_locked(pages: memoryview) -> torch.Tensor:
     try:
         torch.cuda.check_error(int(cudart.cudaHostRegister(at, tensor.numel(), 1)))  # 1: for all of the node's devices
     except RuntimeError:
-        with contextlib.suppress(RuntimeError):  # CUDA remembers the refusal, and the training's next kernel raised it
+        with contextlib.suppress(RuntimeError):  # CUDA keeps the error: the next kernel would raise it
             torch.ones(1, device="cuda")
         raise
     weakref.finalize(tensor, cudart.cudaHostUnregister, at)
@@ -130,7 +130,7 @@ def _page_locked(pages: memoryview) -> torch.Tensor:
 
 
 def _populate() -> "ctypes._NamedFuncPointer | None":
-    """Returns madvise, which ctypes calls without the GIL; None where the system has none."""
+    """Return madvise, which ctypes calls without the GIL, or None if the system does not have it."""
     if sys.platform != "linux":
         return None
     try:

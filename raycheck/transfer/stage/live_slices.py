@@ -1,9 +1,9 @@
-"""Copies a shard from the live tensors slice by slice, where the host has no memory for a copy of all of it.
+"""Copies a shard from the live tensors slice by slice, if the host has no memory for a copy of all of it.
 
-A slice is copied when the upload asks for its next part, so no more of the shard is in memory than the parts on their
-way. The tensors must not change until the last slice is copied: training waits for that. It also goes on when the
-upload has failed or its time is over. From then on nothing is copied any more, since training changes the tensors: a
-later slice would be of another step, and its checksum would prove it right.
+A slice is copied when the upload asks for its next part, so only the parts in flight are in memory. The tensors must
+not change until the last slice is copied: training waits for that. Training also resumes when the upload has failed or
+has exceeded its time. After that nothing more is copied, since training changes the tensors: a later slice would belong
+to another step, and its checksum would still be valid.
 """
 
 import threading
@@ -22,19 +22,20 @@ from raycheck.transfer.stage.local_box import as_bytes
 from raycheck.transfer.stage.shard import Slot
 
 PIECE_BYTES = 1024 * 1024
-"""The most that is copied twice at a time: malloc keeps the memory of larger copies, and gives it to nobody else."""
+"""The most that is copied twice at a time: malloc keeps the memory of larger copies to itself."""
 
 
 def slices_bytes(size_bytes: int) -> int:
-    """Returns how much host memory the slices of a shard of this size take at most, in bytes.
+    """Return the most host memory, in bytes, that the slices of a shard of this size take.
 
-    It counts the parts on their way, one that is being made, and as much again: some clients copy a part to send it.
+    This counts the parts in flight, the one being filled, and the same amount again, since some clients copy a part to
+    send it.
     """
     return max(2 * (sizes.in_flight + 1) * sizes.part_bytes_of(size_bytes) for sizes in PART_SIZES.values())
 
 
 class LiveSlices:
-    """Copies parts of one shard from the live tensors, until they are all copied or were let go."""
+    """Copies parts of one shard from the live tensors, until all are copied or `let_go` is called."""
 
     def __init__(
         self,
@@ -44,8 +45,8 @@ class LiveSlices:
         rest: bytes,
         streams: Mapping[torch.device, torch.Stream],
     ) -> None:
-        """sources: the live tensor of each slot. rest: what follows the last slot. streams: for each accelerator among
-        the tensors' devices, a stream that begins after what training has enqueued there."""
+        """sources: the live tensor of each slot. rest: the bytes after the last slot. streams: for each accelerator
+        among the tensors' devices, a stream that begins after what training has enqueued there."""
         self._slots = slots
         self._starts = [slot.start for slot in slots]
         self._sources = sources
@@ -62,31 +63,31 @@ class LiveSlices:
 
     @property
     def copied_at(self) -> float:
-        """Returns when all tensors were copied, by time.monotonic. Only after that."""
-        assert self._copied_at is not None, "not all parts were made"
+        """Return when the last tensor was copied, by time.monotonic. Valid only after that."""
+        assert self._copied_at is not None, "not all parts were copied"
         return self._copied_at
 
     def wait(self, deadline: float) -> None:
-        """Wait until all tensors are copied or were let go, until `deadline` (of time.monotonic) at most."""
+        """Wait until all tensors are copied or `let_go` is called, at most until `deadline` (of time.monotonic)."""
         self._is_over.wait(max(0.0, deadline - time.monotonic()))
 
     def let_go(self) -> None:
-        """Have nothing copied from now on, so that the tensors may change. A slice that is being copied comes first."""
+        """Stop copying, so that the tensors may change. Waits for a slice that is being copied."""
         with self._lock:
             self._is_let_go = self._copied_at is None
             self._sources = ()
             self._is_over.set()
 
     def part(self, start: int, stop: int) -> memoryview:
-        """Returns the bytes start..stop of the shard in memory of their own, with zeros for the tails of records.
+        """Return the bytes start..stop of the shard in newly allocated memory, with zeros for the tails of records.
 
-        Raises SaveFailedError once the tensors were let go before all of them were copied.
+        Raises SaveFailedError if `let_go` was called before all tensors were copied.
         """
         part = _memory(stop - start, pinned=bool(self._streams))
         view = memoryview(cast("Any", part.numpy()))
         with self._lock:
             if self._is_let_go:
-                raise SaveFailedError("training has gone on before the last slice of this shard was copied")
+                raise SaveFailedError("training resumed before the last slice of this shard was copied")
             for number in range(max(0, bisect_right(self._starts, start) - 1), bisect_right(self._starts, stop)):
                 slot = self._slots[number]
                 _write(view, start, slot.torch_record.head, at=slot.start)
@@ -104,7 +105,7 @@ class LiveSlices:
         return view
 
     def _copy(self, into: torch.Tensor, source: torch.Tensor, start: int) -> None:
-        """Copy bytes of a tensor, from byte `start` on. From a device they have arrived once its stream has."""
+        """Copy bytes of a tensor, beginning at byte `start`. A copy from a device is complete once its stream is."""
         stream = self._streams.get(source.device)
         with torch.no_grad(), nullcontext() if stream is None else stream:
             at = 0
@@ -114,9 +115,9 @@ class LiveSlices:
 
 
 def pieces_of(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """Yields the bytes start..stop of a tensor's elements in their order, as flat uint8 tensors.
+    """Yield the bytes start..stop of a tensor's elements in order, as flat uint8 tensors.
 
-    What does not lie in that order in memory is copied, at most PIECE_BYTES at a time.
+    Elements that are not in that order in memory are copied, at most PIECE_BYTES at a time.
     """
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         yield as_bytes(tensor)[start:stop]
@@ -139,9 +140,9 @@ def pieces_of(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Ten
 
 
 def _memory(size_bytes: int, *, pinned: bool) -> torch.Tensor:
-    """Returns zeroed memory. Without page-locking it goes back to the system with the last view of it.
+    """Return zeroed memory. If it is not page-locked, the system gets it back when the last view of it is gone.
 
-    malloc would keep what it gets back, and torch keeps page-locked memory for the next part.
+    malloc would keep freed memory, and torch keeps page-locked memory for the next part.
     """
     if pinned:
         return torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
@@ -149,7 +150,9 @@ def _memory(size_bytes: int, *, pinned: bool) -> torch.Tensor:
 
 
 def _write(view: memoryview, start: int, data: bytes, *, at: int) -> None:
-    """Write those of the bytes `data`, which lie at `at` in the shard, that lie in its part `view` from `start` on."""
+    """Write `data`, which begins at `at` in the shard, into `view`, the part of the shard that begins at `start`, as
+    far as they overlap.
+    """
     low, high = max(start, at), min(start + len(view), at + len(data))
     if low < high:
         view[low - start : high - start] = data[low - at : high - at]

@@ -1,8 +1,8 @@
 """Describes the box of one tensor that this rank holds, whether the tensor is plain, replicated by DDP, or a DTensor.
 
-A DTensor on a mesh of all ranks knows which rank holds which of its boxes. Plain tensors, and DTensors on some of the
-ranks, may be on several ranks without knowing it. The ranks agree who writes those (replica_agreement.py). Whatever
-several ranks may hold is compared at every save (replica_digests.py).
+A DTensor on a mesh of all ranks records which rank holds which of its boxes. Plain tensors, and DTensors on some of the
+ranks, may be on several ranks without recording it. The ranks agree on who writes those (replica_agreement.py).
+Whatever several ranks may hold is compared at every save (replica_digests.py).
 """
 
 import math
@@ -23,7 +23,7 @@ Place = tuple[str, tuple[str | int, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalBox:
-    """Describes this rank's box of a tensor. local: the live tensor of the box.
+    """This rank's box of a tensor. local: the live tensor of the box.
 
     name, path: of the tensor in the state. shape: of the whole tensor. offsets, sizes: of the box in it, in elements.
     aliases: further names of the same memory (tied weights), which is stored once.
@@ -51,24 +51,24 @@ class LocalBox:
 
     @property
     def dtype(self) -> str:
-        """Returns the dtype as the index names it, such as "float32"."""
+        """Return the dtype as the index names it, such as "float32"."""
         return str(self.local.dtype).removeprefix("torch.")
 
     @property
     def size_bytes(self) -> int:
-        """Returns the size of the box in bytes."""
+        """Return the size of the box in bytes."""
         return math.prod(self.sizes) * self.local.element_size()
 
     @property
     def box_name(self) -> str:
-        """Returns a name of this box of this tensor, which is equal on all ranks."""
+        """Return a name of this box of this tensor, which is equal on all ranks."""
         return f"{self.name}@{','.join(map(str, self.offsets))}"
 
     @property
     def is_held(self) -> bool:
-        """Returns whether this rank has something to write.
+        """Return whether this rank has something to write.
 
-        It has not for a further replica, nor for the empty end of an uneven shard.
+        It does not for a further replica, nor for the empty end of an uneven shard.
         """
         return self.is_first_replica and (0 not in self.sizes or 0 in self.shape)
 
@@ -76,10 +76,10 @@ class LocalBox:
 def box_of(
     name: str, path: tuple[str | int, ...], tensor: torch.Tensor, *, may_spread: bool, world_size: int = 1
 ) -> LocalBox:
-    """Returns this rank's box of `tensor`, which shares the tensor's memory.
+    """Return this rank's box of `tensor`, which shares the tensor's memory.
 
-    Raises ConfigError, which names the tensor, for one that is cut into several boxes on this rank, and for a plain one
-    that describes itself as a part of another.
+    Raises ConfigError, which names the tensor, for a tensor that is cut into several boxes on this rank, and for a
+    plain tensor that describes itself as a part of a larger one.
     """
     refuse_part_of_another(name, tensor)
     tensor = tensor.detach()
@@ -101,12 +101,12 @@ def box_of(
     if odd is not None:
         raise ConfigError(
             f"state at {name} is a DTensor placed as {tensor.placements}: {odd!r} cannot be saved, since a rank's part "
-            "is not one box of the tensor. Redistribute it before it is given to the state: "
+            "is not one box of the tensor. Redistribute it before you give it to the state: "
             "tensor.redistribute(placements=[...]) with Shard and Replicate"
         )
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     local, mesh = tensor.to_local(), tensor.device_mesh
-    coordinate = mesh.get_coordinate()  # None on a rank outside the mesh, which holds nothing of it
+    coordinate = mesh.get_coordinate()  # None on a rank outside the mesh, which has no part of the tensor
     replicated = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
     is_unique = mesh.size() == world_size
     return LocalBox(
@@ -124,9 +124,9 @@ def box_of(
 
 
 def _placement_of_several_boxes(tensor: DTensor) -> Placement | None:
-    """Returns the placement that does not leave one box to each rank; None when all of them together do.
+    """Return the placement that does not leave exactly one box on each rank, or None if all of them together do.
 
-    _StridedShard(dim, split_factor=n) deals out each of n pieces of the dimension, so a rank has one box only where the
+    _StridedShard(dim, split_factor=n) distributes each of n pieces of the dimension, so a rank has one box only if the
     placements to its right cut the dimension into these n pieces, as FSDP2 over tensor parallelism does.
     """
     pieces: dict[int, int] = {}
@@ -143,25 +143,25 @@ def _placement_of_several_boxes(tensor: DTensor) -> Placement | None:
 
 
 _PART = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-"""The attributes by which a plain tensor tells torch 2.14's DCP which part of a larger tensor it is
+"""The attributes that tell torch 2.14's DCP which part of a larger tensor a plain tensor is
 (torch.distributed.checkpoint.CheckpointableTensor)."""
 
 
 def refuse_part_of_another(name: str, tensor: torch.Tensor) -> None:
     """Raise ConfigError for a plain tensor that describes itself as a part of a larger one.
 
-    It would be taken for a replica, of which one rank's is kept for all.
+    It would be mistaken for a replica, and only one rank's part would be saved.
     """
     if all(hasattr(tensor, attribute) for attribute in _PART):
         raise ConfigError(
             f"state at {name} is a plain tensor that describes its own shard of {list(tensor.global_shape)} (a "  # type: ignore[attr-defined]
-            "CheckpointableTensor of torch.distributed.checkpoint), which is not saved yet: it would be taken for a "
-            "replica. Give it as a DTensor: DTensor.from_local(tensor, mesh, [Shard(dim)])"
+            "CheckpointableTensor of torch.distributed.checkpoint), which raycheck cannot save yet: it would be "
+            "mistaken for a replica. Pass it as a DTensor: DTensor.from_local(tensor, mesh, [Shard(dim)])"
         )
 
 
 def merge_tied(boxes: Iterable[LocalBox]) -> list[LocalBox]:
-    """Merge boxes of the same memory into one under the first one's name, and keep the other names as its aliases."""
+    """Merge boxes of the same memory into one under the first name, and keep the other names as its aliases."""
     first: dict[tuple[object, ...], LocalBox] = {}
     for box in boxes:
         key = memory_key(box)
@@ -171,10 +171,10 @@ def merge_tied(boxes: Iterable[LocalBox]) -> list[LocalBox]:
 
 
 def memory_key(box: LocalBox) -> tuple[object, ...]:
-    """Returns a key that is equal for boxes which are the same box of the same memory.
+    """Return a key that is equal for two boxes exactly when they are the same box of the same memory.
 
-    Boxes without elements, and those on the meta device, have no address. They are told apart by their storage, so that
-    a rank without rows of a tied weight judges as the others do.
+    Boxes without elements and boxes on the meta device have no address. Their storage identifies them, so that a rank
+    without rows of a tied weight comes to the same result as the others.
     """
     local = box.local
     address = local.data_ptr() or (local.untyped_storage()._cdata, local.storage_offset())  # noqa: SLF001
@@ -182,12 +182,12 @@ def memory_key(box: LocalBox) -> tuple[object, ...]:
 
 
 def strides_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the strides of a contiguous tensor of these sizes, in elements."""
+    """Return the strides of a contiguous tensor of these sizes, in elements."""
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a contiguous tensor as a flat uint8 tensor on the same memory.
+    """Return the bytes of a contiguous tensor as a flat uint8 tensor on the same memory.
 
     view(-1) alone would keep the stride of a single element. That may be 0, as in an expanded tensor, and torch refuses
     to view such a tensor as bytes.
@@ -196,12 +196,14 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a tensor's elements in their order, of a copy where they do not lie so."""
+    """Return the bytes of a tensor's elements in order, from a copy if they are not in that order in memory."""
     return as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
 def without_memory(box: LocalBox) -> LocalBox:
-    """Returns the box with an empty meta tensor in place of its memory, which keeping it does not keep alive."""
+    """Return the box with an empty meta tensor as its local tensor, so that keeping the box does not keep its memory
+    alive.
+    """
     return replace(box, local=_nothing_of(box.local.dtype))
 
 
@@ -211,9 +213,9 @@ def _nothing_of(dtype: torch.dtype) -> torch.Tensor:
 
 
 def boxes_to_write(boxes: Iterable[LocalBox], *, rank: int, writers: Mapping[str, int]) -> list[LocalBox]:
-    """Returns the boxes that this rank writes.
+    """Return the boxes that this rank writes.
 
-    writers: the agreed writer, by the box's name. A box that is missing in it is new since the agreement: every holder
+    writers: the agreed writer, by the box's name. A box that is missing there is newer than the agreement: every holder
     writes it, and the commit keeps the first.
     """
     return [box for box in boxes if box.is_held and (box.is_unique or writers.get(box.box_name, rank) == rank)]

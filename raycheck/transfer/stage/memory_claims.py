@@ -1,15 +1,15 @@
-"""Knows how much memory is left for buffers, and claims it so that ranks of a node do not take more than there is.
+"""Measures how much memory is left for buffers, and claims it, so that the ranks of a node do not take more than there
+is.
 
 The system counts memory as available until it is touched, and buffers are touched some time after they are allocated.
-Ranks of one node allocate theirs at the same step: each would see all that is available, and together they would take
-more, until the system kills one of them. So what is claimed and not touched yet is seen by the other processes of the
-user in the container. A claim is a lock on a range of an empty file: the kernel gives it up when its process ends,
-however that ends, and forks do not inherit it. Without such locks (on other systems than Linux) each process sees its
-own claims alone.
+The ranks of one node allocate theirs at the same step: each would see everything that is available, and together they
+would take more than that, until the system kills one of them. So memory that is claimed and not yet touched is visible
+to the user's other processes in the container. A claim is a lock on a range of an empty file: the kernel releases it
+when its process ends, however it ends, and forks do not inherit it. Without such locks (on systems other than Linux)
+each process sees only its own claims.
 
-A share of what is left for each rank of the node would not do. Ranks need unequal amounts, and those that come later
-would get a share of what the first ones left. Other runs, and the actor that holds memory checkpoints, are none of
-these ranks.
+An equal share for each rank of the node would not work. Ranks need unequal amounts, and later ranks would get a share
+of what the earlier ones left. Other runs, and the actor that keeps memory checkpoints, are not among these ranks.
 """
 
 import errno
@@ -32,25 +32,25 @@ if sys.platform == "linux":
     import fcntl
 
 PATIENCE_S = 30.0
-"""How long a rank that starts waits for others that are just touching what they have claimed: until the claim is over,
-that may count twice."""
+"""How long a starting rank waits for others that are touching the memory they have claimed: until their claims end,
+that memory may be counted twice."""
 _LOOK_EVERY_S = 0.05
 _GUARD_S = 2.0
-"""How long a process waits for another that claims now, which takes a millisecond: it may have been stopped."""
+"""How long a process waits for another that is claiming, which takes a millisecond unless it was stopped (SIGSTOP)."""
 _UNIT = 1024
 _RANGE = 1 << 40
-"""The places of a claim in the file are multiples of this, and each of its bytes stands for 1 KiB."""
+"""Each claim begins at a multiple of this in the file, and each byte of it stands for 1 KiB."""
 _FLOCK = "@hhqqi"
 """Linux's struct flock."""
 _Names = tuple[str, str, tuple[str, ...]]
 
 
 class MemoryClaim:
-    """Claims memory that is about to be allocated.
+    """A claim on memory that is about to be allocated.
 
-    size_bytes: how much. patience_s: how many seconds to wait, at most, where only other claims are in the way. Raises
-    ConfigError when the host, its control groups or a limit of this process have not that much left, or others have
-    claimed it.
+    size_bytes: how much. patience_s: how many seconds to wait, at most, if only other claims are in the way. Raises
+    ConfigError when the host, its control groups or a limit of this process do not have that much left, or other
+    processes have claimed it.
     """
 
     def __init__(self, size_bytes: int, *, patience_s: float = 0.0) -> None:
@@ -59,31 +59,31 @@ class MemoryClaim:
         self._end.atexit = False
 
     def shrink(self, touched_bytes: int) -> None:
-        """Claim so many bytes less, since they are touched. It must not have ended."""
+        """Reduce the claim by this many bytes, since they are touched. The claim must not have ended."""
         _claims.shrink(self._place, touched_bytes)
 
     def end(self) -> None:
-        """End the claim, since the memory is touched, or not needed any more."""
+        """End the claim, since the memory is touched or no longer needed."""
         self._end()
 
 
 def unclaimed_bytes() -> int | None:
-    """Returns the bytes that this process may claim now; None where the system does not tell."""
+    """Return the bytes that this process may claim now, or None if the system does not report them."""
     return _claims.unclaimed()
 
 
 class _Claims:
-    """Holds the claims of this process, and sees those of others."""
+    """The claims of this process, and a view of the claims of others."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # a claim may be collected while this thread has it
+        self._lock = threading.RLock()  # a claim may be garbage-collected while this thread holds the lock
         self._own: dict[int, int] = {}  # bytes by place
         self._file: int | None = None
         self._is_opened = False
 
     def take(self, size_bytes: int, patience_s: float) -> int:
-        """Returns the place of a new claim. Raises ConfigError."""
+        """Make a claim and return its place. Raises ConfigError."""
         deadline = time.monotonic() + patience_s
         while True:
             with self._alone():
@@ -105,14 +105,14 @@ class _Claims:
             self._unlock(_length(before) - _length(after), place + _length(after))
 
     def give_up(self, place: int) -> None:
-        """End a claim. A fork has none of its parent's."""
+        """End a claim. Do nothing in a forked process, which has none of its parent's claims."""
         if os.getpid() != self._pid:
             return
         with self._lock:
             self._unlock(_length(self._own.pop(place)), place)
 
     def _left(self) -> tuple[int | None, int | None]:
-        """Returns the bytes that may be claimed now, and those that might be if there were no claims."""
+        """Return the bytes that may be claimed now, and those that could be claimed if there were no claims."""
         available, own_limit = available_bytes(), _address_space_bytes()
         claimed = sum(self._own.values()) + self._of_others()
         unclaimed = None if available is None else max(0, available - claimed)
@@ -120,7 +120,7 @@ class _Claims:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keeps other processes and threads from claiming."""
+        """Keep other processes and threads from claiming during the block."""
         with self._lock:
             self._open()
             deadline = time.monotonic() + _GUARD_S
@@ -132,12 +132,12 @@ class _Claims:
                 self._unlock(1, 0)
 
     def _open(self) -> None:
-        """Open the file, if the system has such locks. It is never closed: that would end all claims."""
+        """Open the file, if the system has such locks. It is never closed: closing it would end all claims."""
         if self._is_opened or sys.platform != "linux":
             return
         self._is_opened = True
         with suppress(OSError):
-            # Processes of other containers may share the folder, but not the limits.
+            # Processes in other containers may share the folder, but not the limits.
             container = Path("/proc/self/ns/pid").stat().st_ino
             path = f"/dev/shm/raycheck-claims-{os.getuid()}-{container}"  # noqa: S108  nothing is written into it
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -145,7 +145,7 @@ class _Claims:
             self._file = file
 
     def _of_others(self) -> int:
-        """Returns the bytes that other processes have claimed. The kernel tells one lock of a range at a time."""
+        """Return the bytes that other processes have claimed. The kernel reports one lock of a range at a time."""
         found, ranges = 0, [(_RANGE, 1 << 62)]
         while ranges and self._file is not None:
             start, stop = ranges.pop()
@@ -157,20 +157,20 @@ class _Claims:
         return found
 
     def _note(self, size_bytes: int) -> int:
-        """Returns the place of a claim that fits."""
+        """Record a claim that fits, and return its place."""
         while True:
-            place = (1 + secrets.randbelow(1 << 20)) * _RANGE  # the random generator of the training is left alone
+            place = (1 + secrets.randbelow(1 << 20)) * _RANGE  # does not use training's random generator
             if place not in self._own and not self._is_taken(_length(size_bytes), place):
                 self._own[place] = size_bytes
                 return place
 
     def _is_taken(self, length: int, start: int) -> bool:
-        """Lock a range. Returns whether another process has locked some of it."""
+        """Lock a range. Return whether another process has locked some of it."""
         if self._file is None:
             return False
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
-        except OSError as error:  # such as too many locks: this claim is then not seen
+        except OSError as error:  # such as too many locks: others do not see this claim
             return error.errno in (errno.EAGAIN, errno.EACCES)
         return False
 
@@ -181,7 +181,7 @@ class _Claims:
 
 
 def _lock_in(file: int, start: int, stop: int) -> tuple[int, int] | None:
-    """Returns start and length of a lock of another process in a range of the file; None when there is none."""
+    """Return start and length of another process's lock in a range of the file, or None if there is none."""
     asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, stop - start, 0)
     kind, _, at, length, _ = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
     return None if kind == fcntl.F_UNLCK else (at, length)
@@ -192,7 +192,7 @@ def _length(size_bytes: int) -> int:
 
 
 def _least(*sizes: int | None) -> int | None:
-    """Returns the smallest of the sizes that are known."""
+    """Return the smallest of the sizes that are known."""
     return min((size for size in sizes if size is not None), default=None)
 
 
@@ -209,7 +209,7 @@ os.register_at_fork(after_in_child=_start_anew)
 
 
 def shortage(size_bytes: int, available: int | None) -> str:
-    """Says in words that `size_bytes` do not fit into the bytes `available`, and what helps."""
+    """Return a text for an error: `size_bytes` do not fit into the bytes `available`, and what helps."""
     return (
         f"staging this rank's shard needs {size_bytes} bytes of host memory, and {available} are available: "
         "shard the state over more ranks, run fewer of them on a node, or give the node more memory"
@@ -217,9 +217,9 @@ def shortage(size_bytes: int, available: int | None) -> str:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Returns the bytes that the host and its control groups have left, the smallest number of these.
+    """Return the bytes that the host and its control groups have left, whichever is least.
 
-    None where the system does not tell. root: the root of the file system, for tests.
+    None if the system does not report it. root: the root of the file system, for tests.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -245,7 +245,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _address_space_bytes() -> int | None:
-    """Returns the bytes that this process may still map (ulimit -v); None without a limit, or where nobody tells."""
+    """Return the bytes that this process may still map (ulimit -v), or None if there is no limit or it is unknown."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None
@@ -257,8 +257,10 @@ def _address_space_bytes() -> int | None:
 
 
 def _left(folder: Path, names: _Names) -> int | None:
-    """Returns the bytes that a control group may still claim when it gives up its page cache. None: it has no limit, or
-    none that can be read."""
+    """Return the bytes that a control group may still use if it drops its page cache.
+
+    None if it has no limit, or none that can be read.
+    """
     limit, usage, cache = names
     try:
         most = int((folder / limit).read_text())

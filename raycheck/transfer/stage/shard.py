@@ -9,12 +9,12 @@ from raycheck.transfer.stage.local_box import LocalBox
 from raycheck.transfer.stage.torch_record import TorchRecord
 
 IndexRows = tuple[tuple[Tensor, ...], tuple[Chunk, ...]]
-"""Rows of an index. A chunk refers to its tensor by the number among these tensors."""
+"""Rows of an index. A Chunk (a saved box) refers to its tensor by its position among these tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardName:
-    """Identifies a shard of a checkpoint."""
+    """The identity of a shard in a checkpoint."""
 
     component: str
     rank: int
@@ -22,7 +22,7 @@ class ShardName:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """Holds a shard's rows of manifest and index. A chunk refers to its tensor by the number among these tensors."""
+    """A shard's rows in manifest and index. A Chunk refers to its tensor by its position among these tensors."""
 
     record: ShardRecord
     tensors: tuple[Tensor, ...]
@@ -32,27 +32,27 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """Says where the record of a box lies in the shard. start: in bytes."""
+    """The place of a box's record in the shard. start: in bytes."""
 
     start: int
     torch_record: TorchRecord
 
     @property
     def payload(self) -> slice:
-        """Returns the bytes of the shard that are the box's own bytes."""
+        """Return the range of the shard that is the box's own bytes."""
         begin = self.start + len(self.torch_record.head)
         return slice(begin, begin + self.torch_record.payload_size)
 
     @property
     def stop(self) -> int:
-        """Returns the end of the record in the shard, in bytes."""
+        """Return the end of the record in the shard, in bytes."""
         return self.start + self.torch_record.record_size
 
 
 def rows(
     shard: ShardName, boxes: Sequence[LocalBox], slots: Sequence[Slot], crcs: Iterable[tuple[int, ...]]
 ) -> IndexRows:
-    """Returns the tensors of a shard, and the chunks that it holds. A tied tensor is there under each of its names."""
+    """Return the tensors of a shard, and the saved boxes in it. A tied tensor appears under each of its names."""
     tensors = [Tensor(name=box.name, dtype=box.dtype, shape=box.shape, path=box.path) for box in boxes]
     chunks = [
         Chunk(

@@ -1,9 +1,9 @@
-"""Memory that another process of this node can map too, and that is gone when no process has it any more.
+"""Provides memory that another process of this node can map too, and that is freed when no process has it mapped.
 
-It is an anonymous file of Linux (memfd). It has no name in /dev/shm and is not bound by that file system's size, and
-nothing is left of it however the processes end. Another process opens it through /proc, for which both must belong to
-one user and see the same process ids, as Ray's workers in one container do. Forked children, such as a data loader's
-workers, have neither the memory nor its file: they would keep it long after its owner has given it back.
+It is an anonymous Linux file (memfd). It has no name in /dev/shm, is not limited by that file system's size, and leaves
+nothing behind however the processes end. Another process opens it through /proc, for which both must belong to one user
+and see the same process ids, as Ray's workers in one container do. Forked children, such as a data loader's workers,
+inherit neither the memory nor its file: they would keep it long after its owner has freed it.
 """
 
 import ctypes
@@ -17,14 +17,14 @@ CAN_SHARE = hasattr(os, "memfd_create")
 _MAP_POPULATE = 0x8000
 _DONT_FORK = 10
 _files: set[int] = set()
-"""The file descriptors of all SharedMemory of this process."""
+"""The file descriptors of all SharedMemory objects of this process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlace:
-    """Says where another process finds shared memory. fd: the file descriptor of process `pid`. size_bytes: its size.
+    """Where another process finds shared memory: as file descriptor `fd` of process `pid`. size_bytes: its size.
 
-    device, inode: those of the file, so that it is never taken for another one.
+    device, inode: identify the file, so that it is never mistaken for another one.
     """
 
     pid: int
@@ -35,13 +35,13 @@ class MemoryPlace:
 
 
 class SharedMemory:
-    """Holds zeroed memory of this process that others can map. place: where they find it.
+    """Zeroed memory of this process that others can map. place: where they find it.
 
-    pages: the memory, of which nobody refers to a part any more when it is given back.
+    pages: the memory. It is freed once nothing refers to any part of it.
     """
 
     def __init__(self, size_bytes: int) -> None:
-        """size_bytes: at least 1. Raises OSError where the system has no such memory, or has not that much."""
+        """size_bytes: at least 1. Raises OSError if the system has no such memory, or not that much."""
         if not CAN_SHARE:
             raise OSError("this system has no memfd_create")
         fd = os.memfd_create("raycheck")
@@ -58,7 +58,7 @@ class SharedMemory:
             pid=os.getpid(), fd=fd, device=status.st_dev, inode=status.st_ino, size_bytes=size_bytes
         )
         _files.add(fd)
-        weakref.finalize(pages, _free, self.place, address).atexit = False  # threads may still use it
+        weakref.finalize(pages, _free, self.place, address).atexit = False  # threads may still use it at exit
 
 
 def _libc() -> Any:
@@ -71,10 +71,10 @@ def _libc() -> Any:
 
 
 def _map(fd: int, size_bytes: int, protection: int) -> int:
-    """Returns the address at which a file is mapped, not inherited by forks. Raises OSError.
+    """Return the address at which a file is mapped; forks do not inherit the mapping. Raises OSError.
 
-    Python's own mmap would keep a second file descriptor, which forks inherit, and would unmap the address range in a
-    fork too, where something else may lie by then.
+    Python's own mmap would keep a second file descriptor, which forks inherit. It would also unmap the address range in
+    a fork, where something else may be mapped there by then.
     """
     libc = _libc()
     address = libc.mmap(None, size_bytes, protection, mmap.MAP_SHARED, fd, 0)
@@ -86,7 +86,7 @@ def _map(fd: int, size_bytes: int, protection: int) -> int:
 
 
 def _free(place: MemoryPlace, address: int) -> None:
-    """Give the memory back. A forked child has nothing to give back."""
+    """Free the memory. A forked child has nothing to free."""
     if os.getpid() == place.pid:
         _files.discard(place.fd)
         os.close(place.fd)
@@ -94,7 +94,7 @@ def _free(place: MemoryPlace, address: int) -> None:
 
 
 def _unmap(pid: int, address: int, size_bytes: int) -> None:
-    """Unmap memory in the process that has mapped it. In a forked child something else may lie there."""
+    """Unmap memory in the process that mapped it. In a forked child something else may be mapped there."""
     if os.getpid() == pid:
         _libc().munmap(address, size_bytes)
 
@@ -110,9 +110,9 @@ if CAN_SHARE:
 
 
 def open_memory(place: MemoryPlace) -> tuple[memoryview, MemoryPlace]:
-    """Maps the shared memory of another process, which stays readable when that process ends.
+    """Map the shared memory of another process, which stays readable when that process ends.
 
-    Returns it, and where other processes find it for as long as this one has it mapped. Raises OSError when this
+    Return it, and where other processes find it for as long as this process has it mapped. Raises OSError when this
     process cannot reach it, or when it is no longer there.
     """
     fd = _open(place, os.O_RDWR)
@@ -126,9 +126,9 @@ def open_memory(place: MemoryPlace) -> tuple[memoryview, MemoryPlace]:
 
 
 def open_to_read(place: MemoryPlace) -> memoryview:
-    """Maps the shared memory of another process to read from it. Raises as `open_memory` does.
+    """Map the shared memory of another process to read from it. Raises as `open_memory` does.
 
-    Pages are mapped as they are read, by whichever threads read.
+    Each page is mapped when a thread first reads it.
     """
     fd = _open(place, os.O_RDONLY)
     try:
@@ -141,7 +141,7 @@ def open_to_read(place: MemoryPlace) -> memoryview:
 
 
 def _open(place: MemoryPlace, mode: int) -> int:
-    """Returns a new file descriptor of the memory."""
+    """Return a new file descriptor of the memory."""
     fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", mode | os.O_CLOEXEC)
     status = os.fstat(fd)
     if (status.st_dev, status.st_ino, status.st_size) != (place.device, place.inode, place.size_bytes):

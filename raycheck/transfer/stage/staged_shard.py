@@ -1,8 +1,8 @@
 """Yields a staged shard in parts, and computes its checksums on the way.
 
 The parts come from a host buffer that holds the whole shard, or from the live tensors while training waits
-(live_slices.py). Both give the same bytes up to the tails of the records. A tail follows from the checksum of its
-record's payload, so it is written here, into the part that it lies in.
+(live_slices.py). Both give the same bytes except for the tails of the records. A tail depends on the checksum of its
+record's payload, so it is written here, into the part that contains it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,10 +22,10 @@ from raycheck.transfer.stage.stock_torch_names import Places
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferedBytes:
-    """Holds a shard that lies in a host buffer.
+    """A shard in a host buffer.
 
-    view: its bytes, complete but for the tails of the records once all `copied` have occurred. place: where another
-    process finds the buffer, which `view` is the beginning of; None when none can.
+    view: its bytes, complete except for the tails of the records once all events in `copied` have occurred. place:
+    where another process finds the buffer, which begins with `view`; None if none can.
     """
 
     view: memoryview
@@ -34,24 +34,24 @@ class BufferedBytes:
 
     @property
     def size_bytes(self) -> int:
-        """Returns the size of the shard in bytes."""
+        """Return the size of the shard in bytes."""
         return len(self.view)
 
     def wait(self) -> None:
-        """Wait until everything is copied from the devices."""
+        """Wait until everything has been copied from the devices."""
         for event in self.copied:
             event.synchronize()
 
     def part(self, start: int, stop: int) -> memoryview:
-        """Returns the bytes start..stop of the shard."""
+        """Return the bytes start..stop of the shard."""
         return self.view[start:stop]
 
 
 class Staged:
-    """Holds a staged shard, which is durable once all its `parts` have been sent. Single use.
+    """A staged shard, which is durable once all its `parts` have been sent. Single use.
 
-    slices: the live tensors that the parts are copied from; None when all is copied into a buffer. place: where another
-    process finds that buffer; None when none can.
+    slices: the live tensors that the parts are copied from, or None if everything is copied into a buffer. place: where
+    another process finds that buffer; None if none can.
     """
 
     def __init__(
@@ -75,18 +75,20 @@ class Staged:
         self._also = also
         self._shard: Shard | None = None
         self.size_bytes = source.size_bytes
-        self.crc32 = 0  # of all bytes yielded so far, up to the last record whose payload is complete
-        self._crcs: list[tuple[int, ...]] = []  # of the sub-blocks of each record that was yielded
-        self._own: list[int] = []  # of the sub-blocks of the record after these; the last one may be incomplete
-        self._tail = bytearray()  # of that record, once its payload was yielded
+        self.crc32 = 0  # of all bytes yielded so far, up to the end of the last complete payload
+        self._crcs: list[tuple[int, ...]] = []  # of the sub-blocks of each yielded record
+        self._own: list[int] = []  # of the sub-blocks of the next record; the last one may be incomplete
+        self._tail = bytearray()  # of that record, once its payload has been yielded
 
     def wait(self) -> None:
-        """Wait until everything is copied from the devices into the buffer, if there is one."""
+        """Wait until everything has been copied from the devices into the buffer, if there is one."""
         if isinstance(self._source, BufferedBytes):
             self._source.wait()
 
     def to_share(self) -> "SharedShard | None":
-        """Returns what another process of the node needs to upload this shard; None when it cannot. After `wait`."""
+        """Return what another process of the node needs to upload this shard, or None if it cannot. Call it after
+        `wait`.
+        """
         if self.place is None:
             return None
         boxes = [without_memory(box) for box in self._boxes]
@@ -101,17 +103,17 @@ class Staged:
         )
 
     def uploaded_elsewhere(self, shard: Shard) -> None:
-        """Take the rows that another process has computed while it uploaded this shard."""
+        """Use the rows that another process computed while it uploaded this shard."""
         self._shard = shard
 
     def keep_buffer_apart(self) -> None:
-        """Have the next save staged into another buffer, since somebody may still read this one."""
+        """Stage the next save into another buffer, since this one may still be read."""
         self.is_apart = True
 
     def parts(self, part_bytes: int) -> Iterator[memoryview]:
-        """Yields the shard's bytes. All checksums are known before the last part is yielded.
+        """Yield the shard's bytes. All checksums are known before the last part is yielded.
 
-        Where the parts come from live tensors, raises SaveFailedError once these were let go.
+        If the parts come from live tensors, raises SaveFailedError once these were released by `let_go`.
         """
         self.wait()
         for start in range(0, self.size_bytes, part_bytes):
@@ -122,9 +124,9 @@ class Staged:
         return next(self.parts(max(1, self.size_bytes)), memoryview(b""))
 
     def shard(self) -> Shard:
-        """Returns the rows of manifest and index for this shard. Only after all parts were taken."""
+        """Return the rows of manifest and index for this shard. Call it only after all parts were taken."""
         if self._shard is None:
-            assert len(self._crcs) == len(self._slots), "checksums are known once every part was taken"
+            assert len(self._crcs) == len(self._slots), "checksums are known once all parts were taken"
             record = ShardRecord(**asdict(self.name), size_bytes=self.size_bytes, crc32=self.crc32)
             tensors, chunks = rows(self.name, self._boxes, self._slots, self._crcs)
             more = [(leaf, place) for leaf in self._leaves for place in self._also.get(leaf.name, ())]
@@ -133,12 +135,12 @@ class Staged:
         return self._shard
 
     def _sealed_part(self, start: int, stop: int) -> memoryview:
-        """Returns the bytes start..stop, which follow those of the last call, with the tails of records in them."""
+        """Return the bytes start..stop, which follow those of the last call, including the tails of records."""
         part = self._source.part(start, stop)
         at = start
         while at < stop:
             number = len(self._crcs)
-            if number == len(self._slots):  # behind the last record of a tensor
+            if number == len(self._slots):  # after the last tensor record
                 self.crc32 = crc32(part[at - start :], self.crc32)
                 break
             slot = self._slots[number]
@@ -163,7 +165,7 @@ class Staged:
         return part
 
     def _end_payload(self, slot: Slot) -> None:
-        """Compute a record's tail, and take its payload into the shard's checksum without reading it twice."""
+        """Compute a record's tail, and include its payload in the shard's checksum without reading it twice."""
         size = slot.torch_record.payload_size
         whole = combined(zip(self._own, sub_block_lengths(size), strict=True))
         self._tail = slot.torch_record.sealed_tail(whole)
@@ -172,7 +174,7 @@ class Staged:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedShard:
-    """Describes a staged shard to another process of the node: plain values. boxes: without their memory.
+    """A description of a staged shard, in plain values, for another process of the node. boxes: without their memory.
 
     place: the buffer; the shard is its first `size_bytes` bytes. The other fields: see Staged.
     """
@@ -186,7 +188,7 @@ class SharedShard:
     also: Places
 
     def open(self) -> Staged:
-        """Returns the shard in this process. Raises OSError when this process cannot reach its memory."""
+        """Return the shard in this process. Raises OSError when this process cannot reach its memory."""
         memory, place = open_memory(self.place)
         return Staged(
             BufferedBytes(view=memory[: self.size_bytes], place=place),

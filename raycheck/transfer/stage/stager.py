@@ -1,9 +1,9 @@
 """Stages this rank's boxes: copies them once into a flat host buffer, which is the shard object itself.
 
-The buffer is used again at each save. The records' heads and tails lie in it too, so that each part of the upload is a
-slice of the buffer, and nothing has to be put together. Training is blocked only for the copy. The buffer may be staged
-into again only after every request that was started from it has ended; the caller waits for that. Where there is no
-memory for the buffer, the same object can be staged in slices, for which training waits longer (live_slices.py).
+The buffer is reused at each save. It also contains the records' heads and tails, so each part of the upload is a slice
+of the buffer, and nothing has to be assembled. Training is blocked only for the copy. The buffer may be staged into
+again only after every request that reads from it has ended; the caller waits for that. If there is no memory for the
+buffer, the same object can be staged in slices, for which training waits longer (live_slices.py).
 """
 
 import io
@@ -28,23 +28,25 @@ ALIGN = 64
 SLACK_BYTES = 1024 * 1024
 MAX_PICKLES = 1000
 Leaves = Mapping[str, tuple[tuple[str | int, ...], object]]
-"""Paths and values of what is no tensor, by name."""
+"""Paths and values of everything that is not a tensor, by name."""
 
 BoxForms = tuple[tuple[torch.dtype, tuple[int, ...], torch.device], ...]
-"""What the layout depends on: dtype, sizes and device of each box."""
+"""What the layout depends on: the dtype, sizes and device of each box."""
 
 
 class Stager:
-    """Stages one component of one rank. The layout and the buffer are kept while the boxes keep their forms."""
+    """The stager of one component of one rank. It keeps the layout and the buffer as long as the boxes keep their
+    forms.
+    """
 
     def __init__(self, component: str, rank: int, *, is_shared: bool = False) -> None:
-        """is_shared: let another process of the node upload from the buffer, where that can be."""
+        """is_shared: let another process of the node upload from the buffer, if that is possible."""
         self.name = ShardName(component=component, rank=rank)
         self._is_shared = is_shared
         self._forms: BoxForms | None = None
         self._laid_out: Sequence[LocalBox] = ()
         self._buffer: HostBuffer | None = None
-        self._staged: Staged | None = None  # the last one in that buffer
+        self._staged: Staged | None = None  # the last shard staged in that buffer
         self._view = memoryview(b"")
         self._slots: list[Slot] = []
         self._views: list[torch.Tensor] = []
@@ -54,9 +56,9 @@ class Stager:
         self._pickles: dict[bytes, bytes] = {}
 
     def needed_bytes(self, boxes: Sequence[LocalBox], *, world_size: int) -> int:
-        """Returns about how many bytes this rank will write of `boxes`.
+        """Return about how many bytes this rank will write of `boxes`.
 
-        A box that other ranks may hold too counts for the share that the agreement will give to each rank.
+        A box that other ranks may hold too counts with the share that the agreement will give to each rank.
         """
         shares = [
             (record_for(box.local.dtype, box.sizes).record_size, 1 if box.is_unique else world_size) for box in boxes
@@ -65,7 +67,7 @@ class Stager:
 
     @property
     def has_buffer(self) -> bool:
-        """Returns whether there is a buffer, which the next `stage` fills if it is large enough."""
+        """Return whether there is a buffer. The next `stage` fills it if it is large enough."""
         return self._buffer is not None
 
     def prepare(self, boxes: Sequence[LocalBox], *, world_size: int, patience_s: float = 0.0) -> None:
@@ -88,8 +90,8 @@ class Stager:
 
         The copy is enqueued before anything that the caller's device stream does next.
 
-        boxes: when this is the very object of the last call, nothing but the elements has changed. sources: the live
-        tensors, for boxes without memory of their own. also: further names and paths of leaves for stock tools. Raises
+        boxes: if this is the same object as in the last call, only the elements may have changed. sources: the live
+        tensors, if the boxes do not hold their memory. also: further names and paths of leaves for stock tools. Raises
         ConfigError when the host has too little memory.
         """
         if self._staged is not None and self._staged.is_apart:
@@ -119,9 +121,10 @@ class Stager:
         sources: Sequence[torch.Tensor] | None = None,
         also: Places | None = None,
     ) -> Staged:
-        """Returns the shard that `stage` would return, which takes its parts from the live tensors instead of a buffer.
+        """Return the shard that `stage` would return, with its parts read from the live tensors instead of a buffer.
 
-        The tensors must not change until its `slices` are copied or were let go. The arguments: see `stage`.
+        The tensors must not change until its `slices` are all copied or released by `let_go`. For the arguments see
+        `stage`.
         """
         sources = [box.local for box in boxes] if sources is None else sources
         self._update_layout(boxes, sources)
@@ -142,7 +145,7 @@ class Stager:
         return Staged(source, self._slots, name=self.name, boxes=boxes, leaves=leaves, also=also or {})
 
     def _lay_out_leaves(self, leaves: Leaves) -> tuple[list[Leaf], bytes]:
-        """Returns where each leaf lies, and the records of all leaves, which follow those of the tensors."""
+        """Return where each leaf lies, and the records of all leaves, which follow those of the tensors."""
         found, there, end = [], dict[bytes, int](), self._end
         for name, (path, value) in leaves.items():
             data = self._record_of_leaf(value)
@@ -154,7 +157,7 @@ class Stager:
         return found, b"".join(there)
 
     def _record_of_leaf(self, value: object) -> bytes:
-        """Returns what torch.save writes for a leaf. torch.save is slow, so the records of plain values are cached."""
+        """Return what torch.save writes for a leaf. Records of plain values are cached, since torch.save is slow."""
         items = value if type(value) is tuple else (value,)
         if not all(type(item) in (bool, int, float, str, type(None)) for item in items):
             return _pickled(value)
@@ -166,19 +169,19 @@ class Stager:
         return self._pickles[key]
 
     def lay_out(self, boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> IndexRows:
-        """Lay these boxes out as `stage` would. Returns their rows of the index, without checksums."""
+        """Lay these boxes out as `stage` would. Return their rows of the index, without checksums."""
         self._update_layout(boxes, sources)
         return rows(self.name, boxes, self._slots, repeat(()))
 
     def release(self) -> None:
-        """Give the memory back. Every request that reads from it must have ended."""
+        """Free the memory. Every request that reads from it must have ended."""
         if self._buffer is not None:
             self._buffer.stop_faulting_in()
         self._buffer, self._staged, self._view, self._views, self._is_mapped = None, None, memoryview(b""), [], False
 
     @property
     def _end(self) -> int:
-        """Returns the end of the last record of a tensor, in bytes."""
+        """Return the end of the last tensor record, in bytes."""
         return self._slots[-1].stop if self._slots else 0
 
     def _update_layout(self, boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> None:
@@ -189,7 +192,7 @@ class Stager:
             self._laid_out = boxes
 
     def _change_layout(self, forms: BoxForms) -> None:
-        self._forms = None  # until the new layout is complete: an error must not leave half of it
+        self._forms = None  # until the new layout is complete, so that an error does not leave half of it
         if self._is_mapped:
             self.release()
         self._slots, self._by_device = [], {}
@@ -202,19 +205,19 @@ class Stager:
         self._forms = forms
 
     def _fits(self, buffer: HostBuffer, total: int) -> bool:
-        """Returns whether the buffer is large enough, and was not prepared for much more than is staged."""
+        """Return whether the buffer is large enough, and was not prepared for much more than is staged."""
         most = total + total // 4 + 2 * SLACK_BYTES
         return total <= buffer.size_bytes and (self._is_mapped or buffer.size_bytes <= most)
 
     def _claim(self, size_bytes: int, sources: Sequence[torch.Tensor], *, patience_s: float = 0.0) -> HostBuffer:
-        """Replace the buffer by one of this size. An upload under way keeps the old one alive until it has ended."""
+        """Replace the buffer with one of this size. An upload in progress keeps the old one alive until it ends."""
         self.release()
         is_pinned = any(source.device.type != "cpu" for source in sources)
         self._buffer = HostBuffer(size_bytes, pinned=is_pinned, shared=self._is_shared, patience_s=patience_s)
         return self._buffer
 
     def _map(self) -> None:
-        """Write the records' heads into a new buffer, and make a view of it for each box."""
+        """Write the records' heads into a new buffer, and create a view of it for each box."""
         assert self._buffer is not None, "just claimed"
         assert self._forms is not None, "just laid out"
         self._buffer.stop_faulting_in()
@@ -233,7 +236,7 @@ class Stager:
     def _copy(self, sources: Sequence[torch.Tensor]) -> list[torch.Event]:
         """Copy the live tensors into the buffer.
 
-        Copies from the host are done when it returns; those from devices are done when the returned events have
+        On return, copies from the host are complete; copies from devices are complete when the returned events have
         occurred.
         """
         events = []
@@ -249,7 +252,7 @@ class Stager:
     def _copy_from(
         self, device: torch.device, views: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> torch.Event:
-        """Copy from a device on a side stream, which starts after the step, and for which the next step waits.
+        """Copy from a device on a side stream. It starts after the current step, and the next step waits for it.
 
         So the optimizer's next write cannot overtake the copy, and the host does not wait for it.
         """
@@ -264,14 +267,14 @@ class Stager:
         return copied
 
     def _side_stream(self, device: torch.device) -> torch.Stream:
-        """Returns a stream that begins after all that the caller's stream has enqueued."""
+        """Return a stream that begins after everything the caller's stream has enqueued."""
         side = self._streams.setdefault(device, torch.Stream(device))
         side.wait_stream(torch.accelerator.current_stream(device))
         return side
 
 
 def _with_slack(size_bytes: int) -> int:
-    """Returns a size with room for leaves that grow."""
+    """Return a size with room for leaves that grow."""
     return -(-(size_bytes + size_bytes // 64 + SLACK_BYTES) // ALIGN) * ALIGN
 
 
@@ -280,14 +283,14 @@ def _forms_of(boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> Box
 
 
 def _pickled(value: object) -> bytes:
-    """Returns the record of a leaf for stock tools.
+    """Return the record of a leaf for stock tools.
 
-    A few values that raycheck keeps cannot be pickled: a memory format, or a tuple of tensors that are views of each
-    other in other dtypes. Stock tools get a text in their place.
+    A few values that raycheck saves cannot be pickled: a memory format, or a tuple of tensors that are views of each
+    other in other dtypes. Stock tools get a string in their place.
     """
     try:
         return _saved(value)
-    except Exception as error:  # noqa: BLE001  pickling runs any code, and what only stock tools read must not fail a save
+    except Exception as error:  # noqa: BLE001  pickling runs arbitrary code, and records for stock tools must not fail a save
         return _saved(f"{type(value).__qualname__}, which cannot be pickled: {error}")
 
 

@@ -1,8 +1,8 @@
-"""Adds the names under which stock torch looks for an optimizer's state, so that it can load all of its own layouts.
+"""Adds the names under which stock torch looks for an optimizer's state, so that it can load each of its own layouts.
 
 `get_optimizer_state_dict` presents several optimizers as one. With `flatten_optimizer_state_dict=True`, torchtitan's
-layout, it repeats a group's options for each parameter. Nothing is written twice: these are further names of records
-that are there already. raycheck itself never reads them.
+layout, it repeats a group's options for each parameter. Nothing is written twice: these are additional names for
+records that exist already. raycheck itself never reads them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,22 +12,22 @@ import torch
 
 Path = tuple[str | int, ...]
 Places = Mapping[str, Sequence[tuple[str, Path]]]
-"""Further names and paths of leaves, by the name of the leaf."""
+"""Additional names and paths of leaves, by the name of the leaf."""
 
 
 class Named(Protocol):
-    """Has a name in the state and names of parameters: an optimizer."""
+    """An optimizer: an object with a name in the state and with names for its parameters."""
 
     name: str
 
     @property
     def parameters(self) -> Sequence[Sequence[str]]:
-        """Returns the names of the optimizer's parameters, by group."""
+        """Return the names of the optimizer's parameters, by group."""
         ...
 
 
 class StockNames:
-    """Finds stock torch's names for the state of one entry's optimizers: a single one, or a list or dict of them."""
+    """Stock torch's names for the state of one entry's optimizers: a single one, or a list or dict of them."""
 
     def __init__(self, entry: str, optimizers: Sequence[Named]) -> None:
         self._entry = entry
@@ -36,12 +36,12 @@ class StockNames:
         self._places: dict[str, tuple[Sequence[str], Places]] = {}
 
     def changed(self) -> None:
-        """Forget what is known of the optimizers' groups, since some have changed."""
+        """Forget what is known about the optimizers' groups, since some have changed."""
         self._first = None
         self._places = {}
 
     def tensors(self, of: Named, names: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, Path]]:
-        """Returns another name and path for the tensors of an optimizer that is one of several."""
+        """Return another name and path for each tensor of an optimizer that is one of several."""
         if of.name == self._entry or of.name not in self._groups():
             return {}
         start, known = f"{of.name}.state.", {name for group in of.parameters for name in group}
@@ -53,7 +53,7 @@ class StockNames:
         return found
 
     def leaves(self, of: Named, paths: Mapping[str, Path]) -> Places:
-        """Returns further names and paths of an optimizer's leaves. paths: their own paths, by name."""
+        """Return additional names and paths of an optimizer's leaves. paths: their own paths, by name."""
         names = list(paths)
         known = self._places.get(of.name)
         if known is None or known[0] != names:
@@ -74,7 +74,7 @@ class StockNames:
                     found[leaf].append((merged, (entry, "param_groups", first + group, option)))
                 case (_, "state", parameter, slot):
                     found[leaf] = [(f"{entry}.state.{parameter}.{slot}", (entry, "state", parameter, slot))]
-        # A parameter called "0" and the group 0 would share a name. The group gets it, as in stock torch's default.
+        # A parameter called "0" and group 0 would share a name. The group gets it, as in stock torch's default layout.
         taken |= {place for places in found.values() for place, path in places if len(path) == 4}
         return {
             leaf: [(name, path) for name, path in places if name not in paths and (len(path) == 4 or name not in taken)]
@@ -82,9 +82,9 @@ class StockNames:
         }
 
     def _groups(self) -> Mapping[str, int]:
-        """Returns the number of each optimizer's first group among the groups of all.
+        """Return, for each optimizer, the number of its first group among the groups of all optimizers.
 
-        Empty when two optimizers have a parameter of one name, since stock torch cannot present these as one.
+        Empty when two optimizers have a parameter of the same name, since stock torch cannot present these as one.
         """
         if self._first is None:
             first, groups, names = dict[str, int](), 0, list[str]()

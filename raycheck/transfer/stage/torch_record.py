@@ -1,9 +1,8 @@
 """Frames raw tensor bytes as one `torch.save` record, so that stock DCP reads our shards.
 
-To push the payload through `torch.save` would cost ten times a copy. Instead torch writes a template once per dtype and
-shape, with the payload skipped, so that a new torch brings its own layout. Only five fields depend on the payload, all
-through its CRC-32. Nothing about the layout is a constant here: positions come from the template's own central
-directory.
+Passing the payload through `torch.save` would cost ten times a copy. Instead torch writes a template once per dtype and
+shape, with the payload skipped, so a new torch brings its own layout. Only five fields depend on the payload, all
+through its CRC-32. No position in the layout is hard-coded here: all come from the template's own central directory.
 """
 
 import io
@@ -24,10 +23,10 @@ _DESCRIPTOR = b"PK\x07\x08"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchRecord:
-    """Holds the bytes of a record before and after a payload of `payload_size` bytes.
+    """The bytes of a record before and after a payload of `payload_size` bytes.
 
-    The other fields say which bytes of the tail follow from the payload's CRC-32. Their offsets count from the tail's
-    first byte.
+    The other fields locate the bytes of the tail that depend on the payload's CRC-32. Their offsets count from the
+    first byte of the tail.
     """
 
     head: bytes
@@ -42,14 +41,14 @@ class TorchRecord:
 
     @property
     def record_size(self) -> int:
-        """Returns the size of the whole record in bytes."""
+        """Return the size of the whole record in bytes."""
         return len(self.head) + self.payload_size + len(self.tail)
 
     def sealed_tail(self, payload_crc: int) -> bytearray:
-        """Returns the tail for a payload with this CRC-32. Head, payload and tail are exactly what torch writes."""
+        """Return the tail for a payload with this CRC-32. Head, payload and tail are exactly what torch writes."""
         tail = bytearray(self.tail)
         if self.payload_size == 0:
-            return tail  # torch folds no checksum of an empty payload
+            return tail  # torch does not fold in the checksum of an empty payload
         folded = 0
         for crc in (*self.fold_before, payload_crc, *self.fold_after):
             folded ^= (crc + 0x9E3779B9 + (folded << 6) + (folded >> 2)) & 0xFFFFFFFFFFFFFFFF
@@ -65,7 +64,7 @@ class TorchRecord:
 
 @lru_cache(maxsize=65536)
 def record_for(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchRecord:
-    """Returns the record of a contiguous tensor of this dtype and shape, as the installed torch writes it."""
+    """Return the record of a contiguous tensor of this dtype and shape, as the installed torch writes it."""
     sparse = _Sparse()
     template = torch.empty(shape, dtype=dtype)
     if hasattr(torch.serialization, "skip_data"):
@@ -77,9 +76,7 @@ def record_for(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchRecord:
 
 
 class _Sparse(io.RawIOBase):
-    """Is a file that keeps what was written and reads zeros elsewhere, so that a skipped payload of 4 GiB costs
-    nothing.
-    """
+    """A file that keeps what was written and reads zeros elsewhere, so a skipped payload of 4 GiB costs nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,9 +124,9 @@ class _Sparse(io.RawIOBase):
 
 
 def _parse(sparse: _Sparse, *, payload_size: int) -> TorchRecord:
-    """Cut a template into head and tail, and find the fields that depend on the payload.
+    """Split a template into head and tail, and find the fields that depend on the payload.
 
-    Raises RuntimeError for a torch whose records are different.
+    Raises RuntimeError for a torch whose records have another layout.
     """
     with zipfile.ZipFile(sparse) as archive:
         members = archive.infolist()
@@ -168,7 +165,7 @@ def _data_offset(sparse: _Sparse, member: zipfile.ZipInfo) -> int:
 
 
 def _central_entries(tail: bytes, at: int) -> dict[str, int]:
-    """Returns file name to the offset of its CRC-32 in the central directory, which begins at `at`."""
+    """Return, by file name, the offset of its CRC-32 in the central directory, which begins at `at`."""
     found = {}
     while tail[at : at + 4] == _CENTRAL:
         name_size, extra_size, comment_size = struct.unpack_from("<HHH", tail, at + 28)

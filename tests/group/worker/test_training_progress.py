@@ -54,7 +54,7 @@ def test_an_iterator_begun_before_the_start_is_refused_in_a_fresh_run_too():
 
     position.start_at(Progress())
 
-    with pytest.raises(raycheck.ConfigError, match="begun before a restore"):
+    with pytest.raises(raycheck.ConfigError, match="started before a restore"):
         next(early)
     position.end_step(tokens=0, episodes=0)
     assert position.progress.samples == 0

@@ -85,7 +85,7 @@ def test_a_driver_of_actors_that_is_turned_off_keeps_its_own_objects_going(tmp_p
         with pytest.raises(raycheck.ConfigError, match="call restore"):
             act()
     ckpt.restore()
-    with pytest.raises(raycheck.ConfigError, match="begun before a restore"):
+    with pytest.raises(raycheck.ConfigError, match="started before a restore"):
         next(early)
     due = []
     for _ in data.loader():

@@ -140,7 +140,7 @@ def test_an_optimizer_around_another_one_that_nobody_knows_is_refused_by_name() 
 
     around = Around(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0))
 
-    with pytest.raises(raycheck.ConfigError, match="Around, which is no torch optimizer in itself"):
+    with pytest.raises(raycheck.ConfigError, match="Around, which is not a torch optimizer itself"):
         TrainState({"optimizer": around}, rank=0, world_size=1)
 
 

@@ -126,7 +126,7 @@ def test_a_trained_parameter_without_elements_is_refused_until_it_is_frozen() ->
     model.weight = nn.Parameter(torch.empty(0))
 
     with pytest.raises(
-        ConfigError, match=r"weight, which is to be trained and has no elements\. If it is empty indeed, call requires"
+        ConfigError, match=r"weight, which is to be trained and has no elements\. If it really is empty, call requires"
     ):
         check({"model": model})
     model.weight.requires_grad_(False)

@@ -91,7 +91,7 @@ def test_an_iterator_begun_before_the_restore_is_refused(store: Store, workers: 
     for state in states(loaders):
         state.apply(checkpoint)
 
-    with pytest.raises(ConfigError, match=r"state\['loader'\]: this iterator was begun before restore\(\)"):
+    with pytest.raises(ConfigError, match=r"state\['loader'\]: this iterator was started before restore\(\)"):
         next(early)
     assert samples(loaders[0]) == rest[0]
 

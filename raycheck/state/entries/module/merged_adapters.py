@@ -1,8 +1,9 @@
-"""Knows which adapters are merged into the weights of a model: no tensor says so.
+"""Records which adapters are merged into the weights of a model, since no tensor shows it.
 
-PEFT's `merge_adapter` adds an adapter to the base weight in place, and only a list on each layer tells. A checkpoint of
-merged weights in a model whose adapters are not merged would count the adapter twice. So the list is saved, and a
-restore refuses the difference. Layers are recognised by their attributes; neither peft nor loralib is imported.
+PEFT's `merge_adapter` adds an adapter to the base weight in place, and only a list on each layer records that. A
+checkpoint of merged weights, restored into a model whose adapters are not merged, would count the adapter twice. So the
+list is saved, and a restore refuses a difference. Layers are recognized by their attributes; neither peft nor loralib
+is imported.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ import torch
 Merged = Mapping[str, Sequence[str]]
 """The names of the adapters that are merged into a layer's weight, by the layer's plain path."""
 LORALIB = "lora"
-"""The name that is given to the one adapter of a layer of loralib, and of layers written after it."""
+"""The name for the only adapter of a loralib layer, and of layers modeled on loralib."""
 
 
 def adapted_layers(module: torch.nn.Module, plain: Callable[[str], str]) -> dict[str, torch.nn.Module]:
@@ -21,17 +22,17 @@ def adapted_layers(module: torch.nn.Module, plain: Callable[[str], str]) -> dict
 
 
 def merged_adapters(layers: Mapping[str, torch.nn.Module]) -> dict[str, list[str]]:
-    """Return what is merged now. Layers into which nothing is merged are left out."""
+    """Return which adapters are merged now. Layers without a merged adapter are left out."""
     return {path: merged for path, layer in layers.items() if (merged := _merged_into(layer))}
 
 
 def differences(
     entry: str, layers: Mapping[str, torch.nn.Module], there: Merged, restored: Iterable[str]
 ) -> Iterator[str]:
-    """Yield one line for each way in which layers here differ from the checkpoint, with the calls that cure it.
+    """Yield one line for each way in which layers here differ from the checkpoint, with the calls that fix it.
 
-    there: what the checkpoint says. restored: the names of the tensors that are to be restored. A layer of which only
-    the adapter is restored must have nothing merged.
+    there: the checkpoint's list. restored: the names of the tensors to restore. A layer of which only the adapter is
+    restored must have nothing merged.
     """
     directly = {name.rpartition(".")[0] for name in restored}  # an adapter's tensors lie one level below the layer
     places = {place for name in restored for place in _prefixes(name)}
@@ -51,7 +52,7 @@ def differences(
 
 
 def _merged_into(layer: torch.nn.Module) -> list[str] | None:
-    """Return the adapters that are merged into a layer's weight; None when it is no layer with adapters."""
+    """Return the adapters that are merged into a layer's weight, or None if the layer cannot have adapters."""
     merged = getattr(layer, "merged_adapters", None)
     if isinstance(merged, list):
         return [str(name) for name in merged]
@@ -78,5 +79,5 @@ def _cure(layer: torch.nn.Module, saved: Sequence[str], here: Sequence[str]) -> 
         return f"call {'eval' if saved else 'train'}() on the model before restore()"
     calls = ["unmerge_adapter()"] if here else []
     calls += [f"merge_adapter({list(saved)})"] if saved else []
-    after = "; unmerge_adapter() after it takes the adapter out again" if saved else ""
+    after = "; unmerge_adapter() afterwards removes the adapter again" if saved else ""
     return f"call {' and '.join(calls)} on the model before restore(){after}"

@@ -1,8 +1,9 @@
-"""Makes entries of modules: plain, or under DDP, FSDP2, tensor parallelism, torch.compile or PEFT.
+"""Creates entries for modules: plain, or under DDP, FSDP2, tensor parallelism, torch.compile or PEFT.
 
-Names are those of the plain model (parameter_names.py). Tensors are restored in place. Only what state_dict() makes
-anew (extra state, the tensors of a hook) goes back through load_state_dict. Buffers and extra state may differ from
-rank to rank, since each rank's forward makes its own: a checkpoint keeps those of the first rank that holds them.
+Names are those of the plain model (parameter_names.py). Tensors are restored in place. Only what state_dict() creates
+on each call (extra state, the tensors of a hook) is restored through load_state_dict. Buffers and extra state may
+differ between ranks, since each rank's forward changes its own: a checkpoint keeps those of the first rank that has
+them.
 """
 
 import re
@@ -34,14 +35,16 @@ from raycheck.transfer.stage.local_box import box_of, memory_key, refuse_part_of
 
 EXTRA, FLATTENED, BUFFERS = "extra", "flattened", "buffers"
 VALUE_KEYS = frozenset({EXTRA, FLATTENED})
-"""Keys of the values that every saved module has: its extra state, and how each tensor subclass is made up of its inner
-tensors. Those of newer checkpoints also name its buffers."""
+"""Keys of the values that every saved module has: its extra state, and how each tensor subclass is composed of its
+inner tensors. Newer checkpoints also name its buffers."""
 MERGED = "merged"
-"""The key of the adapters that are merged into weights. Only modules that have such layers save it."""
+"""The key for the adapters that are merged into weights. Only modules with such layers save it."""
 
 
 class ModuleEntry(StateEntry):
-    """Saves a module's parameters, buffers and extra state; like torch, it leaves out non-persistent buffers."""
+    """The entry of a module: its parameters, buffers and extra state. As in torch, non-persistent
+    buffers are left out.
+    """
 
     may_differ = True
     compares_values = False
@@ -59,13 +62,13 @@ class ModuleEntry(StateEntry):
         self.module = unwrapped(module)
         self._plain = plain_names(self.module)
         self._parameters: set[str] = set()
-        self._flattened: dict[str, str] = {}  # how each tensor subclass is made up of its inner tensors
+        self._flattened: dict[str, str] = {}  # how each tensor subclass is composed of its inner tensors
         self._adapted: dict[str, torch.nn.Module] = {}
         self._last: tuple[GatherCache, GatheredEntry] | None = None
         self._last_frozen: frozenset[str] = frozenset()
 
     def _unwrap(self) -> None:
-        """Take off the wrappers again: something may have been registered on one of them since the last look."""
+        """Unwrap the module again: something may have been registered on a wrapper since the last time."""
         inside = unwrapped(self._given)
         if inside is not self.module:
             self.module, self._plain, self._last = inside, plain_names(inside), None
@@ -75,7 +78,7 @@ class ModuleEntry(StateEntry):
         refuse_parts_of_engines(self.name, self.module)
         tree: dict[str, Any] = {}
         keys = [key for key, _ in self.module.named_parameters(remove_duplicate=False)]
-        self._parameters = {self._name(key) for key in keys}  # some may have come since the last look
+        self._parameters = {self._name(key) for key in keys}  # some may have been added since the last time
         self._flattened = {}
         self._adapted = adapted_layers(self.module, self._plain)
         with calling(self.name, "state_dict"):
@@ -111,7 +114,7 @@ class ModuleEntry(StateEntry):
         return [f"{self.name}.{key}" for key in self.tree()]
 
     def may_spread(self, name: str) -> bool:
-        """Returns True for parameters, and for the tensors that make up a parameter of a tensor subclass."""
+        """Return True for parameters, and for the inner tensors of a parameter that is a tensor subclass."""
         return name in self._parameters or name.rpartition(".")[0] in self._parameters
 
     def is_compared(self, name: str) -> bool:
@@ -127,7 +130,7 @@ class ModuleEntry(StateEntry):
                 return replace(found, tensors=tensors, values=values, is_as_before=True)
         found = super().gather()
         live = {self._name(key): tensor for key, tensor in self._live().items()}
-        for name, tensor in live.items():  # state_dict() detaches, which drops a tensor's own attributes
+        for name, tensor in live.items():  # state_dict() detaches, which drops attributes set on a tensor
             refuse_part_of_another(name, tensor)
         frozen = self._frozen(found.tensors, live)
         found = replace(found, frozen=frozen, is_as_before=found.is_as_before and frozen == self._last_frozen)
@@ -139,7 +142,7 @@ class ModuleEntry(StateEntry):
         return found
 
     def _frozen(self, names: Iterable[str], live: Mapping[str, torch.Tensor]) -> frozenset[str]:
-        """Returns those of `names` whose parameter gets no gradient, and those that make up such a parameter."""
+        """Return those of `names` whose parameter gets no gradient, and the inner tensors of such a parameter."""
         fixed = {name for name in self._parameters if name in live and not live[name].requires_grad}
         return frozenset(name for name in names if fixed and (name in fixed or name.rpartition(".")[0] in fixed))
 
@@ -149,7 +152,7 @@ class ModuleEntry(StateEntry):
         return {**dict(module.named_parameters(remove_duplicate=False)), **dict(buffers)}
 
     def persistent_tensors(self) -> Named:
-        """Returns the module's own parameters and persistent buffers by name, whatever its state_dict() gives."""
+        """Return the module's own parameters and persistent buffers by name, whatever its state_dict() returns."""
         found: Named = {}
         for path, module in self.module.named_modules(remove_duplicate=False):
             start = f"{path}." if path else ""
@@ -178,22 +181,22 @@ class ModuleEntry(StateEntry):
                 else:
                     saved.record_only_saved([f"{self.name}.{name}"])
         self._compare_flattened(saved)
-        if any(MERGED in values for values in (saved.values or {}, *saved.rank_values)):  # older ones do not say
+        if any(MERGED in values for values in (saved.values or {}, *saved.rank_values)):  # older ones do not record it
             there = _by_first_rank(saved, MERGED)
             saved.mismatched += differences(self.name, self._adapted, there, saved.tensors)
         fitting = {name: live[name] for name in live if name in saved.tensors and saved.compare(name, live[name])}
         return {**fitting, **extra, **unregistered}
 
     def _match_unregistered(self, saved: SavedEntry, all_live: Named) -> Named:
-        """Returns tensors for the saved buffers that a module here has room for and has not registered.
+        """Return tensors for the saved buffers that a module here could have and has not registered.
 
-        It may do so at its first forward, and begin with other values then. Without `strict` it gets the saved ones.
+        It may register them at its first forward, with other initial values. Without `strict` it gets the saved ones.
         """
         names = [name for name in self._saved_buffers(saved) if name in saved.tensors and name not in all_live]
         places = {name: place for name in names if (place := self._place_for(name)) is not None}
         if saved.strict:
             saved.advice += [
-                f"{name} is a buffer that its module has not registered, perhaps since it does so at its first "
+                f"{name} is a buffer that its module has not registered, perhaps because it does so at its first "
                 "forward: run that once before restore(), or restore(strict=False), which registers it with the saved "
                 f"value. restore(skip=[{name!r}]) leaves it out"
                 for name in places
@@ -210,13 +213,15 @@ class ModuleEntry(StateEntry):
         }
 
     def _saved_buffers(self, saved: SavedEntry) -> list[str]:
-        """Returns the names of the buffers in the checkpoint; nothing where ranks hold different ones."""
+        """Return the names of the buffers in the checkpoint; nothing if ranks hold different ones."""
         buffers = {} if saved.rank_values else (saved.values or {}).get(BUFFERS, {})
         return [f"{self.name}.{key}" for key in buffers]
 
     def _place_for(self, name: str) -> tuple[torch.nn.Module, str] | None:
-        """Returns the innermost module whose buffer would have this name in the checkpoint, and its name there; None
-        where there is no such module, or it has something else of this name, such as a buffer that is not saved."""
+        """Return the innermost module whose buffer would have this name in the checkpoint, and its name there.
+
+        None if there is no such module, or it has something else of this name, such as a buffer that is not saved.
+        """
         leaf = name.rpartition(".")[2]
         found = None
         for path, module in self.module.named_modules():
@@ -236,15 +241,15 @@ class ModuleEntry(StateEntry):
         tied_to = _ties(all_live)
         for name in live:
             saved.mismatched += [
-                f"{name} is tied to {mate}, which is not to be restored: take both or neither"
+                f"{name} is tied to {mate}, which is not selected: restore both or neither"
                 for mate in tied_to.get(name, ())
                 if mate not in live
             ]
         filled_by_tie = {mate for name in saved.tensors for mate in tied_to.get(name, ())}
         saved.missing += [name for name in live if name not in saved.tensors and name not in filled_by_tie]
         read = {name for name in (*live, *extra) if name in saved.tensors}
-        # Extra state may have further names, too: those that stock torch gives to its tensors. They lie where these do.
-        # A tensor without elements lies nowhere, and is told by the key that its name begins with.
+        # Extra state may have additional names, those that stock torch gives to its tensors. They share the place of
+        # these tensors. A tensor without elements has no place; the key at the beginning of its name identifies it.
         places = {saved.place(name) for name in read} - {None}
         of_extra = tuple(f"{self.name}.{key}." for key in extra_keys)
 
@@ -255,7 +260,7 @@ class ModuleEntry(StateEntry):
         saved.record_only_saved(name for name in saved.tensors if not is_read(name))
 
     def _match_extra_state(self, saved: SavedEntry) -> tuple[set[str], Named]:
-        """Returns the keys of the extra state in the checkpoint, and the tensors to read for it."""
+        """Return the keys of the extra state in the checkpoint, and the tensors to read for it."""
         values = _by_first_rank(saved, EXTRA)
         names: list[str] = []
         self.compared(saved, list(values.values()), names.append)
@@ -268,7 +273,7 @@ class ModuleEntry(StateEntry):
                 saved.mismatched.append(f"{self.name}.{key}: {here} here, {form} saved")
 
     def _on_meta(self) -> Named:
-        """Returns the parameters and buffers without memory, also those that are not saved."""
+        """Return the parameters and buffers without memory, including those that are not saved."""
         return {self._name(key): value for key, value in self._live().items() if is_on_meta(value)}
 
     def left_on_meta(self, wanted: Named) -> list[str]:
@@ -281,8 +286,7 @@ class ModuleEntry(StateEntry):
         filled = {id(tensor) for name, tensor in live.items() if is_filled(name, tensor)}
         left = [name for name, tensor in live.items() if id(tensor) not in filled]
         lines = [
-            f"{name} is on the meta device and would stay there: no saved tensor goes into it; {ADVICE}"
-            for name in left
+            f"{name} is on the meta device and would stay there: no saved tensor fills it; {ADVICE}" for name in left
         ]
         return [*lines, *untied_views(live)]
 
@@ -312,7 +316,7 @@ class ModuleEntry(StateEntry):
             if self._plain(key) in extra:
                 given[key] = extra[self._plain(key)]
             elif tensor is not None and local_of(tensor).numel() and local_of(tensor).data_ptr() not in own:
-                given[key] = tensor  # a hook of state_dict made it
+                given[key] = tensor  # created by a state_dict hook
         if given:
             with calling(self.name, "load_state_dict"):
                 self.module.load_state_dict(given, strict=False)
@@ -324,14 +328,14 @@ class ModuleEntry(StateEntry):
         return [name for name, read in tensors.items() if name in live and not holds(live[name], read)]
 
     def _name(self, key: str) -> str:
-        """Returns the name in the checkpoint for a key of the module."""
+        """Return the name in the checkpoint for a key of the module."""
         return f"{self.name}.{self._plain(key)}"
 
 
 def _refuse_unfillable(name: str, tensor: torch.Tensor) -> None:
-    """Raise ConfigError for a tensor that cannot be read into, and where torch would not complain."""
+    """Raise ConfigError for a tensor that cannot be filled, where torch itself would not complain."""
     if isinstance(tensor, UninitializedTensorMixin):
-        raise ConfigError(f"{name} has no shape yet (a lazy module); run the module once before it is restored")
+        raise ConfigError(f"{name} has no shape yet (a lazy module); run the module once before you restore it")
     local = local_of(tensor)
     if isinstance(local, FakeTensor):
         raise ConfigError(f"{name} is a FakeTensor, which has no memory; build the module outside of FakeTensorMode")
@@ -340,7 +344,7 @@ def _refuse_unfillable(name: str, tensor: torch.Tensor) -> None:
 
 
 def _by_first_rank(saved: SavedEntry, kind: str) -> dict[str, Any]:
-    """Returns the saved values of one kind by key, each as the first rank that held the key saved it."""
+    """Return the saved values of one kind by key, each as the first rank that held the key saved it."""
     found: dict[str, Any] = {}
     for values in (saved.values or {}, *saved.rank_values):
         found = values.get(kind, {}) | found
@@ -348,7 +352,7 @@ def _by_first_rank(saved: SavedEntry, kind: str) -> dict[str, Any]:
 
 
 def _extra_state(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns what set_extra_state takes back. It may be a tensor, perhaps a new one at each call."""
+    """Return what set_extra_state gets. It may be a tensor, perhaps a new one at each call."""
     return {
         key: value
         for key, value in tree.items()
@@ -357,22 +361,24 @@ def _extra_state(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _can_be_flattened(value: Any) -> bool:
-    """Returns whether `value` is a tensor subclass that names the tensors it is made of. A DTensor is one too, but is
-    saved in another way."""
+    """Return whether `value` is a tensor subclass that names its inner tensors. A DTensor is one too, but is saved in
+    another way.
+    """
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and hasattr(value, "__tensor_flatten__")
 
 
 def _without_addresses(text: str) -> str:
-    """Drop the addresses from a repr: they differ between processes, so an object without a repr of its own is compared
-    by its type."""
+    """Remove addresses from a repr. They differ between processes, so an object with the default repr is compared by
+    its type.
+    """
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
 def _ties(live: Named) -> dict[str, list[str]]:
-    """Returns the tied weights: for each tensor that shares its memory with others, the names of all of these."""
+    """Return the tied weights: for each tensor that shares its memory with others, the names of all of them."""
     groups: dict[object, list[str]] = {}
     addresses = Counter(local_of(tensor).data_ptr() for tensor in live.values())
     for name, tensor in live.items():
-        if addresses[local_of(tensor).data_ptr()] > 1:  # else it shares its memory with no other
+        if addresses[local_of(tensor).data_ptr()] > 1:  # otherwise it shares its memory with none
             groups.setdefault(memory_key(box_of(name, (name,), tensor, may_spread=False)), []).append(name)
     return {name: group for group in groups.values() if len(group) > 1 for name in group}

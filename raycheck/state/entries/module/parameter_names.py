@@ -1,9 +1,9 @@
-"""Gives tensors the names that the plain model has, so that a checkpoint does not depend on how the model was wrapped.
+"""Gives tensors the names of the plain model, so that a checkpoint does not depend on how the model was wrapped.
 
-DDP and torch.compile around the module are removed. Layers that torch.compile, activation checkpointing and PEFT insert
-vanish from the names. LoRA's own tensors keep their place beside the layer that they adapt.
+DDP and torch.compile around the module are removed. Layers inserted by torch.compile, activation checkpointing and PEFT
+are removed from the names. LoRA's own tensors keep their place next to the layer that they adapt.
 
-Torch's wrappers are recognized by their class: a user's own module may have a child with any name.
+Torch's wrappers are recognized by their class, since a user's own module may have a child with any name.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,33 +16,35 @@ from torch.nn.parallel import DistributedDataParallel
 from raycheck.state.entries.module.tensor_locations import is_plain as gives_torchs_state
 
 ParameterNames = Mapping[torch.Tensor, tuple[str, str]]
-"""The entry of the state and the plain name of each parameter."""
+"""The state entry and the plain name of each parameter."""
 _CHECKPOINTED = "_checkpoint_wrapped_module"
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Returns the module inside DDP and torch.compile. A wrapper that owns something itself stays: a parameter, a
-    buffer, another child or extra state that was registered on it."""
+    """Return the module inside DDP and torch.compile.
+
+    A wrapper that owns something itself is kept: a parameter, a buffer, another child or extra state registered on it.
+    """
     while (inner := _wrapped_by(module)) is not None and not _owns_more(module):
         module = inner
     return module
 
 
 def innermost(module: torch.nn.Module) -> torch.nn.Module:
-    """Returns the module inside DDP and torch.compile, whatever these own."""
+    """Return the module inside DDP and torch.compile, whatever these wrappers own."""
     while (inner := _wrapped_by(module)) is not None:
         module = inner
     return module
 
 
 def _wrapped_by(module: torch.nn.Module) -> torch.nn.Module | None:
-    """Returns what DDP or torch.compile wraps directly; None for any other module."""
+    """Return what DDP or torch.compile wraps directly; None for any other module."""
     name = "module" if isinstance(module, DistributedDataParallel) else "_orig_mod" if is_compiled(module) else ""
     return module._modules.get(name)  # noqa: SLF001
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Returns whether torch.compile made this module. Its class is not imported: that takes a second."""
+    """Return whether torch.compile made this module. Its class is not imported: that takes a second."""
     kinds = ((kind.__module__, kind.__qualname__) for kind in type(module).__mro__)
     return ("torch._dynamo.eval_frame", "OptimizedModule") in kinds
 
@@ -54,21 +56,23 @@ def _owns_more(wrapper: torch.nn.Module) -> bool:
 
 
 def plain_names(module: torch.nn.Module) -> Callable[[str], str]:
-    """Returns a function that turns a key of this module into the plain model's. It follows the modules and not the key
-    alone, since a user's own layer may well be called model or base_layer."""
-    around = set()  # wrappers around the whole model; DDP around a part of it has its place in the names
+    """Return a function that turns a key of this module into the plain model's name.
+
+    It follows the modules instead of the key alone, since a user's own layer may be called model or base_layer.
+    """
+    around = set()  # wrappers around the whole model; DDP around a part stays in the names
     outer: torch.nn.Module | None = module
     while outer is not None:
         around.add(id(outer))
         outer = _wrapped_by(outer)
 
-    @cache  # asked for every key at every save, while training waits
+    @cache  # called for every key at every save, while training waits
     def plain(key: str) -> str:
         inner: torch.nn.Module | None = module
         kept = []
         for step in key.split("."):
             while isinstance(inner, ActivationWrapper) and step not in inner._modules:  # noqa: SLF001
-                inner = inner._modules[_CHECKPOINTED]  # noqa: SLF001  its state_dict has left this step out of the key
+                inner = inner._modules[_CHECKPOINTED]  # noqa: SLF001  its state_dict leaves this step out of the key
             is_ddp = isinstance(inner, DistributedDataParallel) and id(inner) in around
             if inner is None or not (_is_wrapper(inner, step) or (is_ddp and step == "module")):
                 kept.append(step)
@@ -79,7 +83,7 @@ def plain_names(module: torch.nn.Module) -> Callable[[str], str]:
 
 
 def parameter_names(modules: Mapping[str, torch.nn.Module]) -> ParameterNames:
-    """Returns the entry and the plain name of every parameter. A tied parameter has its first name."""
+    """Return the entry and the plain name of every parameter. A tied parameter has its first name."""
     named: dict[torch.Tensor, tuple[str, str]] = {}
     for entry, module in modules.items():
         inside = unwrapped(module)
@@ -90,22 +94,26 @@ def parameter_names(modules: Mapping[str, torch.nn.Module]) -> ParameterNames:
 
 
 class NamedParameters:
-    """Holds the names of all parameters in a state's modules, also of parameters that were added later."""
+    """The names of all parameters in a state's modules, including parameters that were added later."""
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
         self._modules = modules
         self._known = parameter_names(modules)
 
     def of(self, parameters: Iterable[torch.Tensor]) -> ParameterNames:
-        """Returns the names of these parameters, and of others. Those that no module has are missing from it."""
+        """Return the names of these parameters, and of others. Parameters that belong to no module are
+        missing from it.
+        """
         if any(parameter not in self._known for parameter in parameters):
             self._known = parameter_names(self._modules)
         return self._known
 
 
 def _is_wrapper(module: torch.nn.Module, name: str) -> bool:
-    """Returns whether `module` exists only to wrap its child `name`. PEFT is recognised by its attributes, without an
-    import."""
+    """Return whether `module` exists only to wrap its child `name`.
+
+    PEFT is recognized by its attributes, without importing it.
+    """
     match name:
         case "_orig_mod":
             return is_compiled(module)

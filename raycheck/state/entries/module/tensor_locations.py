@@ -1,6 +1,6 @@
-"""Remembers where a module's parameters and buffers are kept, so that the next save need not call state_dict().
+"""Remembers where a module's parameters and buffers are stored, so that the next save need not call state_dict().
 
-Collecting and naming the tensors of a large model costs more than copying them. This module looks into torch's own
+Collecting and naming the tensors of a large model costs more than copying them. This module reads torch's own
 dictionaries instead, and checks each time that nothing was added, removed or replaced there.
 """
 
@@ -14,24 +14,24 @@ _TORCH_METHODS = (torch.nn.Module.state_dict, torch.nn.Module._save_to_state_dic
 
 
 class TensorLocations:
-    """Fetches the tensors of a module and its children from the dictionaries that hold them."""
+    """The locations of a module's tensors: the dictionaries, in it and its children, that store them."""
 
     def __init__(self, root: torch.nn.Module, plain: Callable[[str], str], prefix: str, names: Iterable[str]) -> None:
-        """Find where the tensors `names` are kept. Raises LookupError when one is nowhere, and for a module whose
-        state_dict() gives more than parameters and buffers.
+        """Find where the tensors `names` are stored.
 
-        plain: returns the plain model's name for a key of the module. prefix: comes before it in `names`.
+        Raises LookupError if one is not found, and for a module whose state_dict() returns more than parameters and
+        buffers. plain: returns the plain model's name for a key of the module. prefix: precedes it in `names`.
         """
         places: dict[str, tuple[dict[str, Any], str]] = {}
         self._sizes: list[tuple[Sized, int]] = []
         self._attributes: list[dict[str, Any]] = []
-        self._empty: list[tuple[dict[str, Any], str]] = []  # registered, but None so far
+        self._empty: list[tuple[dict[str, Any], str]] = []  # registered, but still None
         self._not_persistent: list[tuple[set[str], frozenset[str]]] = []
         self._children: list[tuple[dict[str, Any], str, object]] = []
         self._pre_hooks: list[Callable[[], object]] = []
         for path, module in root.named_modules(remove_duplicate=False):
             if not is_plain(module):
-                raise LookupError(f"{path} has a state_dict of its own")
+                raise LookupError(f"{path} has its own state_dict")
             start = f"{path}." if path else ""
             parameters, buffers, children = module._parameters, module._buffers, module._modules  # noqa: SLF001
             for held in (parameters, buffers):
@@ -47,7 +47,9 @@ class TensorLocations:
         self._places = [places[name] for name in names]
 
     def fetch(self) -> list[Any]:
-        """Returns the tensors in the order of the names. Raises LookupError when the module was rebuilt since."""
+        """Return the tensors in the order of the names. Raises LookupError if the module was rebuilt in
+        the meantime.
+        """
         for hook in self._pre_hooks:
             hook()
         is_as_before = (
@@ -63,8 +65,9 @@ class TensorLocations:
 
 
 def is_plain(module: torch.nn.Module) -> bool:
-    """Returns whether the module gives its state by torch's own methods. FSDP2's do: their hook before it only
-    puts the sharded parameters back."""
+    """Return whether the module returns its state by torch's own methods. FSDP2's modules do: their hook only reshards
+    the parameters first.
+    """
     kind = type(module)
     methods = (kind.state_dict, kind._save_to_state_dict, kind.get_extra_state)  # noqa: SLF001
     has_own = {"state_dict", "_save_to_state_dict", "get_extra_state"} & vars(module).keys()

@@ -1,8 +1,8 @@
-"""Loads state into an optimizer so that it holds exactly what was saved, whatever load_state_dict makes of it.
+"""Loads state into an optimizer so that it contains exactly what was saved, whatever load_state_dict does to it.
 
-Torch's load_state_dict casts tensors to the parameter's dtype, nested ones too, although a bf16 parameter may well have
-fp32 state. It also rebuilds strings, deques and dicts as something else. Of a complex tensor under a real parameter the
-cast keeps half, with a warning, and packed 4-bit floats it cannot cast at all.
+Torch's load_state_dict casts tensors, including nested ones, to the parameter's dtype, although a bf16 parameter may
+well have fp32 state. It also rebuilds strings, deques and dicts as something else. It casts a complex tensor of a real
+parameter to its real part, with a warning, and it cannot cast packed 4-bit floats at all.
 """
 
 from collections.abc import Mapping
@@ -15,17 +15,17 @@ from torch.optim import Optimizer
 from raycheck.state.entries.optimizer.parameter_groups import ParameterGroups
 from raycheck.state.entries.optimizer.slot_allocation import STEP
 
-_FOUR_BITS = getattr(torch, "float4_e2m1fn_x2", None)  # older versions of torch have no such dtype
+_FOUR_BITS = getattr(torch, "float4_e2m1fn_x2", None)  # older versions of torch lack this dtype
 
 
 def load_exactly(
     optimizer: Optimizer, groups: ParameterGroups, *, other: Mapping[str, Any], state: Mapping[str, Any], own: Any
 ) -> None:
-    """Put saved state into the optimizer by its load_state_dict, then undo what that did to the values.
+    """Load saved state into the optimizer with its load_state_dict, then undo what that did to the values.
 
-    other: the keys of its state_dict() beside "state". state: slots by parameter name. own: state of the optimizer as a
-    whole. A slot that only the live optimizer has stays, since the checkpoint may come from before an option was turned
-    on.
+    other: the keys of its state_dict() other than "state". state: slots by parameter name. own: state of the optimizer
+    as a whole. A slot that only the live optimizer has is kept, since the checkpoint may be older than an option that
+    was turned on.
     """
     number = {name: i for i, name in enumerate(groups.flat())}
     packed = dict(optimizer.state_dict()["state"])
@@ -42,16 +42,16 @@ def load_exactly(
 
 
 def loads_as_torch(optimizer: Optimizer) -> bool:
-    """Returns whether the optimizer loads its state by torch's own load_state_dict."""
+    """Return whether the optimizer loads its state with torch's own load_state_dict."""
     return type(optimizer).load_state_dict is Optimizer.load_state_dict and "load_state_dict" not in vars(optimizer)
 
 
 class _Shield:
-    """Takes the place of a value that torch's load_state_dict would take apart; it passes a shield on as it is."""
+    """A stand-in for a value that torch's load_state_dict would take apart; torch leaves a _Shield unchanged."""
 
 
 def _shielded(slots: Any, dtype: torch.dtype) -> Any:
-    """Returns the slots of a parameter of this dtype, with shields for what torch cannot cast to it."""
+    """Return the slots of a parameter of this dtype, with shields for values that torch cannot cast to it."""
 
     def is_passed(value: object) -> bool:
         if isinstance(value, torch.Tensor):
@@ -63,13 +63,15 @@ def _shielded(slots: Any, dtype: torch.dtype) -> Any:
 
 
 def _put_exactly(optimizer: Optimizer, exact: Mapping[torch.Tensor, Any]) -> None:
-    """Replace the values that load_state_dict changed. An optimizer that keeps its state in another way than torch's
-    keeps what it made of them."""
+    """Replace the values that load_state_dict changed.
+
+    An optimizer that does not store its state as torch does keeps what it made of them.
+    """
     shown_state = optimizer.state_dict()["state"]
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         here, shown = optimizer.state.get(parameter), shown_state.get(number)
         if parameter not in exact or not isinstance(here, dict) or not isinstance(shown, dict):
-            continue  # it keeps its state in another way
+            continue  # it stores its state differently
         for slot, value in exact[parameter].items():
             if slot not in here or not (isinstance(here[slot], _Shield) or shown.get(slot) is here[slot]):
                 continue

@@ -1,8 +1,8 @@
-"""Makes entries of optimizers in torch's form, with state by the names of the parameters and not by their order.
+"""Creates entries for optimizers in torch's form, with state by parameter name instead of parameter order.
 
-Tensors in a parameter's slots are saved as tensors. All else is saved as values, under four keys (`VALUE_KEYS` and
-`own`). parameter_groups.py names the parameters, slot_allocation.py makes the tensors that a restore reads into,
-exact_loading.py gives the result to the optimizer, and slot_locations.py finds the slots again at the next save.
+Tensors in a parameter's slots are saved as tensors. Everything else is saved as values, under four keys (`VALUE_KEYS`
+and `own`). parameter_groups.py names the parameters, slot_allocation.py creates the tensors that a restore reads into,
+exact_loading.py loads the result into the optimizer, and slot_locations.py finds the slots again at the next save.
 """
 
 from collections import OrderedDict
@@ -42,11 +42,11 @@ tensors, by parameter; and what state_dict() has beside "state". Newer ones also
 _NO_SLOTS: Mapping[Any, Any] = {}
 Value = TypeVar("Value")
 OWN = "own_state"
-"""The key in the tree for what an optimizer keeps as a whole and not for one parameter."""
+"""The key in the tree for state of the optimizer as a whole, not of one parameter."""
 
 
 class OptimizerEntry(StateEntry):
-    """Saves and restores an optimizer whose state_dict() has "state" and "param_groups"."""
+    """The entry of an optimizer whose state_dict() has "state" and "param_groups"."""
 
     may_differ = True
     cure = ""
@@ -67,7 +67,7 @@ class OptimizerEntry(StateEntry):
 
     @property
     def parameters(self) -> Sequence[Sequence[str]]:
-        """Returns the names of the parameters, by group."""
+        """Return the names of the parameters, by group."""
         return self._groups.names
 
     def names(self) -> list[str]:
@@ -75,7 +75,7 @@ class OptimizerEntry(StateEntry):
         return list(self._groups.parameters)
 
     def steps(self, name: str) -> bool:
-        """Returns whether a parameter of this optimizer has this name in the checkpoint."""
+        """Return whether a parameter of this optimizer has this name in the checkpoint."""
         self._refresh_groups()
         named = self._groups.in_modules()
         return any(".".join(named[p]) == name for p in self._groups.parameters.values() if p in named)
@@ -97,8 +97,10 @@ class OptimizerEntry(StateEntry):
         )
 
     def _gather_by_cache(self) -> GatheredEntry | None:
-        """Fetch the slots from where they were last, and the groups' options anew. Returns None if that may miss
-        something."""
+        """Fetch the slots from where they were last time, and the groups' current options.
+
+        Return None if that may miss something.
+        """
         if self._last is None:
             return None
         cache, found = self._last
@@ -122,7 +124,7 @@ class OptimizerEntry(StateEntry):
         return found
 
     def _live_slots(self) -> dict[str, tuple[torch.Tensor, Any]]:
-        """Returns the parameter and the key of every slot, by the slot's name."""
+        """Return the parameter and the key of every slot, by the slot's name."""
         return {
             self._live_name(name, slot, value): (parameter, slot)
             for name, parameter in self._groups.parameters.items()
@@ -152,7 +154,7 @@ class OptimizerEntry(StateEntry):
         state, own = {}, {}
         for key, slots in packed["state"].items():
             if type(key) is not int or key not in range(len(flat)):
-                own[key] = slots  # not a parameter's number: state of the optimizer as a whole, which torch keeps as is
+                own[key] = slots  # not a parameter's number: state of the whole optimizer, which torch keeps unchanged
             else:
                 _refuse_odd_slots(f"{self.name}.state.{flat[key]}", slots)
                 state[flat[key]] = slots
@@ -232,7 +234,7 @@ class OptimizerEntry(StateEntry):
         return wanted
 
     def _match_inner_tensors(self, saved: SavedEntry, values: Any, shared: set[str]) -> Named:
-        """Make new tensors to read into, for those that were saved inside of values."""
+        """Create new tensors to read into, for those that were saved inside values."""
         live: Named = {}
         with suppress(ConfigError):
             self.values(self.tree(), live)
@@ -248,7 +250,7 @@ class OptimizerEntry(StateEntry):
         return wanted
 
     def left_on_meta(self, wanted: Named) -> list[str]:
-        """Returns differences to report. The parameters of the state's modules get their memory from the modules."""
+        """Return differences to report. The parameters in the state's modules get their memory from the modules."""
         self._refresh_groups()
         parameters, in_modules = self._groups.parameters, self._groups.in_modules()
         strange = [name for name, p in parameters.items() if p not in in_modules and is_on_meta(p)]
@@ -283,7 +285,7 @@ class OptimizerEntry(StateEntry):
             self._refuse_changed(values)
 
     def _restored_slots(self, name: str, slots: Iterable[Any], tree: Any, tensors: Named) -> Any:
-        """Returns one parameter's slots, in the saved order, in a dict of the saved kind."""
+        """Return one parameter's slots, in the saved order, in a dict of the saved type."""
         found = {} if tree is None else self.decoded(tree, tensors.__getitem__)
         values = dict(found)
         found.clear()
@@ -296,7 +298,7 @@ class OptimizerEntry(StateEntry):
         return found
 
     def _refuse_changed(self, values: Any) -> None:
-        """Raise ConfigError if the optimizer's own load_state_dict made something else of a value."""
+        """Raise ConfigError if the optimizer's own load_state_dict changed a value."""
         found = self.values(self.tree(), {})["state"]
         for name in values["slots"].keys() & self._groups.parameters.keys():
             there, here = (_text_by_slot(tree.get(name, {})) for tree in (values["state"], found))
@@ -304,8 +306,8 @@ class OptimizerEntry(StateEntry):
             if changed:
                 raise ConfigError(
                     f"{self._slot_name(name, changed[0])} is not what was saved: {type(self.optimizer).__qualname__}"
-                    ".load_state_dict made something else of it. Torch's own, which it may call, takes strings and "
-                    "containers apart; the state is a mixture now, do not train on it"
+                    ".load_state_dict changed it. Torch's own load_state_dict, which it may call, takes strings and "
+                    "containers apart. The state is now partly restored; do not train on it"
                 )
 
     def not_held(self, tensors: Named) -> list[str]:
@@ -316,11 +318,11 @@ class OptimizerEntry(StateEntry):
             for slot, value in slots.items()
             if isinstance(value, torch.Tensor)
         }
-        # Tensors in the groups' options are left out: the groups may come in another order here.
+        # Tensors in the groups' options are left out: the groups may be in another order here.
         prefixes = (f"{self.name}.state.", f"{self.name}.{OWN}.")
         read = {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes)}
         if not read.keys() <= live.keys():
-            self.values(tree, live)  # adds the tensors inside of values
+            self.values(tree, live)  # adds the tensors inside values
         changed = [name for name, tensor in live.items() if name in read and not holds(tensor, read[name])]
         return [*changed, *(name for name in read if name not in live)]
 
@@ -328,19 +330,19 @@ class OptimizerEntry(StateEntry):
         return f"{self.name}.state.{parameter}.{slot}"
 
     def _live_name(self, name: str, slot: Any, value: object) -> str:
-        """Returns the name under which a live slot of a parameter is saved."""
+        """Return the name under which a live slot of a parameter is saved."""
         parameter = self._groups.parameters[name]
         return self._slot_name(name, slot) + (cut_of(parameter) if is_of_cut(value, parameter) else "")
 
     def _find(self, tensors: Mapping[str, Value], name: str, slot: Any) -> Value | None:
-        """Returns a parameter's slot among tensors by name: this rank's own part of it, or the whole."""
+        """Return a parameter's slot among tensors by name: this rank's own part of it, or the whole slot."""
         path = self._slot_name(name, slot)
         own = path + cut_of(self._groups.parameters[name])
         return tensors[own] if own in tensors else tensors.get(path)
 
 
 def _refuse_odd_slots(path: str, slots: Any) -> None:
-    """Raise ConfigError for slots that are no dict of named values."""
+    """Raise ConfigError for slots that are not a dict of named values."""
     if type(slots) not in (dict, OrderedDict):
         raise ConfigError(f"state at {path} is a {type(slots).__qualname__}; an optimizer's slots are kept in a dict")
     for slot in slots:
@@ -349,11 +351,11 @@ def _refuse_odd_slots(path: str, slots: Any) -> None:
 
 
 def _without_tensors(slots: Any) -> Any:
-    """Returns the slots that are no tensors, in a dict of the kind that holds them."""
+    """Return the slots that are not tensors, in a dict of the same type."""
     return type(slots)((slot, value) for slot, value in slots.items() if not isinstance(value, torch.Tensor))
 
 
 def _text_by_slot(tree: Any) -> dict[Any, str]:
-    """Returns the encoded value of each slot as text, in which 1, 1.0 and True are different."""
+    """Return the encoded value of each slot as text, which distinguishes 1, 1.0 and True."""
     pairs = next(iter(tree.values())) if next(iter(tree), "").startswith("$") else tree.items()
     return {slot: repr(item) for slot, item in pairs}

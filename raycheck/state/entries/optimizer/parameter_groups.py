@@ -1,4 +1,4 @@
-"""Gives names to the parameters in an optimizer's groups, and joins the groups of a pipeline's ranks."""
+"""Names the parameters in an optimizer's groups, and joins the groups of a pipeline's ranks."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,10 +10,10 @@ from raycheck.state.entries.saved_entry import Named, SavedEntry
 
 
 class ParameterGroups:
-    """Holds the parameter groups of an optimizer with a name for each parameter.
+    """The parameter groups of an optimizer, with a name for each parameter.
 
-    names: the parameters' names, by group. parameters: the parameters by name. A parameter that no module of the state
-    has is called `unnamed.<group>.<number>`.
+    names: the parameters' names, by group. parameters: the parameters by name. A parameter that is in no module of the
+    state is called `unnamed.<group>.<number>`.
     """
 
     def __init__(self, optimizer: Optimizer, named: NamedParameters) -> None:
@@ -25,8 +25,10 @@ class ParameterGroups:
         self._known: list[list[object]] = []
 
     def refresh(self) -> bool:
-        """Name the parameters anew if the groups hold others than at the last call, since `add_param_group` may be
-        called at any time. Returns True if so."""
+        """Name the parameters again if the groups have changed since the last call, and return True if so.
+
+        `add_param_group` may be called at any time.
+        """
         groups = [list(group["params"]) for group in self._optimizer.param_groups]
         if [list(map(id, group)) for group in groups] == [list(map(id, group)) for group in self._known]:
             return False
@@ -48,15 +50,15 @@ class ParameterGroups:
         return True
 
     def in_modules(self) -> ParameterNames:
-        """Returns the names that the state's modules give to their parameters."""
+        """Return the names of the parameters in the state's modules."""
         return self._named.of(self.parameters.values())
 
     def flat(self) -> Iterator[str]:
-        """Returns the names in the order in which torch numbers the parameters."""
+        """Return the names in the order in which torch numbers the parameters."""
         return (name for names in self.names for name in names)
 
     def live_options(self) -> list[dict[str, Any]]:
-        """Returns the options of each group, with names for parameters."""
+        """Return the options of each group, with names in place of parameters."""
         groups = zip(self._optimizer.param_groups, self.names, strict=True)
         return [
             {key: value for key, value in group.items() if key != "params"} | {"params": list(names)}
@@ -64,8 +66,10 @@ class ParameterGroups:
         ]
 
     def with_options_of(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the groups as load_state_dict takes them: numbered parameters, and the saved options. A group whose
-        parameters were not saved keeps its own options."""
+        """Return the groups in the form for load_state_dict: numbered parameters, and the saved options.
+
+        A group whose parameters were not saved keeps its own options.
+        """
         number = {name: i for i, name in enumerate(self.flat())}
         saved_group = {name: group for group in saved for name in group["params"]}
         groups = []
@@ -75,14 +79,16 @@ class ParameterGroups:
         return groups
 
     def are_grouped_as(self, saved: list[Mapping[str, Any]], shared: set[str]) -> bool:
-        """Returns whether the parameters `shared` with the checkpoint are grouped as they were. They must be: those of
-        one group share its learning rate."""
+        """Return whether the parameters `shared` with the checkpoint are grouped as they were when saved.
+
+        They must be, since the parameters of one group share its learning rate.
+        """
         there = {frozenset(shared & set(group["params"])) for group in saved} - {frozenset()}
         return there == {frozenset(shared & set(names)) for names in self.names} - {frozenset()}
 
 
 def join_ranks(saved: SavedEntry) -> Any:
-    """Returns the values of all ranks as those of one optimizer: the ranks of a pipeline hold different parameters."""
+    """Return the values of all ranks as those of one optimizer: the ranks of a pipeline have different parameters."""
     slots, state = dict(saved.values["slots"]), dict(saved.values["state"])
     placed = dict(saved.values.get("placed", {}))
     groups = list(saved.values["other"]["param_groups"])
@@ -96,8 +102,10 @@ def join_ranks(saved: SavedEntry) -> Any:
 
 
 def _join_groups(groups: list[Any], more: list[Any]) -> list[Any]:
-    """Add another rank's groups, each to the first one with equal options that it has not extended yet: a process that
-    holds the whole model has them as one group."""
+    """Add another rank's groups, each to the first group with equal options that it has not extended yet.
+
+    A process that has the whole model has these parameters in one group.
+    """
     joined, free = list(groups), list(range(len(groups)))
     for group in more:
         at = next((i for i in free if {**joined[i], "params": ()} == {**group, "params": ()}), None)

@@ -1,9 +1,9 @@
-"""Saves the slots of a sharded parameter that are not sharded as it is.
+"""Saves the slots of a sharded parameter that are not sharded like it.
 
-A slot that is a DTensor says where its parts lie. It is saved whole. If it has another shape than the parameter, such
-as the statistics of rows, its placements are saved too: from these a restore makes it again. A plain tensor that was
-made of the rank's own part of the parameter says nothing. It is saved under a name of its own for each part, and comes
-back where the parameter is cut in the same way.
+A slot that is a DTensor records where its parts are. It is saved whole. If its shape differs from the parameter's, as
+for statistics of rows, its placements are saved too, and a restore recreates it from these. A plain tensor that was
+created from the rank's own part of the parameter records nothing. Each part is saved under its own name, and can be
+restored only where the parameter is cut in the same way.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,13 +17,13 @@ from raycheck.bucket.format.index import Tensor as SavedTensor
 from raycheck.transfer.stage.local_box import box_of
 
 MAX_SHOWN = 3
-"""How many parts a refusal shows."""
+"""How many parts an error lists."""
 Placements = list[str]
-"""A DTensor's placements as the values of an optimizer have them: "R", or "S" and the dimension."""
+"""A DTensor's placements in the saved values of an optimizer: "R", or "S" and the dimension."""
 
 
 def cut_of(parameter: torch.Tensor) -> str:
-    """Returns the part of a parameter that this rank holds, to follow a slot's name; "" when it holds all of it."""
+    """Return the suffix of a slot's name for the part of a parameter that this rank has; "" when it has all of it."""
     if not isinstance(parameter, DTensor):
         return ""
     box = box_of("a parameter", (), parameter, may_spread=False)
@@ -31,7 +31,7 @@ def cut_of(parameter: torch.Tensor) -> str:
 
 
 def is_of_cut(value: object, parameter: torch.Tensor) -> bool:
-    """Returns whether a slot was made of this rank's own part of the parameter, as far as its shape tells."""
+    """Return whether a slot was created from this rank's own part of the parameter, judged by its shape."""
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return False
     here, whole = parameter.to_local().shape, parameter.shape
@@ -40,34 +40,34 @@ def is_of_cut(value: object, parameter: torch.Tensor) -> bool:
 
 
 def cuts_in(names: Collection[str], name: str) -> list[str]:
-    """Returns the parts for which a slot was saved, of all saved names."""
+    """Return the parts for which a slot was saved, found in all saved names."""
     return sorted(found.removeprefix(name) for found in names if found.startswith(f"{name}@"))
 
 
 def placements_of(value: object, parameter: torch.Tensor) -> Placements | None:
-    """Returns the placements of a slot that a restore could not find out; None when it can."""
+    """Return the placements of a slot if a restore could not derive them, otherwise None."""
     if not isinstance(value, DTensor) or value.shape == parameter.shape:
         return None
     return [f"S{placement.dim}" if isinstance(placement, Shard) else "R" for placement in value.placements]
 
 
 def other_cut(cuts: Sequence[str], parameter: torch.Tensor) -> str:
-    """Says why a slot that was saved for these parts cannot be restored here."""
+    """Return why a slot that was saved for these parts cannot be restored here."""
     more = ", ..." if len(cuts) > MAX_SHOWN else ""
     return (
         f"each rank saved its own part of it ({', '.join(cuts[:MAX_SHOWN])}{more}), and this rank holds "
         f"{cut_of(parameter) or 'all'} of the parameter. It can be restored only on the same mesh; an optimizer that "
-        "keeps it as a DTensor goes on at any world size"
+        "keeps it as a DTensor resumes at any world size"
     )
 
 
 def new_slot(
     tensor: SavedTensor, placements: Placements | None, parameter: torch.Tensor, *, path: str
 ) -> torch.Tensor | None:
-    """Returns a tensor to read into, for a slot that is not there yet and is not laid out as its parameter is.
+    """Return a tensor to read into, for a slot that does not exist yet and is not laid out like its parameter.
 
-    None for any other slot. placements: as saved, None for none. path: the slot's name as a whole. Raises ValueError,
-    which says why, when the mesh has another number of dimensions than it had.
+    None for any other slot. placements: the saved ones, or None. path: the full name of the slot. Raises ValueError
+    with the reason if the mesh has another number of dimensions than when it was saved.
     """
     if not isinstance(parameter, DTensor):
         return None
@@ -78,7 +78,7 @@ def new_slot(
         return None
     mesh = parameter.device_mesh
     if mesh.ndim != len(placements):
-        raise ValueError(f"saved over a mesh of {len(placements)} dimensions, and there are {mesh.ndim} here")
+        raise ValueError(f"saved over a mesh of {len(placements)} dimensions, but the mesh here has {mesh.ndim}")
     return sharded.empty(tensor.shape, dtype=dtype, device_mesh=mesh, placements=[_parsed(text) for text in placements])
 
 

@@ -1,7 +1,7 @@
-"""Allocates the tensors into which an optimizer's saved state is read: the live slots, or new ones laid out as these.
+"""Allocates the tensors that an optimizer's saved state is read into: the live slots, or new ones laid out like them.
 
-State that does not exist yet is allocated from the checkpoint. Torch's own way is a dummy step, which moves parameters
-and calls hooks.
+State that does not exist yet is allocated from the checkpoint. Torch's own way is a dummy step, which changes
+parameters and calls hooks.
 """
 
 from typing import Any, cast
@@ -16,15 +16,15 @@ from raycheck.transfer.read.overlapping_tensors import overlaps_itself
 from raycheck.transfer.stage.gather_cache import local_of
 
 STEP = "step"
-"""The slot that counts a parameter's steps. It stays on the CPU and in its own type, as torch keeps it."""
+"""The slot that counts a parameter's steps. It stays on the CPU and keeps its own dtype, as in torch."""
 
 
 def slot_tensor(
     saved: SavedEntry, tensor: SavedTensor, slot: str, *, live: Any, parameter: torch.Tensor, named: ParameterNames
 ) -> torch.Tensor:
-    """Returns the tensor to read a slot into: the live one, or a new one laid out as the parameter is.
+    """Return the tensor to read a slot into: the live one, or a new one laid out like the parameter.
 
-    live: the slot's value here, None when there is none yet. named: the names of the modules' parameters.
+    live: the slot's value here, None if there is none yet. named: the names of the modules' parameters.
     """
     dtype = _slot_dtype(saved, tensor, slot, live=live, parameter=parameter, named=named)
     is_there = isinstance(live, torch.Tensor) and not is_on_meta(live) and not overlaps_itself(local_of(live))
@@ -38,10 +38,10 @@ def slot_tensor(
 def _slot_dtype(
     saved: SavedEntry, tensor: SavedTensor, slot: str, *, live: Any, parameter: torch.Tensor, named: ParameterNames
 ) -> torch.dtype:
-    """Returns the saved dtype, or with a cast the live slot's.
+    """Return the saved dtype, or with a cast the live slot's.
 
-    Where there is no live slot yet, a cast takes the parameter's dtype if the saved slot had the dtype of its saved
-    parameter: torch's own optimizers make their slots so.
+    If there is no live slot yet, a cast uses the parameter's dtype if the saved slot had the dtype of its saved
+    parameter, since torch's own optimizers create their slots so.
     """
     dtype: torch.dtype = getattr(torch, tensor.dtype)
     if saved.dtypes is None or slot == STEP:
@@ -58,8 +58,11 @@ def _slot_dtype(
 
 
 def inner_tensor(tensor: SavedTensor, *, live: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns a new tensor for one that was saved inside of a slot's value: laid out as the live one, else as the
-    parameter where the shapes are equal, else plain on the parameter's device."""
+    """Return a new tensor for one that was saved inside a slot's value.
+
+    It is laid out like the live one if there is one, otherwise like the parameter if the shapes are equal, otherwise as
+    a plain tensor on the parameter's device.
+    """
     if live is not None or tensor.name.rpartition(".")[2] == STEP:
         return empty_like(live, tensor)
     dtype = getattr(torch, tensor.dtype)

@@ -1,4 +1,4 @@
-"""Remembers where an optimizer's slots are kept, so that the next save need not call state_dict()."""
+"""Remembers where an optimizer's slots are stored, so that the next save need not call state_dict()."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,16 +10,17 @@ _NO_SLOTS: Mapping[Any, Any] = {}
 
 
 class SlotLocations:
-    """Fetches the slots of an optimizer from its `state`."""
+    """The places of an optimizer's slots in its `state`."""
 
     def __init__(self, optimizer: Optimizer, slots: Mapping[str, tuple[Any, Any]], names: Iterable[str]) -> None:
-        """slots: the parameter and the slot's key of every slot, by name. names: the slots to fetch. Raises LookupError
-        when one of them is no slot's name."""
+        """slots: the parameter and the key of every slot, by name. names: the slots to fetch. Raises LookupError if one
+        of them is not the name of a slot.
+        """
         self._optimizer = optimizer
         self._places = [slots[name] for name in names]
 
     def fetch(self) -> list[Any]:
-        """Returns the slots in the order of the names. Raises LookupError when the optimizer has other slots now."""
+        """Return the slots in the order of the names. Raises LookupError if the optimizer now has other slots."""
         state = self._optimizer.state
         is_simple = all(type(slots) is dict for slots in state.values()) and is_plain(self._optimizer)
         if not is_simple or sum(map(len, state.values())) != len(self._places):
@@ -28,6 +29,6 @@ class SlotLocations:
 
 
 def is_plain(optimizer: Optimizer) -> bool:
-    """Returns whether the optimizer gives its state by torch's own state_dict, without hooks."""
+    """Return whether the optimizer returns its state with torch's own state_dict, without hooks."""
     hooks = optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks  # noqa: SLF001
     return type(optimizer).state_dict is _TORCH_STATE_DICT and "state_dict" not in vars(optimizer) and not any(hooks)
