@@ -177,7 +177,7 @@ def test_a_stream_whose_state_is_known_to_mislead_is_named_with_the_release_that
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: Counting(lambda at: at + 1), "taken after 1 samples and put back, does not lead to the next one"),
+        (lambda: Counting(lambda at: at + 1), "taken after 1 samples and restored, does not lead to the next one"),
         (lambda: Counting(lambda at: at - at % 4), "taken after 1 samples"),
         (lambda: Counting(lambda at: at + (at > 3)), "taken after 5 samples"),
         (ForgetsInItsThirdLife, "taken after 2 samples"),
@@ -360,7 +360,7 @@ def test_a_slow_start_counts_what_it_has_read_and_keeps_what_the_checkpoint_knew
         proven(Batches(source, global_batch=4, rank=0, world_size=1)) for source in (Numbers(), Numbers(first=1000))
     )
 
-    with pytest.raises(StateMismatchError, match=r" 1 of 1 samples that were compared"):
+    with pytest.raises(StateMismatchError, match=r" 1 of 1 compared samples"):
         other.load_state_dict(saved)
     same.load_state_dict(saved)
     assert len(saved["checksums"]) == MAX_SAMPLES
@@ -543,7 +543,7 @@ def test_a_wrapper_around_a_loader_is_refused():
     loader = StatefulDataLoader(range(48), batch_size=4)  # type: ignore[arg-type]
 
     for wrapped in (raycheck.PerRank(loader), raycheck.RankZero(loader)):
-        with pytest.raises(ConfigError, match=r"state\['data'\] is .* of a loader.*Give the loader itself"):
+        with pytest.raises(ConfigError, match=r"state\['data'\] is .* of a loader.*Use the loader itself"):
             TrainState({"data": wrapped}, rank=0, world_size=2)
 
 
@@ -653,4 +653,4 @@ def test_workers_over_a_stream_are_warned_of_in_a_loader_of_torchdata(caplog: py
     assert not caplog.records
 
     check_loaders({"data": StatefulDataLoader(Counting(), batch_size=4, num_workers=1)}, rank=0)
-    assert "an epoch's last batch; take num_workers=0" in caplog.text
+    assert "an epoch's last batch; use num_workers=0" in caplog.text

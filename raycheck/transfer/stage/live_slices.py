@@ -35,7 +35,7 @@ def slices_bytes(size_bytes: int) -> int:
 
 
 class LiveSlices:
-    """Copies parts of one shard from the live tensors, until all are copied or `let_go` is called."""
+    """The parts of one shard, copied from the live tensors until all are copied or `let_go` is called."""
 
     def __init__(
         self,
