@@ -193,9 +193,7 @@ def _read_stream(
 
 
 def _tried_state(dataset: Any, plan: StreamPlan) -> tuple[bool | None, str, int]:
-    """Return whether a stream resumes where its state was taken, why not, and over how many restarts
-    that was tested.
-    """
+    """Return whether a stream resumes where its state was taken, why not, and how many restarts tested that."""
     began, restarts, has_compared = time.monotonic(), 0, False
     try:
         whole = _trial_read(dataset, plan, MAX_ROWS, states_after=STRIDES, for_s=ROWS_FOR_S)

@@ -158,8 +158,9 @@ def _fit_without(trainer: Any) -> Result:
 
 
 def _fit_again(trainer: Any) -> Result:
-    """Run the trainer, and restart it when its controller has died: Ray neither restarts one, nor counts it as a
-    failure.
+    """Run the trainer, and restart it when its controller has died.
+
+    Ray neither restarts a controller, nor counts its death as a failure.
     """
     for left in reversed(range(CONTROLLER_RETRIES + 1)):
         try:

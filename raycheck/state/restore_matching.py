@@ -199,8 +199,9 @@ def corrupt_if_odd(key: str) -> Iterator[None]:
 
 
 def _refuse_leftovers(key: str, left: set[str]) -> None:
-    """Raise SupersededError for what a damaged checkpoint has changed and this one would leave: it would
-    be trained on.
+    """Raise SupersededError for what a damaged checkpoint has changed and this one would leave unchanged.
+
+    It would be trained on.
     """
     if left:
         raise SupersededError(
