@@ -196,7 +196,7 @@ class Batches(SampleStream):
     ) -> tuple[Iterable[int], Iterable[Any]]:
         """Return the numbers of the remaining batches of an epoch, and this rank's share of them.
 
-        Restores random state first.
+        Restore random state first.
         """
         if isinstance(self._source, NumberedSamples) and not options.get("num_workers"):
             self._warn_of_generators()
