@@ -314,7 +314,7 @@ def _error_of(call: Callable[[Any], None], place: Any) -> Exception | None:
 
 
 def test_split_data_end_the_run_before_its_first_step_on_all_ranks(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"Batches of Subset: 1\d of 16 samples .* ranks 0 and 1"):
+    with pytest.raises(ConfigError, match=r"Batches of Subset: 1\d of 16 compared samples .* ranks 0 and 1"):
         started(f"file://{tmp_path}/run", SPLIT["Subset"], 1, "one")
 
 
@@ -349,7 +349,7 @@ def test_the_folder_of_a_file_may_differ_from_start_to_start_and_its_name_may_no
     )
 
     moved.load_state_dict(first.state_dict())
-    with pytest.raises(StateMismatchError, match=r"1\d of 16 samples .*such as the path of a cache"):
+    with pytest.raises(StateMismatchError, match=r"1\d of 16 compared samples .*such as the path of a cache"):
         other.load_state_dict(first.state_dict())
 
 
