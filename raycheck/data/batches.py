@@ -102,8 +102,9 @@ class Batches(SampleStream):
     def _source_of(
         self, dataset: Dataset[Any], order: Callable[[int], Sequence[int]] | None, batches_per_epoch: int | None
     ) -> BatchSource:
-        """Return what makes this rank's batches of the dataset. Raises ConfigError for arguments that do not fit its
-        kind.
+        """Return what makes this rank's batches of the dataset.
+
+        Raises ConfigError for arguments that do not fit its kind.
         """
         share = RankShare(global_batch=self._global_batch, rank=self._rank, world_size=self._world_size)
         if is_stream(dataset):
@@ -147,8 +148,8 @@ class Batches(SampleStream):
 
     @property
     def merges_ranks(self) -> bool:
-        """Return whether each rank knows only the positions of its own shards, so that a restore merges those of all
-        ranks.
+        """Return whether each rank knows only its own shards' positions, so that a restore merges those
+        of all ranks.
         """
         return self._source.streams > 1
 
@@ -193,8 +194,9 @@ class Batches(SampleStream):
     def _open_epoch(
         self, epoch: int, through: Callable[["DataLoader[Any]"], Iterable[Any]] | None, options: dict[str, Any]
     ) -> tuple[Iterable[int], Iterable[Any]]:
-        """Return the numbers of the remaining batches of an epoch, and this rank's share of them. Restores random state
-        first.
+        """Return the numbers of the remaining batches of an epoch, and this rank's share of them.
+
+        Restore random state first.
         """
         if isinstance(self._source, NumberedSamples) and not options.get("num_workers"):
             self._warn_of_generators()
@@ -269,8 +271,9 @@ class Batches(SampleStream):
         self.load_rank_states([state])
 
     def load_rank_states(self, states: list[dict[str, Any]]) -> None:
-        """Move to a saved position. states: those of all ranks that saved, each of which knows its own shards'
-        positions.
+        """Move to a saved position.
+
+        states: those of all ranks that saved, each of which knows its own shards' positions.
         """
         self.check_rank_states(states)
         state = states[0]

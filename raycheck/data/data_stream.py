@@ -59,8 +59,9 @@ class DataStream(ABC):
         """
 
     def prove(self) -> SourceProof | None:
-        """Read some samples as a trial. Checkpointer.restore calls this before the first step. None:
-        nothing to prove.
+        """Read some samples as a trial.
+
+        Checkpointer.restore calls this before the first step. None: nothing to prove.
         """
         return None
 

@@ -86,9 +86,7 @@ def isolated(function: Callable[[], T], *, within_s: float) -> T:
 
 
 def _run(function: Callable[[], Any], send: int) -> NoReturn:
-    """Act as the child: call the function, send the outcome, and end without cleaning up any of the
-    parent's objects.
-    """
+    """Act as the child: call the function, send the outcome, and end without cleaning up the parent's objects."""
     try:
         os.setpgid(0, 0)  # so that processes that the function starts end with this one
         gc.disable()  # must not finalize the parent's objects

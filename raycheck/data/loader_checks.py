@@ -84,8 +84,9 @@ def _check_iterable(name: str, loader: Any, dataset: Any, rank: int) -> None:
 
 
 def _has_state_while_iterated(value: Iterable[Any]) -> bool:
-    """Return whether an iterator over this has a state. The iterator is created in a child, since that may draw
-    numbers.
+    """Return whether an iterator over this has a state.
+
+    The iterator is created in a child, since that may draw numbers.
     """
     try:
         return isolated(lambda: has_state_dict(iter(value)), within_s=WITHIN_S)

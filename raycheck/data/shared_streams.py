@@ -78,8 +78,9 @@ class StreamPlan:
 def plan_streams(
     dataset: Any, *, global_batch: int, rank: int, world_size: int, is_endless: bool, seed: int
 ) -> StreamPlan:
-    """Return the plan for a dataset. Shards are read separately only if epochs do not end with them: ranks end
-    together.
+    """Return the plan for a dataset.
+
+    Shards are read separately only if epochs do not end with them: ranks end together.
     """
     shards = getattr(dataset, "num_shards", 1) if is_endless and callable(getattr(dataset, "shard", None)) else 1
     streams = max(

@@ -61,7 +61,7 @@ def stream_proof(dataset: Any, plan: StreamPlan, order: Mapping[str, Any], *, ha
     try:
         first, again, other = (_trial_read(dataset, whole, MAX_SAMPLES, salt=salt).rows for salt in (0, 0, 1))
     except TrialError as error:
-        said = f"it could not be read on trial: {error}"
+        said = f"it could not be read as a trial: {error}"
         reason = (fault or said) if has_state else ""
         return replace(proof, is_exact=False if fault else None, reason=reason, said=(said,))
     length = min(map(len, (first, again, other)))
@@ -193,9 +193,7 @@ def _read_stream(
 
 
 def _tried_state(dataset: Any, plan: StreamPlan) -> tuple[bool | None, str, int]:
-    """Return whether a stream resumes where its state was taken, why not, and over how many restarts
-    that was tested.
-    """
+    """Return whether a stream resumes where its state was taken, why not, and how many restarts tested that."""
     began, restarts, has_compared = time.monotonic(), 0, False
     try:
         whole = _trial_read(dataset, plan, MAX_ROWS, states_after=STRIDES, for_s=ROWS_FOR_S)
@@ -211,7 +209,7 @@ def _tried_state(dataset: Any, plan: StreamPlan) -> tuple[bool | None, str, int]
                     dataset, plan, len(whole.rows) - at, at=state, states_after=(stride,), for_s=CALL_WITHIN_S
                 )
                 if read.rows != whole.rows[at:]:
-                    why = f"its state, taken after {at} samples and put back, does not lead to the next one"
+                    why = f"its state, taken after {at} samples and restored, does not lead to the next one"
                     return False, why, restarts
                 states[stride] = read.states.get(stride, state)
                 has_compared = True

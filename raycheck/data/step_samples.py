@@ -43,8 +43,9 @@ def positions_in(value: object, *, depth: int = 4) -> Iterator[Mapping[str, Any]
 
 
 def samples_of(state: Mapping[str, Any], first: int, end: int, *, step: int) -> list[StepSamples]:
-    """Return what the steps from `first` to before `end` were trained on. A step that skipped batches appears more than
-    once.
+    """Return what the steps from `first` to before `end` were trained on.
+
+    A step that skipped batches appears more than once.
 
     state: the position of Batches in a checkpoint. step: the checkpoint's step. Raises ConfigError for steps that the
     state does not cover. Raises ValueError, TypeError or KeyError for a state that Batches did not write.

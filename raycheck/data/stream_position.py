@@ -115,8 +115,9 @@ class StreamPosition:
         )
 
     def _go_on_to(self, epoch: int) -> None:
-        """Move to the beginning of a later epoch. If the current one is left midway, its completed steps
-        still count.
+        """Move to the beginning of a later epoch.
+
+        If the current one is left midway, its completed steps still count.
         """
         next_batch = self._given[-1] + 1 if self._given else self.epoch_step
         if self._is_exhausted or self._batches_left(self.epoch, next_batch) == 0:

@@ -30,8 +30,9 @@ def is_stream(dataset: object) -> bool:
 
 
 class StreamedSamples(BatchSource):
-    """A source of batches of an IterableDataset. batches_per_epoch: None if an epoch ends with the data;
-    see Batches.
+    """A source of batches of an IterableDataset.
+
+    batches_per_epoch: None if an epoch ends with the data; see Batches.
     """
 
     samples: int | None = None

@@ -142,8 +142,9 @@ def _merged(index: Index, what: str, entry: str) -> dict[str, list[str]]:
 
 
 def _refuse_subclasses(index: Index, what: str, entry: str) -> None:
-    """Raise ConfigError if the entry has tensor subclasses: no Hugging Face model has the names of their
-    inner tensors.
+    """Raise ConfigError if the entry has tensor subclasses.
+
+    No Hugging Face model has the names of their inner tensors.
     """
     for values in (index.values, *index.rank_values):
         value = values.get(entry)

@@ -145,7 +145,7 @@ def settle_resume(resume: str | int, store: Store, storage: StorageSettings | No
 
 
 def _fit_without(trainer: Any) -> Result:
-    """Run the trainer with raycheck turned off, which a RunGuard tells the workers."""
+    """Run the trainer with raycheck turned off. A RunGuard tells this to the workers."""
     logger.warning("raycheck is turned off by fit(enabled=False): nothing is saved, and nothing is restored")
     config = trainer.run_config
     callbacks = list(config.callbacks or ())
@@ -158,8 +158,9 @@ def _fit_without(trainer: Any) -> Result:
 
 
 def _fit_again(trainer: Any) -> Result:
-    """Run the trainer, and restart it when its controller has died: Ray neither restarts one, nor counts it as a
-    failure.
+    """Run the trainer, and restart it when its controller has died.
+
+    Ray neither restarts a controller, nor counts its death as a failure.
     """
     for left in reversed(range(CONTROLLER_RETRIES + 1)):
         try:

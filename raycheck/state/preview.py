@@ -141,8 +141,7 @@ def saved_values(index: Index) -> Mapping[str, Any]:
 
 
 def _trees(index: Index, rank: int) -> dict[str, Any]:
-    """Return the saved trees of entries without tensors: this rank's if ranks have their own, otherwise the first
-    rank's.
+    """Return the saved trees of entries without tensors: this rank's own if there are any, otherwise the first rank's.
 
     Modules and optimizers are left out, since their values are in raycheck's own format. A checkpoint does not record
     what kind of object an entry was, so they are recognized by the keys that they always have.

@@ -20,9 +20,7 @@ from raycheck.errors import CorruptError
 
 
 class DriverRandomState:
-    """An adapter with state_dict and load_state_dict for the random state of a process that is not a rank, such as a
-    driver.
-    """
+    """An adapter with state_dict and load_state_dict for the random state of a driver, which is not a rank."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"rng": rng_values()}

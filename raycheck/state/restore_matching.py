@@ -1,6 +1,7 @@
 """Compares a checkpoint with the live state before a restore changes anything, and finds the tensors to read into.
 
-One error lists every difference between the two. Only entries without a difference are given memory and read.
+One error lists every difference between the two. Memory is allocated and tensors are read only after the comparison has
+passed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -199,8 +200,9 @@ def corrupt_if_odd(key: str) -> Iterator[None]:
 
 
 def _refuse_leftovers(key: str, left: set[str]) -> None:
-    """Raise SupersededError for what a damaged checkpoint has changed and this one would leave: it would
-    be trained on.
+    """Raise SupersededError for what a damaged checkpoint has changed and this one would leave unchanged.
+
+    Otherwise training would use it.
     """
     if left:
         raise SupersededError(

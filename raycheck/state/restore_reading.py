@@ -49,8 +49,9 @@ def read_tensors(
 
 
 def load_objects(match: CheckpointMatch) -> None:
-    """Load into the live objects what was not read in place. Raises ConfigError unless they contain all
-    that was read.
+    """Load into the live objects what was not read in place.
+
+    Raises ConfigError unless they contain all that was read.
     """
     for entry, tensors in match.wanted.items():
         entry.load(match.saved[entry], tensors)

@@ -31,8 +31,9 @@ class Selection:
         return cls(None if names.only is None else tuple(sorted(names.only)), tuple(sorted(names.skip)))
 
     def __str__(self) -> str:
-        """Return equal texts for equal selections, and "" for everything. Later checkpoints store it in
-        their manifest.
+        """Return equal texts for equal selections, and "" for everything.
+
+        Later checkpoints store it in their manifest.
         """
         if self == Selection():
             return ""

@@ -139,9 +139,7 @@ class TrainState:
         self._matcher.check_selection(selection)
 
     def frozen_components(self) -> dict[str, list[LocalBox]]:
-        """Return this rank's boxes of tensors without gradients, by component, including boxes that other ranks hold
-        too.
-        """
+        """Return this rank's boxes of tensors without gradients, by component, including shared ones."""
         boxes = by_component(self._boxes(self._gather()))
         return {name: own for name, own in boxes.items() if name != TRAIN}
 
@@ -336,8 +334,9 @@ class TrainState:
         }
 
     def _boxes(self, gathered: Sequence[GatheredEntry]) -> list[LocalBox]:
-        """Return this rank's boxes, with tied ones merged. A PerRank value is never tied to what one rank writes for
-        all.
+        """Return this rank's boxes, with tied ones merged.
+
+        A PerRank value is never tied to what one rank writes for all.
         """
         shared, own = [], []
         for entry, found in zip(self._entries, gathered, strict=True):

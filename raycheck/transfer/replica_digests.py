@@ -27,8 +27,9 @@ Digested = Literal["upload", "save", "copy", "here"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedBox:
-    """A box that other ranks may hold too. replicas: the names under which it is compared, one for each of its own
-    names.
+    """A box that other ranks may hold too.
+
+    replicas: the names under which it is compared, one for each of its own names.
 
     digested: where its digest comes from. "upload": its bytes are copied to the host for this save, or are already on
     the host and in the bucket. "save": it is on a device, and the save digests it there to find out whether it has

@@ -62,9 +62,9 @@ def test_people_are_shown_a_table_and_what_leaves_the_batches_out(trained: tuple
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--steps", "3:14"), "knows the samples of steps 1:13"),
-        (("--steps", "0:3"), "knows the samples of steps 1:13"),
-        (("--steps", "3:7", "--at", "5"), "knows the samples of steps 1:6"),
+        (("--steps", "3:14"), "records the samples of steps 1:13"),
+        (("--steps", "0:3"), "records the samples of steps 1:13"),
+        (("--steps", "3:7", "--at", "5"), "records the samples of steps 1:6"),
         (("--steps", "5:3"), "give FIRST:END"),
         (("--steps", "a:b"), "give FIRST:END"),
     ],

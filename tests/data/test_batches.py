@@ -607,7 +607,7 @@ def test_generators_of_a_dataset_in_the_training_process_are_named_unless_the_st
     for batches in (warned, kept):
         next(batches.loader(0))
 
-    named = [record.message.split(" is a random generator")[0] for record in caplog.records]
+    named = [record.message.split(" is the dataset's own random generator")[0] for record in caplog.records]
     assert named == [
         "dataset.chance",
         "dataset.transforms[0]['flip']",

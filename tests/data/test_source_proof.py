@@ -177,7 +177,7 @@ def test_a_stream_whose_state_is_known_to_mislead_is_named_with_the_release_that
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: Counting(lambda at: at + 1), "taken after 1 samples and put back, does not lead to the next one"),
+        (lambda: Counting(lambda at: at + 1), "taken after 1 samples and restored, does not lead to the next one"),
         (lambda: Counting(lambda at: at - at % 4), "taken after 1 samples"),
         (lambda: Counting(lambda at: at + (at > 3)), "taken after 5 samples"),
         (ForgetsInItsThirdLife, "taken after 2 samples"),
@@ -314,7 +314,7 @@ def _error_of(call: Callable[[Any], None], place: Any) -> Exception | None:
 
 
 def test_split_data_end_the_run_before_its_first_step_on_all_ranks(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"Batches of Subset: 1\d of 16 samples .* ranks 0 and 1"):
+    with pytest.raises(ConfigError, match=r"Batches of Subset: 1\d of 16 compared samples .* ranks 0 and 1"):
         started(f"file://{tmp_path}/run", SPLIT["Subset"], 1, "one")
 
 
@@ -349,7 +349,7 @@ def test_the_folder_of_a_file_may_differ_from_start_to_start_and_its_name_may_no
     )
 
     moved.load_state_dict(first.state_dict())
-    with pytest.raises(StateMismatchError, match=r"1\d of 16 samples .*such as the path of a cache"):
+    with pytest.raises(StateMismatchError, match=r"1\d of 16 compared samples .*such as the path of a cache"):
         other.load_state_dict(first.state_dict())
 
 
@@ -360,7 +360,7 @@ def test_a_slow_start_counts_what_it_has_read_and_keeps_what_the_checkpoint_knew
         proven(Batches(source, global_batch=4, rank=0, world_size=1)) for source in (Numbers(), Numbers(first=1000))
     )
 
-    with pytest.raises(StateMismatchError, match=r" 1 of 1 samples that were compared"):
+    with pytest.raises(StateMismatchError, match=r" 1 of 1 compared samples"):
         other.load_state_dict(saved)
     same.load_state_dict(saved)
     assert len(saved["checksums"]) == MAX_SAMPLES
@@ -543,7 +543,7 @@ def test_a_wrapper_around_a_loader_is_refused():
     loader = StatefulDataLoader(range(48), batch_size=4)  # type: ignore[arg-type]
 
     for wrapped in (raycheck.PerRank(loader), raycheck.RankZero(loader)):
-        with pytest.raises(ConfigError, match=r"state\['data'\] is .* of a loader.*Give the loader itself"):
+        with pytest.raises(ConfigError, match=r"state\['data'\] is .* of a loader.*Use the loader itself"):
             TrainState({"data": wrapped}, rank=0, world_size=2)
 
 
@@ -653,4 +653,4 @@ def test_workers_over_a_stream_are_warned_of_in_a_loader_of_torchdata(caplog: py
     assert not caplog.records
 
     check_loaders({"data": StatefulDataLoader(Counting(), batch_size=4, num_workers=1)}, rank=0)
-    assert "an epoch's last batch; take num_workers=0" in caplog.text
+    assert "an epoch's last batch; use num_workers=0" in caplog.text

@@ -110,7 +110,7 @@ def test_strictly_it_is_refused_and_every_way_that_the_error_names_works(kind: A
     text = refusal(checkpoint, {"model": kind()})
 
     assert (
-        "model.mean is a buffer that its module has not registered, perhaps since it does so at its first forward"
+        "model.mean is a buffer that its module has not registered, perhaps because it does so at its first forward"
         in text
     )
     assert "run that once before restore(), or restore(strict=False)" in text

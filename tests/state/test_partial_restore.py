@@ -346,11 +346,11 @@ REFUSED: dict[str, tuple[State, str]] = {
     ),
     "place that is nowhere": ({"skip": ["model.haed"]}, r"there is no 'model\.haed'"),
     "beginning of a name": ({"only": ["model.head_drop"]}, r"there is no 'model\.head_drop'"),
-    "string": ({"only": "model"}, r"give a list of names, not the string 'model'"),
-    "string to skip": ({"skip": "optimizer"}, r"give a list of names, not the string 'optimizer'"),
-    "object": ({"only": [nn.Linear(1, 1)]}, r"give names of entries, not a Linear"),
-    "slot of an optimizer": ({"skip": ["optimizer.state.head.weight.exp_avg"]}, r"give 'optimizer' whole"),
-    "state of an optimizer": ({"only": ["optimizer.state"]}, r"give 'optimizer' whole"),
+    "string": ({"only": "model"}, r"pass a list of names, not the string 'model'"),
+    "string to skip": ({"skip": "optimizer"}, r"pass a list of names, not the string 'optimizer'"),
+    "object": ({"only": [nn.Linear(1, 1)]}, r"pass names of entries, not a Linear"),
+    "slot of an optimizer": ({"skip": ["optimizer.state.head.weight.exp_avg"]}, r"select 'optimizer' as a whole"),
+    "state of an optimizer": ({"only": ["optimizer.state"]}, r"select 'optimizer' as a whole"),
 }
 
 

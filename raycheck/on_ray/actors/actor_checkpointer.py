@@ -257,8 +257,9 @@ class ActorCheckpointer:
         timeout_s: float | None = None,
         label: Label = NO_LABEL,
     ) -> None:
-        """Send the actors the position of training and what to do there. If they save, wait until they have copied
-        their state.
+        """Send the actors the position of training and what to do there.
+
+        If they save, wait until they have copied their state.
         """
         self._take_answers()
         if not self._settings.enabled:

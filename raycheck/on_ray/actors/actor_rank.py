@@ -39,8 +39,9 @@ class _DriverEntry:
 
 
 class _LedCounter(ProgressCounter):
-    """A progress counter that copies the driver's counts. next_progress: the driver's counts at the end
-    of this step.
+    """A progress counter that copies the driver's counts.
+
+    next_progress: the driver's counts at the end of this step.
     """
 
     decides = False
@@ -81,8 +82,9 @@ class DriverDecision:
 
 
 class ActorRank:
-    """One actor's rank, which follows the driver's decisions. driver_names: names of the entries that
-    the driver holds.
+    """One actor's rank, which follows the driver's decisions.
+
+    driver_names: names of the entries that the driver holds.
     """
 
     def __init__(

@@ -36,8 +36,9 @@ class RemoteState:
 
 
 class _OfARank(RemoteState):
-    """A RemoteState that raises StoreError if the actor does not answer: then the save fails, and
-    training continues.
+    """A RemoteState that raises StoreError if the actor does not answer.
+
+    Then the save fails, and training continues.
     """
 
     def _ask(self, method: Any, *args: Any) -> Any:

@@ -10,8 +10,9 @@ NOTICE_PAUSE_S = 1.0
 
 
 class PreemptionNotices:
-    """A callable that returns when the first of these nodes will be preempted, as Group's `notice` does. nodes: their
-    ids.
+    """A callable that returns when the first of these nodes will be preempted, as Group's `notice` does.
+
+    nodes: their ids.
     """
 
     def __init__(self, nodes: Sequence[str]) -> None:

@@ -23,8 +23,9 @@ _FIELDS = {"run", "key", "trial"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TunePointer:
-    """The name of a commit. run: the name of its run, in the storage that all trials share. trial: the one that wrote
-    it.
+    """The name of a commit.
+
+    run: the name of its run, in the storage that all trials share. trial: the one that wrote it.
     """
 
     run: str

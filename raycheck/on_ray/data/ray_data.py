@@ -68,9 +68,7 @@ class RayData(SampleStream):
 
     @property
     def samples(self) -> int:
-        """Return the number of rows consumed over all epochs, assuming that all ranks have consumed as many as this
-        one.
-        """
+        """Return the number of rows consumed over all epochs, assuming as many on every rank as on this one."""
         return self._samples + self._own_samples * self._world_size
 
     @property

@@ -77,9 +77,7 @@ class RowSet:
         return self
 
     def repeated(self, ids: Ids) -> int | None:
-        """Return a duplicate id if one can be found cheaply: one that occurs twice among these, or is already in the
-        set.
-        """
+        """Return a duplicate id if one can be found cheaply: one that is twice in `ids`, or already in the set."""
         order = np.sort(ids)
         again = order[1:][order[1:] == order[:-1]]
         if not again.size and self._ids is None:
@@ -143,8 +141,9 @@ class RowSet:
             self.add(part)
 
     def _make_room(self, low: int, high: int, count: int) -> bool:
-        """Extend the bits to the range from `low` to `high`. Return False if they would take too much memory for
-        `count`.
+        """Extend the bits to the range from `low` to `high`.
+
+        Return False if they would take too much memory for `count`.
         """
         if not self._count:
             self._first = min(low // 8 * 8, END - self._bits.size * 8)

@@ -77,10 +77,9 @@ def refuse_engine(path: str, value: object) -> None:
 
 
 def refuse_parts_of_engines(name: str, module: torch.nn.Module) -> None:
-    """Raise ConfigError for a module that an engine controls, anywhere inside `module`, and for a parameter that is
-    trained elsewhere.
+    """Raise ConfigError for a module that an engine controls, and for a parameter that is trained elsewhere.
 
-    name: the entry's name.
+    The module may be anywhere inside `module`. name: the entry's name.
     """
     for path, child in module.named_modules():
         kind: Any = type(child)

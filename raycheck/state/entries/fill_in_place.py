@@ -26,8 +26,9 @@ def is_container(value: object) -> bool:
 
 
 def filled(live: object, saved: object) -> Any:
-    """Restore the saved value into the live one. Return `live` if it could be changed in place, otherwise the saved
-    value.
+    """Restore the saved value into the live one.
+
+    Return `live` if it could be changed in place, otherwise the saved value.
     """
     return _Filler().into(live, saved)
 

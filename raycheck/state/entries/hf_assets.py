@@ -187,8 +187,9 @@ def _adapter(module: Any, base: Any, adapters: Mapping[str, Any]) -> dict[str, A
 
 
 def _lora_layer(layer: Any, adapter: str, uses: Counter[int]) -> dict[str, Any]:
-    """Describe how the layer adds B @ A to its weight. If it does something else, `problem` is why it
-    cannot be merged.
+    """Describe how the layer adds B @ A to its weight.
+
+    If it does something else, `problem` is why it cannot be merged.
     """
     kinds = {kind.__name__ for kind in type(layer).__mro__ if kind.__module__ == "peft.tuners.lora.layer"}
     is_embedding = "Embedding" in kinds

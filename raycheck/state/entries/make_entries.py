@@ -204,8 +204,9 @@ def _make_entry(name: str, value: Any, named: NamedParameters, rank: int, world_
 
 
 def _has_torchs_form(name: str, optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's state_dict() has state and groups. torchtitan's container of optimizers returns
-    the flattened form.
+    """Return whether the optimizer's state_dict() has state and groups.
+
+    torchtitan's container of optimizers returns the flattened form.
     """
     if type(optimizer).state_dict is Optimizer.state_dict:
         return True

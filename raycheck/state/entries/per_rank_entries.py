@@ -251,9 +251,7 @@ class RankZeroEntry(ObjectEntry):
             super().load(saved, tensors)
 
     def _fits_module(self, saved: SavedEntry) -> bool:
-        """Return whether a module with the same tensors was saved under this name, before it was wrapped
-        in RankZero.
-        """
+        """Return whether a module with the same tensors was saved under this name, before RankZero wrapped it."""
         is_module = isinstance(saved.values, dict) and saved.values.keys() >= VALUE_KEYS
         if not is_module or any(saved.values.get(key) for key in (*VALUE_KEYS, MERGED)):
             return False

@@ -21,8 +21,9 @@ logger = logging.getLogger("raycheck")
 
 
 class InPlace:
-    """An adapter that gives a dict of plain values a state_dict and a load_state_dict; the caller still uses the dict
-    itself.
+    """An adapter that gives a dict of plain values a state_dict and a load_state_dict.
+
+    The caller still uses the dict itself.
     """
 
     def __init__(self, values: dict[Any, Any]) -> None:
@@ -71,8 +72,9 @@ class HeldValue:
 
 
 class PlainValueEntry(ObjectEntry):
-    """The entry of a HeldValue. A bare tensor is read in place, as a buffer is, so its shape and dtype must be the
-    saved ones.
+    """The entry of a HeldValue.
+
+    A bare tensor is read in place, as a buffer is, so its shape and dtype must be the saved ones.
     """
 
     def __init__(self, name: str, held: HeldValue, *, rank: int) -> None:

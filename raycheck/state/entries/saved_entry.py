@@ -69,8 +69,9 @@ class SavedEntry:
         (self.unused if self.rank_values else self.unexpected).extend(names)
 
     def compare(self, name: str, tensor: torch.Tensor) -> bool:
-        """Compare the saved tensor with the live one that it goes into. Return False, and record the difference, if it
-        does not fit.
+        """Compare the saved tensor with the live one that it goes into.
+
+        Return False, and record the difference, if it does not fit.
         """
         saved = self.tensors[name]
         here = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
@@ -87,8 +88,9 @@ class SavedEntry:
         return False
 
     def was_none(self, name: str) -> bool:
-        """Return whether the entry was None when it was saved. If so, add advice on how to start with
-        the object here.
+        """Return whether the entry was None when it was saved.
+
+        If so, add advice on how to start with the object here.
         """
         if not (isinstance(self.values, dict) and self.values.get(HELD, self) is None):
             return False

@@ -118,9 +118,7 @@ class StateEntry(ABC):
         """Load the values, and the tensors that were not read in place, into the live object."""
 
     def left_on_meta(self, wanted: Named) -> list[str]:
-        """Return differences to report: what is on the meta device, and would remain there after
-        `wanted` is restored.
-        """
+        """Return differences to report: what would still be on the meta device after `wanted` is restored."""
         del wanted
         return []
 
@@ -199,8 +197,9 @@ class StateEntry(ABC):
             return decode(tree, tensor)
 
     def check_by_object(self, obj: object, saved: SavedEntry, value: object) -> None:
-        """Let an object that has check_state_dict refuse the value that it would get. A refusal is
-        recorded in `saved`.
+        """Let an object that has check_state_dict refuse the value that it would get.
+
+        A refusal is recorded in `saved`.
         """
         check = getattr(obj, "check_state_dict", None)
         if callable(check):

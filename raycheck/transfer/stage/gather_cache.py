@@ -30,13 +30,15 @@ def form_of(tensor: torch.Tensor) -> Form:
 
 
 class GatherCache:
-    """A cache of named tensors. It stores their forms, and fetches the tensors themselves from the objects that hold
-    them.
+    """A cache of named tensors.
+
+    It stores their forms, and fetches the tensors themselves from the objects that hold them.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], fetch: Callable[[], list[Any]]) -> None:
-        """fetch: returns the tensors in the order of the names. Raises LookupError when tensors may have been added or
-        removed.
+        """fetch: returns the tensors in the order of the names.
+
+        Raises LookupError when tensors may have been added or removed.
 
         Raises LookupError when `fetch` does not return these tensors now.
         """

@@ -112,7 +112,7 @@ def private_pages(size_bytes: int) -> mmap.mmap:
 
 
 def _page_locked(pages: memoryview) -> torch.Tensor:
-    """Return shared memory as a tensor into which CUDA copies as fast as into page-locked memory of its own.
+    """Return shared memory as a tensor into which CUDA copies as into memory that it has page-locked itself.
 
     Raises RuntimeError when CUDA refuses to lock it.
     """

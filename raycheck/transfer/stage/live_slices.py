@@ -35,7 +35,7 @@ def slices_bytes(size_bytes: int) -> int:
 
 
 class LiveSlices:
-    """Copies parts of one shard from the live tensors, until all are copied or `let_go` is called."""
+    """The parts of one shard, copied from the live tensors until all are copied or `let_go` is called."""
 
     def __init__(
         self,
@@ -150,8 +150,9 @@ def _memory(size_bytes: int, *, pinned: bool) -> torch.Tensor:
 
 
 def _write(view: memoryview, start: int, data: bytes, *, at: int) -> None:
-    """Write `data`, which begins at `at` in the shard, into `view`, the part of the shard that begins at `start`, as
-    far as they overlap.
+    """Write into `view` the part of `data` that belongs there.
+
+    `data` begins at `at` in the shard, and `view` is the part of the shard that begins at `start`.
     """
     low, high = max(start, at), min(start + len(view), at + len(data))
     if low < high:

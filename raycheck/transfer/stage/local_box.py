@@ -201,9 +201,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_memory(box: LocalBox) -> LocalBox:
-    """Return the box with an empty meta tensor as its local tensor, so that keeping the box does not keep its memory
-    alive.
-    """
+    """Return the box with an empty meta tensor as its local tensor: keeping it does not keep its memory alive."""
     return replace(box, local=_nothing_of(box.local.dtype))
 
 

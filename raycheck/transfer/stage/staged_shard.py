@@ -86,8 +86,9 @@ class Staged:
             self._source.wait()
 
     def to_share(self) -> "SharedShard | None":
-        """Return what another process of the node needs to upload this shard, or None if it cannot. Call it after
-        `wait`.
+        """Return what another process of the node needs to upload this shard, or None if it cannot.
+
+        Call it after `wait`.
         """
         if self.place is None:
             return None

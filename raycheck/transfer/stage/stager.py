@@ -35,8 +35,9 @@ BoxForms = tuple[tuple[torch.dtype, tuple[int, ...], torch.device], ...]
 
 
 class Stager:
-    """The stager of one component of one rank. It keeps the layout and the buffer as long as the boxes keep their
-    forms.
+    """The stager of one component of one rank.
+
+    It keeps the layout and the buffer as long as the boxes keep their forms.
     """
 
     def __init__(self, component: str, rank: int, *, is_shared: bool = False) -> None:

@@ -203,7 +203,7 @@ def test_a_peek_of_another_part_than_the_restore_takes_is_refused(uri: str) -> N
     pair = pair_of(uri, "bob")
     assert [answer.step for answer in on_all(pair, "peek")] == [2, 2]
     for restore in start_on_all(pair, "restore", only=["model"]):
-        with pytest.raises(raycheck.ConfigError, match=r"peek\(\) answered step 2"):
+        with pytest.raises(raycheck.ConfigError, match=r"peek\(\) returned step 2"):
             restore.join()
     on_all(pair, "fail")
     alike = pair_of(uri, "eve")

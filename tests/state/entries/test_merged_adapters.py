@@ -226,5 +226,5 @@ def test_an_export_refuses_weights_with_another_adapter_in_them(run: Store, tmp_
     model.merge_adapter(["other"])
     checkpoint = save(run, [state.stage(Progress(step=1))])
 
-    with pytest.raises(ConfigError, match="'other' is merged into it"):
+    with pytest.raises(ConfigError, match="already has another adapter merged into it: 'other'"):
         export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(merge_lora=True))

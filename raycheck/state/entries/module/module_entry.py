@@ -42,8 +42,9 @@ MERGED = "merged"
 
 
 class ModuleEntry(StateEntry):
-    """The entry of a module: its parameters, buffers and extra state. As in torch, non-persistent
-    buffers are left out.
+    """The entry of a module: its parameters, buffers and extra state.
+
+    As in torch, non-persistent buffers are left out.
     """
 
     may_differ = True
@@ -361,15 +362,17 @@ def _extra_state(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _can_be_flattened(value: Any) -> bool:
-    """Return whether `value` is a tensor subclass that names its inner tensors. A DTensor is one too, but is saved in
-    another way.
+    """Return whether `value` is a tensor subclass that names its inner tensors.
+
+    A DTensor is one too, but is saved in another way.
     """
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and hasattr(value, "__tensor_flatten__")
 
 
 def _without_addresses(text: str) -> str:
-    """Remove addresses from a repr. They differ between processes, so an object with the default repr is compared by
-    its type.
+    """Remove addresses from a repr.
+
+    They differ between processes, so an object with the default repr is compared by its type.
     """
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 

@@ -101,8 +101,9 @@ class NamedParameters:
         self._known = parameter_names(modules)
 
     def of(self, parameters: Iterable[torch.Tensor]) -> ParameterNames:
-        """Return the names of these parameters, and of others. Parameters that belong to no module are
-        missing from it.
+        """Return the names of these parameters, and of others.
+
+        Parameters that belong to no module are missing from it.
         """
         if any(parameter not in self._known for parameter in parameters):
             self._known = parameter_names(self._modules)

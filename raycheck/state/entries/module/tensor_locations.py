@@ -47,8 +47,9 @@ class TensorLocations:
         self._places = [places[name] for name in names]
 
     def fetch(self) -> list[Any]:
-        """Return the tensors in the order of the names. Raises LookupError if the module was rebuilt in
-        the meantime.
+        """Return the tensors in the order of the names.
+
+        Raises LookupError if the module was rebuilt in the meantime.
         """
         for hook in self._pre_hooks:
             hook()
@@ -65,8 +66,9 @@ class TensorLocations:
 
 
 def is_plain(module: torch.nn.Module) -> bool:
-    """Return whether the module returns its state by torch's own methods. FSDP2's modules do: their hook only reshards
-    the parameters first.
+    """Return whether the module returns its state by torch's own methods.
+
+    FSDP2's modules do: their hook only reshards the parameters first.
     """
     kind = type(module)
     methods = (kind.state_dict, kind._save_to_state_dict, kind.get_extra_state)  # noqa: SLF001

@@ -38,7 +38,7 @@ from raycheck.transfer.stage.stock_torch_names import StockNames
 
 VALUE_KEYS = frozenset({"slots", "state", "other"})
 """Keys of the values that every saved optimizer has: the slots' names in order, by parameter; the slots that are no
-tensors, by parameter; and what state_dict() has beside "state". Newer ones also have `own`."""
+tensors, by parameter; and what state_dict() has besides "state". Newer ones also have `own`."""
 _NO_SLOTS: Mapping[Any, Any] = {}
 Value = TypeVar("Value")
 OWN = "own_state"
