@@ -1,7 +1,7 @@
-"""Decides which names a server may be asked under, and whether another site's page is asking: for both servers.
+"""Checks the host name of a request, and whether a page of another site sent it: for both servers.
 
-A server on 127.0.0.1 is reached by every site that the user's browser has open: by DNS rebinding, under a name of that
-site, and by requests across sites. So a request must name a host that is known, and must not come from another site.
+Every site open in the user's browser can reach a server on 127.0.0.1, by DNS rebinding under a name of that site, and
+by cross-site requests. So a request must name a known host and must not come from another site.
 """
 
 from collections.abc import Collection
@@ -14,12 +14,12 @@ ANY = frozenset({"0.0.0.0", "::"})  # noqa: S104  compared, not bound
 
 
 def is_local(host: str) -> bool:
-    """Return whether an address to bind to is reached from this machine alone."""
+    """Return whether an address to bind to can be reached only from this machine."""
     return host in LOCAL
 
 
 def known_hosts(bound: str, allowed: Collection[str] = ()) -> frozenset[str]:
-    """Return the names under which a server that is bound to `bound` may be asked. allowed: further ones."""
+    """Return the host names that requests to a server bound to `bound` may use. allowed: further names."""
     return LOCAL | {host.lower() for host in (*allowed, bound) if host not in ANY}
 
 
@@ -32,7 +32,7 @@ def host_name(request: web.Request) -> str:
 
 
 def is_own_origin(request: web.Request) -> bool:
-    """Return whether the Origin header names this server, under the name that the request was sent to."""
+    """Return whether the Origin header names this server by the host name of the request."""
     try:
         return urlsplit(request.headers.get("Origin", "")).netloc == request.headers.get("Host", "")
     except ValueError:
@@ -40,6 +40,6 @@ def is_own_origin(request: web.Request) -> bool:
 
 
 def is_of_other_site(request: web.Request) -> bool:
-    """Return whether a browser says that a page of another site sends the request. Programs say nothing."""
+    """Return whether a browser reports that a page of another site sent the request. Programs report nothing."""
     elsewhere = request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")
     return elsewhere or ("Origin" in request.headers and not is_own_origin(request))

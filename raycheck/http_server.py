@@ -1,9 +1,10 @@
-"""Serves an aiohttp application so that no client can hold a connection forever, fill the server, or write its log.
+"""Serves an aiohttp application so that no client can hold a connection forever, exhaust the server, or write to its
+log.
 
-aiohttp waits without a limit for the end of a request that has begun, and for a client that does not read its answer;
-it takes every connection until the process has no descriptor left; and it logs a traceback, with the text that the
-client sent, for each request that is not HTTP. The page and the Tinker server both listen through `listen` instead.
-Limits count from an event, not from a byte: a client that sends one byte a second gets no more time than a silent one.
+aiohttp waits without limit for the end of a started request, and for a client that does not read its response. It
+accepts every connection until the process has no descriptor left. And for each request that is not HTTP it logs a
+traceback with the text that the client sent. The page and the Tinker server therefore both use `listen`. Time limits
+count from an event, not from a byte: a client that sends one byte a second gets no more time than a silent one.
 """
 
 import asyncio
@@ -22,18 +23,18 @@ from raycheck.errors import ConfigError
 
 logger = logging.getLogger("raycheck.http")
 MAX_LINE_BYTES = 8190
-"""The longest request line, and the longest header."""
+"""The maximum length of the request line, and of a header."""
 REFUSAL_S = 5.0
-"""How long a refused client may take to read its answer."""
+"""How long a refused client may take to read its response."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpLimits:
-    """Limits of one client.
+    """The limits for one client.
 
-    head_s: the time from the connection, or from the last answer, to the end of the next request's headers. Also how
-    long a client may read nothing of an answer. body_s: the time from the headers to the end of the body. connections:
-    how many may be open; further clients are answered with 503 at once.
+    head_s: the time from the connection, or from the last response, to the end of the next request's headers; also how
+    long a client may stop reading a response. body_s: the time from the headers to the end of the body. connections:
+    how many may be open; further clients get 503 at once.
     """
 
     head_s: float = 20.0
@@ -45,11 +46,10 @@ class HttpLimits:
 async def listen(
     app: web.Application, *, host: str, port: int, limits: HttpLimits, auto_decompress: bool = True
 ) -> AsyncIterator[str]:
-    """Serve `app` while the context is open; yield its address, for example "http://127.0.0.1:8080".
+    """Serve `app` while the context is open, and yield its address, for example "http://127.0.0.1:8080".
 
-    port: 0 takes a free one. auto_decompress: as for aiohttp. Bodies are read, up to the application's
-    client_max_size, after its own middlewares and before its handlers. Raise ConfigError for an address that cannot be
-    bound.
+    port: 0 takes a free one. auto_decompress: as for aiohttp. Bodies are read, up to the application's client_max_size,
+    after its middlewares and before its handlers. Raises ConfigError for an address that cannot be bound.
     """
     app.middlewares.insert(0, _between_requests)
     app.middlewares.append(_body_within(limits.body_s))
@@ -72,12 +72,12 @@ async def listen(
             listener.close()
     finally:
         await runner.cleanup()
-        for connection in opened:  # those that aiohttp was never told of
+        for connection in opened:  # those that aiohttp does not know
             connection.abort()
 
 
 class _Connection(web.RequestHandler):
-    """aiohttp's protocol of one connection, with one timer for whatever the client has to do next."""
+    """aiohttp's protocol for one connection, with one timer for the client's next action."""
 
     def __init__(
         self, server: web.Server, limits: HttpLimits, opened: "set[_Connection]", *, auto_decompress: bool
@@ -98,13 +98,13 @@ class _Connection(web.RequestHandler):
         self._is_refused = False
         self._is_last = False  # no further request is read from this connection
         self._is_answering = False
-        self._line_bytes = 0  # of the next request's first line, as far as it has come
+        self._line_bytes = 0  # bytes received of the next request's first line
         self._has_line = False
         self._body: StreamReader | None = None  # of the newest request
-        self._unread_bytes = 0  # of answers, when the timer was last looked at
+        self._unread_bytes = 0  # of responses, when the timer was last checked
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Takes the client in, or refuses it. Far beyond the limit it gets no answer either."""
+        """Accept the client or refuse it. Far beyond the limit, refuse it without a response."""
         self._wire = cast("asyncio.Transport", transport)
         others = len(self._opened)
         self._opened.add(self)
@@ -146,17 +146,17 @@ class _Connection(web.RequestHandler):
             self._wait(self._limits.head_s)
 
     def abort(self) -> None:
-        """End the connection at once."""
+        """Close the connection at once."""
         self._wire.abort()
 
     def begin_answer(self, body: StreamReader) -> None:
-        """Take note that a request's headers are there: now the client waits for the server."""
+        """Note that a request's headers have arrived: now the client waits for the server."""
         self._stop_waiting()
         self._is_answering, self._body = True, body
         self._line_bytes, self._has_line = 0, False
 
     def end_answer(self, *, is_last: bool) -> None:
-        """Take note that an answer is made: now the server waits for the client. is_last: no other request follows."""
+        """Note that a response is sent: now the server waits for the client. is_last: no other request follows."""
         self._is_answering, self._is_last = False, is_last
         self._wait(self._limits.head_s)
 
@@ -167,9 +167,9 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,  # noqa: ARG002  aiohttp's text, which repeats what was sent
     ) -> web.StreamResponse:
-        """Return the answer to what is no request, or to a fault of the server; neither repeats what was sent."""
+        """Return the response to an invalid request or an internal error; neither repeats what the client sent."""
         self._is_last = True
-        text = "the server failed; its log says more"
+        text = "internal error, see the server's log"
         if isinstance(exc, LineTooLong):
             is_address = self._line_bytes > MAX_LINE_BYTES
             status = 414 if is_address else 431
@@ -179,16 +179,16 @@ class _Connection(web.RequestHandler):
         elif exc is not None:
             self.log_exception("a request failed", exc_info=exc)
         if request.writer.output_size > 0:
-            raise ConnectionError("part of the answer is sent")  # as aiohttp's own: the connection is closed
+            raise ConnectionError("part of the answer is sent")  # as aiohttp does: the connection is closed
         response = web.Response(status=status, text=f"{text}\n")
         response.force_close()
         return response
 
     def log_exception(self, *args: object, **kw: object) -> None:
-        """Log where the server failed, without the error's text: it may repeat what a client sent."""
+        """Log where the server failed, without the error's text, which may repeat what a client sent."""
         error = kw.get("exc_info")
         if isinstance(error, (HttpProcessingError, web.RequestPayloadError, web.HTTPException, ConnectionError)):
-            return  # the client's fault, or its end
+            return  # the client's fault, or it has gone
         if isinstance(error, BaseException):
             where = "".join(traceback.format_tb(error.__traceback__))
             self.logger.error("%s: %s\n%s", args[0], type(error).__name__, where)
@@ -196,7 +196,7 @@ class _Connection(web.RequestHandler):
             self.logger.error("%s", args[0])
 
     def _wait(self, seconds: float) -> None:
-        """Give the client this long for what it has to do next."""
+        """Give the client this long for its next action."""
         self._stop_waiting()
         if self not in self._opened:
             return
@@ -216,7 +216,7 @@ class _Connection(web.RequestHandler):
             self._wire.abort()
         else:
             if not (self._is_refused or self._is_last or self._is_answering) and self._line_bytes + self._has_line:
-                self._wire.write(_plain_answer(408, f"no whole request came within {self._limits.head_s:g} s"))
+                self._wire.write(_plain_answer(408, f"no complete request arrived within {self._limits.head_s:g} s"))
             self._wire.close()
 
 
@@ -225,7 +225,7 @@ _NO_LOG.disabled = True
 
 
 def _plain_answer(status: int, text: str) -> bytes:
-    """Return an answer to a client whose request was not read."""
+    """Return a response to a client whose request was not read."""
     reason = {408: "Request Timeout", 503: "Service Unavailable"}[status]
     head = f"HTTP/1.1 {status} {reason}\r\nContent-Type: text/plain\r\nContent-Length: {len(text) + 1}"
     return f"{head}\r\nRetry-After: 10\r\nConnection: close\r\n\r\n{text}\n".encode()
@@ -233,7 +233,7 @@ def _plain_answer(status: int, text: str) -> bytes:
 
 @web.middleware
 async def _between_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Stop the connection's timer while the server is at work."""
+    """Stop the connection's timer while the server handles a request."""
     connection = request.protocol
     if not isinstance(connection, _Connection):
         return await handler(request)
@@ -253,7 +253,7 @@ def _body_within(seconds: float) -> Middleware:
             async with asyncio.timeout(seconds):
                 await request.read()
         except TimeoutError:
-            raise web.HTTPRequestTimeout(text=f"no whole body came within {seconds:g} s\n") from None
+            raise web.HTTPRequestTimeout(text=f"no complete body arrived within {seconds:g} s\n") from None
         except (web.RequestPayloadError, HttpProcessingError, ConnectionError):
             raise web.HTTPBadRequest(text="the body cannot be read\n") from None
         return await handler(request)

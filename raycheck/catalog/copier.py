@@ -2,7 +2,7 @@
 
 One round reads the mirror, then the source; opens the mirror for the source's newest attempt; copies the head first, so
 that there is soon something to restore, then the other checkpoints, several at a time; and shows the source as it was
-read. Whatever fails, the mirror still shows an earlier state, whole. The next round goes on from there.
+read. Whatever fails, the mirror still shows a complete earlier state. The next round continues from there.
 """
 
 import time
@@ -40,15 +40,15 @@ from raycheck.errors import ConfigError, ConflictError, CorruptError, DamagedErr
 from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 
 CHECKPOINTS_AT_ONCE = 8
-"""How many checkpoints are copied at a time, since a small one is little but waiting for answers. object_copy.py bounds
-the memory of all."""
+"""How many checkpoints are copied at a time, since copying a small one is mostly waiting for responses. object_copy.py
+bounds the memory of all."""
 _ROUNDS = 20
-"""How often a copy begins anew since the source has dropped its head meanwhile."""
+"""How often a copy restarts because the source dropped its head in the meantime."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceBody:
-    """Holds the source's body as its training wrote it, and the time of the answer: by its store, and by this host's
+    """The source's body as its training wrote it, and the time of the response by its store and by this host's
     monotonic clock."""
 
     body: Latest
@@ -58,7 +58,7 @@ class SourceBody:
 
 @dataclass(kw_only=True, slots=True)
 class RoundReport:
-    """Says what the rounds of one copier did, checkpoint by checkpoint.
+    """What the rounds of one copier did, by checkpoint.
 
     present: was there already. dropped: left the source while it was copied. damaged: what is wrong with it. deleted:
     gone from the mirror.
@@ -72,7 +72,7 @@ class RoundReport:
 
 
 class MirrorCopier:
-    """Copies one run to one place, round by round."""
+    """The copier of one run to one place, which works in rounds."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class MirrorCopier:
         self._source, self._target = Register(source), Register(target)
         self._uri = bare_uri(source.uri)
         self._stop, self._monotonic = stop, monotonic
-        self._done: set[str] = set()  # keys of objects that are whole in the target
-        self._begun: set[str] = set()  # directories in the target that may hold a part of a checkpoint
+        self._done: set[str] = set()  # keys of objects that are complete in the target
+        self._begun: set[str] = set()  # directories in the target that may contain a part of a checkpoint
         self._records: set[str] = set()  # keys of attempts' records that are in the target or cannot be read
 
     def read_source(self) -> SourceBody:
@@ -136,7 +136,7 @@ class MirrorCopier:
 
     def _begin(self) -> tuple[Latest, SourceBody]:
         """Read mirror and source, and open the mirror."""
-        mine, names = look_at_mirror(self._target)  # before the source, which can then not be older
+        mine, names = look_at_mirror(self._target)  # before the source, which then cannot be older
         state = self.read_source()
         if mine is not None:
             check_mirror(self.objects.target.uri, mine, state.body)
@@ -147,7 +147,7 @@ class MirrorCopier:
         return open_mirror(self._target, state.body, uri=self._uri), state
 
     def _copy_round(self, mine: Latest, body: Latest) -> Latest | None:
-        """Copy what the mirror lacks of `body`. Returns the mirror's body; None when the source's head is gone."""
+        """Copy what the mirror lacks of `body`. Returns the mirror's body, or None if the source's head is gone."""
         listed = {entry.key for entry in mine.live}
         wanted = [entry for entry in _head_first(body) if entry.key not in listed and not self._is_bad(entry)]
         self._tally.expect(sum(entry.size_bytes for entry in wanted))
@@ -172,10 +172,9 @@ class MirrorCopier:
             raise DamagedError(f"the head {key} cannot be copied: {self.report.damaged[key]}")
 
     def _copy_all(self, entries: list[Entry]) -> bool:
-        """Copy checkpoints, and note what came of them. Returns whether all are whole in the target.
+        """Copy checkpoints and record the results. Returns whether all are complete in the target.
 
-        Several are copied at a time, but none beside one that uses a directory of which it needs something too, so that
-        nothing is copied twice.
+        Several are copied at a time, but never two that need the same directory, so that nothing is copied twice.
         """
         waiting, running = list(entries), dict[Future[CopiedCheckpoint], Entry]()
         settled: set[str] = set()
@@ -194,7 +193,7 @@ class MirrorCopier:
                     entry = running.pop(future)
                     is_whole = self._note(entry, future) and is_whole
                     settled.update((entry.key, *entry.refs))
-        except BaseException:  # an interrupt, too: no thread outlives this call
+        except BaseException:  # also on an interrupt: no thread outlives this call
             gives_up.set()
             raise
         finally:
@@ -202,7 +201,7 @@ class MirrorCopier:
         return is_whole
 
     def _note(self, entry: Entry, future: Future[CopiedCheckpoint]) -> bool:
-        """Note what came of the copy of a checkpoint. Returns whether it is whole in the target."""
+        """Record the result of copying a checkpoint. Returns whether it is complete in the target."""
         try:
             copied = future.result()
         except DroppedError:
@@ -222,7 +221,7 @@ class MirrorCopier:
         return shown
 
     def copy_records(self) -> None:
-        """Copy the records of attempts that are not in the mirror yet. Those that cannot be read are left out."""
+        """Copy the records of attempts that the mirror lacks. Records that cannot be read are left out."""
         source, target = self.objects.source, self.objects.target
         number = self._target.read_existing()[0].attempt.number
         wanted = {item.key for item in source.list_objects(object_keys.ATTEMPTS_PREFIX)} - self._records
@@ -231,7 +230,7 @@ class MirrorCopier:
         self._records |= {item.key for item in target.list_objects(object_keys.ATTEMPTS_PREFIX)}
         for key in sorted(wanted - self._records):
             of = object_keys.attempt_of(key)
-            if of is None or of >= number:  # such a number may be that of an attempt on the mirror
+            if of is None or of >= number:  # the number may belong to an attempt on the mirror
                 continue
             try:
                 load = load_record if object_keys.is_attempt_key(key) else load_resume
@@ -243,12 +242,12 @@ class MirrorCopier:
                 self._records.add(key)
 
     def delete_dropped(self, *, grace_s: float = GRACE_S) -> None:
-        """Delete from the mirror what its source has dropped, after the grace for readers."""
+        """Delete from the mirror what its source has dropped, after the grace period for readers."""
         self.report.deleted.extend(prune(self._target, grace_s=grace_s))
 
 
 def check_source(uri: str, body: Latest) -> None:
-    """Raise ConfigError when the run at `uri`, with this body, was deleted."""
+    """Raise ConfigError if the run at `uri`, with this body, was deleted."""
     if body.deleted_at is not None:
         raise ConfigError(
             f"{shown_uri(uri)}: this run was deleted; there is nothing to copy. Its mirrors stay as they are"
@@ -256,13 +255,13 @@ def check_source(uri: str, body: Latest) -> None:
 
 
 def check_places(source: Store, target: Store) -> None:
-    """Raise ConfigError when source and target are one place, or one lies inside the other."""
+    """Raise ConfigError if source and target are the same place, or one is inside the other."""
     if overlap(source.uri, target.uri):
         raise ConfigError(f"{target} is {source} itself, or one of them lies inside the other")
 
 
 def _able(waiting: list[Entry], running: Collection[Entry], settled: Collection[str]) -> list[Entry]:
-    """Return those that may be copied now: no directory that one of them uses is being copied for another one."""
+    """Return the entries that may be copied now: none of their directories is being copied for another one."""
     found: list[Entry] = []
     for entry in waiting:
         busy = {name for other in (*running, *found) for name in (other.key, *other.refs)} - set(settled)
@@ -272,6 +271,6 @@ def _able(waiting: list[Entry], running: Collection[Entry], settled: Collection[
 
 
 def _head_first(body: Latest) -> list[Entry]:
-    """Return the live entries: the head, then the others from the newest on."""
+    """Return the live entries: the head first, then the others, newest first."""
     others = [entry for entry in body.live if entry.key != body.head]
     return [entry for entry in body.live if entry.key == body.head] + others[::-1]

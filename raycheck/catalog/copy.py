@@ -1,8 +1,8 @@
 """Copies a run, or one of its checkpoints, to another place: the public `copy_run`.
 
-The copy of a run is the same run in another place. It is a mirror: it follows its source whenever the copy is repeated,
-until somebody trains on it (step 38). The copy of one checkpoint is a new run that begins with it, as a fork does
-(step 30). Either may stop anywhere, and be repeated: only what is not there is copied.
+The copy of a run is the same run in another place. It is a mirror: each repeated copy brings it up to date with its
+source, until someone trains on it (step 38). The copy of one checkpoint is a new run that starts with it, like a fork
+(step 30). Either copy may stop anywhere and be repeated: only what is missing is copied.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ from raycheck.storage_settings import StorageSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopiedRun:
-    """Says what a copy did.
+    """The result of a copy.
 
     uri, run_id, head: of the copy. copied: the checkpoints that were copied now, by name. present: those that were
     there. dropped: those that the source has dropped meanwhile. sent_bytes: what went through this process.
@@ -56,9 +56,9 @@ class CopiedRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedCopy:
-    """Says what a copy would do: the checkpoints that it would copy, with their sizes in bytes, the head first.
+    """The plan of a copy: the checkpoints that it would copy, with their sizes in bytes, the head first.
 
-    A checkpoint of which a part is there already is listed with all of its size.
+    A checkpoint that was partly copied before is listed with its full size.
     """
 
     uri: str
@@ -82,8 +82,8 @@ def copy_run(
 ) -> CopiedRun:
     """Copy a run, or one of its checkpoints, to another place, in any two of the stores.
 
-    It takes a bounded amount of memory, about 400 MB. Repeat it to go on with a copy that was broken off, or to bring
-    one up to date.
+    The copy needs a bounded amount of memory, about 400 MB. Repeat it to continue an interrupted copy, or to bring one
+    up to date.
 
     source, dest: URIs of runs. dest must be free, or an earlier copy of this run on which nobody has trained.
     step: copy only the newest checkpoint of this step, or that of this name or key, into a new run. None: the run.
@@ -129,7 +129,7 @@ def plan_copy(
 
 
 def result_of(copier: MirrorCopier, body: Latest) -> CopiedRun:
-    """Return what a copier did. Raises DamagedError, which names them, when it had to leave out checkpoints."""
+    """Return what a copier did. Raises DamagedError, which names them, if it had to leave out checkpoints."""
     report, objects = copier.report, copier.objects
     if report.damaged:
         said = "".join(f"\n  {why}" for why in report.damaged.values())
@@ -148,7 +148,7 @@ def result_of(copier: MirrorCopier, body: Latest) -> CopiedRun:
 
 
 def _copy_checkpoint(source: Store, target: Store, step: int | str, tally: ProgressTally, stop: Event) -> CopiedRun:
-    """Begin a new run at the target with a copy of one checkpoint. Step 30."""
+    """Create a new run at the target with a copy of one checkpoint. Step 30."""
     check_places(source, target)
     lender = read_latest(source)
     entry = _chosen(source, lender, step)
@@ -171,7 +171,7 @@ def _copy_checkpoint(source: Store, target: Store, step: int | str, tally: Progr
     data = write_manifest(target, new)
     body = begin_run(register, first_entry(new, data, of=entry), new, run_id=uuid4().hex, verb="copy")
     if body.head != new.key or not _was_copied(Checkpoint(target, _head(body, target)), source, entry):
-        raise ConfigError(f"{target}: another run was begun there meanwhile; give a free place")
+        raise ConfigError(f"{target}: another run was created there in the meantime; choose a free place")
     return CopiedRun(
         uri=target.uri,
         run_id=body.run_id,
@@ -186,10 +186,10 @@ def _copy_checkpoint(source: Store, target: Store, step: int | str, tally: Progr
 def _name_for(
     objects: ObjectCopier, old: Manifest, origin: Origin, save: int, *, restored_from: str
 ) -> tuple[Manifest, dict[str, int]]:
-    """Return the new checkpoint's manifest, and the sizes of its objects that an earlier try has left.
+    """Return the new checkpoint's manifest, and the sizes of its objects left by an earlier try.
 
-    The last try's name is used again when it was reserved for this very copy, and all objects below it are right.
-    Another copy of the checkpoint may be at work there: it writes the same bytes. save: the lowest save number that no
+    The last try's name is reused if it was reserved for the same copy and all objects under it are correct. Another
+    copy of the checkpoint may be writing there; it writes the same bytes. save: the lowest save number that no
     directory has.
     """
     last = CheckpointName(step=old.step, attempt=0, save=max(1, save - 1))
@@ -221,7 +221,7 @@ def _head(body: Latest, target: Store) -> Entry:
 
 
 def _copied_head(body: Latest, target: Store, source: Store, entry: Entry) -> Entry:
-    """Return the head of the run that is at the target. Raises ConfigError when it is no copy of that checkpoint."""
+    """Return the head of the run at the target. Raises ConfigError if it is not a copy of that checkpoint."""
     head = _head(body, target)
     if not _was_copied(Checkpoint(target, head), source, entry):
         raise ConfigError(f"{target}: there is another run already ({body.run_id}); give a free place")

@@ -1,4 +1,4 @@
-"""Deletes checkpoints and runs by hand, and says beforehand what that would come to."""
+"""Deletes checkpoints and runs by hand, and previews what that would delete."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from raycheck.storage_settings import StorageSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedDelete:
-    """Says what the delete of a run would delete, at most. holds: the runs that use directories of it, which stay."""
+    """What deleting a run would delete at most. holds: the runs that use directories of it, which stay."""
 
     num_objects: int
     size_bytes: int
@@ -34,7 +34,7 @@ def delete_checkpoint(
     storage: StorageSettings | None = None,
     progress: ShowProgress = show_nothing,
 ) -> str:
-    """Delete a checkpoint of the run at `uri`, also a pinned or named one. Returns its key.
+    """Delete a checkpoint of the run at `uri`, even a pinned or named one. Returns its key.
 
     It is no longer listed or restored at once. Its objects go `grace_s` seconds later, so that whoever reads it now can
     end: with the next prune of the training, or of `raycheck prune`. What other checkpoints or runs use of it stays.
@@ -45,13 +45,14 @@ def delete_checkpoint(
     register = Register(open_store(uri, storage))
     body = delete.delete_checkpoint(register, key)
     if not grace_s:
-        others = frozenset(item.key for item in body.evicted) - {key}  # whose readers keep their time
+        others = frozenset(item.key for item in body.evicted) - {key}  # whose readers keep their grace period
         prune(register, grace_s=0.0, spare=others, tally=ProgressTally(progress))
     return key
 
 
 def plan_delete_checkpoint(uri: str, at: int | str, *, storage: StorageSettings | None = None) -> Entry:
-    """Return the entry of the checkpoint that `delete_checkpoint` would delete. Writes nothing, and raises alike."""
+    """Return the entry of the checkpoint that `delete_checkpoint` would delete. Writes nothing; raises the same
+    errors."""
     run = open_run(uri, storage)
     entry = run.at(at).entry
     delete.check_checkpoint(run.store.uri, run.latest, entry.key)
@@ -68,7 +69,7 @@ def delete_run(
     storage: StorageSettings | None = None,
     progress: ShowProgress = show_nothing,
 ) -> DeletedRun:
-    """Delete the run at `uri`, with all that lies in its folder. May be repeated.
+    """Delete the run at `uri` and everything in its folder. May be repeated.
 
     live: also when it seems to be running; that training ends with FencedError. keep_shared: what other runs use stays
     until they have dropped it; without it a run that others use is refused. keep_exports: leave `exports/` alone. lost:
@@ -82,7 +83,7 @@ def delete_run(
     if lost:
         delete.check_folder(store)
         delete.mark_lost(Register(store))
-    counter = register.read_existing()[0].counter  # before the question: what comes after it stops the delete
+    counter = register.read_existing()[0].counter  # before the check: a later write stops the delete
     _refuse_running(uri, store, live=live)
     return delete.delete_run(
         register,
@@ -103,7 +104,7 @@ def plan_delete_run(
     storage: StorageSettings | None = None,
     progress: ShowProgress = show_nothing,
 ) -> PlannedDelete:
-    """Say what `delete_run` would delete. Writes nothing, and raises what it would raise before its first write.
+    """Return what `delete_run` would delete. Writes nothing, and raises what it would raise before its first write.
 
     progress: called with the number of objects that were listed.
     """
@@ -131,6 +132,4 @@ def plan_delete_run(
 def _refuse_running(uri: str, store: Store, *, live: bool) -> None:
     status = read_status(store)
     if status.state in ("running", "silent") and not live:
-        raise ConfigError(
-            f"{shown_uri(uri)}: it is {status.text}. Stop it first, or delete it all the same with --live"
-        )
+        raise ConfigError(f"{shown_uri(uri)}: it is {status.text}. Stop it first, or delete it anyway with --live")

@@ -1,10 +1,10 @@
 """Fetches a checkpoint into a folder. This is the public `download`.
 
 The folder gets the manifest, and either stock DCP directories, one per component, or safetensors files, one or more per
-entry of the state. Every byte is verified on its way: a file under its own name is whole, and the name of one that is
-not whole ends in `.partial`. So a download that broke off is repeated, and fetches what is missing.
+entry of the state. Every byte is verified on its way. A file under its own name is complete; the name of an incomplete
+one ends in `.partial`. So an interrupted download can be repeated, and fetches only what is missing.
 
-The manifest is written first, and marks the folder as that of this checkpoint; nothing is written beside other files.
+The manifest is written first and marks the folder as this checkpoint's; nothing is written next to other files.
 """
 
 import os
@@ -33,7 +33,7 @@ Format = Literal["dcp", "safetensors"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Downloaded:
-    """Describes a downloaded checkpoint.
+    """A downloaded checkpoint.
 
     checkpoint: its name in the run. files: their names in the folder, and their sizes in bytes. fetched_bytes: how much
     was fetched this time; the rest was there already.
@@ -57,7 +57,7 @@ def download(
 ) -> Downloaded:
     """Fetch a checkpoint into a folder, with several requests at a time and in bounded memory.
 
-    When it is interrupted it can be repeated, and fetches only what is missing.
+    An interrupted download can be repeated, and fetches only what is missing.
 
     source: a run's URI. folder: a new or empty one, or that of an earlier download of the checkpoint. step: which
     checkpoint: a step, a checkpoint's name, or None for the head. components: the names of the components to fetch;
@@ -94,13 +94,13 @@ def download(
 
 
 def _objects(checkpoint: Checkpoint, manifest: Manifest, components: set[str]) -> dict[str, StoredObject]:
-    """Return the objects of these components by their file's name in the folder."""
+    """Return the objects of these components by their file names in the folder."""
     named = zip(names_in(manifest), stored_objects(checkpoint, manifest), strict=True)
     return {name: item for name, item in named if name.partition("/")[0] in components and "/" in name}
 
 
 def _take_folder(root: Path, manifest: bytes, checkpoint: Checkpoint) -> None:
-    """Make the folder this checkpoint's, or find that it is. Raises ConfigError when it holds anything else."""
+    """Mark the folder as this checkpoint's, unless it already is. Raises ConfigError if it contains anything else."""
     root.mkdir(parents=True, exist_ok=True)
     mark = root / MANIFEST
     if mark.is_file() and not mark.is_symlink():
@@ -115,7 +115,7 @@ def _take_folder(root: Path, manifest: bytes, checkpoint: Checkpoint) -> None:
 def _fetch_all(
     root: Path, wanted: dict[str, StoredObject], checkpoint: Checkpoint, progress: ShowProgress
 ) -> tuple[dict[str, int], int]:
-    """Fetch what is not there yet. Returns the sizes of all files, and the bytes fetched."""
+    """Fetch what is missing. Returns the sizes of all files, and the bytes fetched."""
     total = sum(item.size_bytes for item in wanted.values())
     fetched = 0
 
@@ -139,10 +139,10 @@ def _is_whole(path: Path, item: StoredObject) -> bool:
 
 
 def _fetch(root: Path, missing: dict[str, StoredObject], checkpoint: Checkpoint) -> Iterator[tuple[int, bool]]:
-    """Fetch these files, and go on with those that have begun.
+    """Fetch these files, resuming partial ones.
 
-    Yields how many bytes have come, and whether they were fetched now. Raises DamagedError when a file is not what it
-    must be; what was fetched of it is taken away then.
+    Yields how many bytes have arrived, and whether they were fetched now. Raises DamagedError if a file's checksum
+    differs; the file is then removed.
     """
     begun = {name: _begun_bytes(root / name, item) for name, item in missing.items()}
     check_room(root, sum(item.size_bytes for item in missing.values()) - sum(begun.values()))
@@ -175,7 +175,7 @@ def _next(ahead: Iterator[Buffer], checkpoint: Checkpoint, item: StoredObject) -
 
 
 def _begun_bytes(path: Path, item: StoredObject) -> int:
-    """Return how many bytes an earlier download has left of a file."""
+    """Return how many bytes of a file an earlier download has left."""
     partial = partial_of(path)
     size = partial.stat().st_size if partial.is_file() and not partial.is_symlink() else 0
     return size if size <= item.size_bytes else 0

@@ -1,7 +1,8 @@
 """Fetches a checkpoint as safetensors files, with the reader and the file format of the Hugging Face export.
 
 Each entry of the state gets its own files, in which tensors have their names in the checkpoint. All other values are in
-values.json, as the checkpoint's index has them. What was fetched is noted, with checksums, so that a repeat skips it.
+values.json, in the form of the checkpoint's index. Fetched files are recorded with checksums, so that a repeated
+download skips them.
 """
 
 import re
@@ -28,7 +29,7 @@ _SAFE = re.compile(r"\w[\w.-]{0,99}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DownloadRecord(Document):
-    """Notes the files of safetensors that are whole. files: name to CRC-32."""
+    """The record of complete safetensors files. files: name to CRC-32."""
 
     format_version: int = FORMAT_VERSION
     checkpoint: str
@@ -38,7 +39,7 @@ class DownloadRecord(Document):
 def fetch_safetensors(
     root: Path, checkpoint: Checkpoint, manifest: Manifest, progress: ShowProgress
 ) -> tuple[dict[str, int], int]:
-    """Fetch what is not in the folder yet. Returns the sizes of all files, and the bytes fetched."""
+    """Fetch what is missing in the folder. Returns the sizes of all files, and the bytes fetched."""
     index = checkpoint.read_index(manifest)
     source = WeightSource(checkpoint, manifest, index)
     files, texts = _lay_out(source, index)
@@ -67,8 +68,8 @@ def fetch_safetensors(
 
 
 def _lay_out(source: WeightSource, index: Index) -> tuple[dict[str, list[Weight]], dict[str, str]]:
-    """Return the tensors in each file, and the texts of the small files. Raises ConfigError for what has no place in
-    such files."""
+    """Return the tensors in each file, and the texts of the small files. Raises ConfigError for values that such files
+    cannot hold."""
     entries: dict[str, list[Weight]] = {}
     for tensor in index.tensors:
         saved = source.saved(tensor.name)
@@ -89,7 +90,8 @@ def _lay_out(source: WeightSource, index: Index) -> tuple[dict[str, list[Weight]
 
 
 def _entry_of(tensor: Tensor) -> str:
-    """Return the entry of a tensor, fit for a file name; that of `metric.rank3.total`, one rank's own, is `metric`."""
+    """Return the entry of a tensor, usable as a file name; that of `metric.rank3.total`, one rank's own, is
+    `metric`."""
     entry = re.sub(r"\.rank\d+\..*", "", str(tensor.path[0] if tensor.path else tensor.name))
     if not _SAFE.fullmatch(entry):
         raise ConfigError(f"{entry[:120]!r} cannot be a file's name; take format='dcp'")
@@ -101,7 +103,7 @@ def _aligned(weights: list[Weight]) -> list[Weight]:
 
 
 def _read_record(root: Path, key: str) -> DownloadRecord:
-    """Return what an earlier download has noted. A record that cannot be read counts as none."""
+    """Return the record of an earlier download. A record that cannot be read counts as none."""
     try:
         with (root / RECORD).open("rb") as file:
             return load(DownloadRecord, file.read(MAX_RECORD + 1), what=RECORD, max_bytes=MAX_RECORD)

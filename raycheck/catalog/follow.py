@@ -1,8 +1,8 @@
 """Keeps a mirror up to date while its source is trained: the public `follow_run`.
 
-It reads the source's `latest` every few seconds, and does a round of copier.py when it has changed. A store that fails
-ends nothing: the mirror shows an earlier state, whole, and the round is begun anew after a pause. What needs a person
-ends it: a mirror that has been claimed, a source that was lost or rolled back, credentials that are refused.
+It reads the source's `latest` every few seconds, and does a round of copier.py when it has changed. A failing store
+does not stop it: the mirror shows a complete earlier state, and the round is repeated after a pause. It stops for
+problems that need a person: a mirror that was claimed, a source that was lost or rolled back, refused credentials.
 """
 
 import time
@@ -21,12 +21,12 @@ from raycheck.storage_settings import StorageSettings
 
 MAX_PAUSE_S = 300.0
 TIDY_EVERY_S = 60.0
-"""How often attempts' records are looked for, and what the source has dropped is deleted."""
+"""How often to look for attempts' records, and to delete what the source has dropped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FollowNews:
-    """Says what has happened in a mirror.
+    """News of a mirror.
 
     text: all of it in words. step: of the mirror's head, None when it has not moved. lag_s: seconds from the head's
     commit in the source until it was here. is_trouble: a round has failed, and is done anew.
@@ -70,7 +70,7 @@ def follow_run(
 
 
 class Follower:
-    """Repeats rounds of a copier."""
+    """The loop that repeats rounds of a copier."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Follower:
         self._said: set[str] = set()
 
     def run(self) -> Latest:
-        """Follow until the stop, or the end of the source's training. Returns the mirror's body."""
+        """Follow until stopped, or until the source's training has ended. Returns the mirror's body."""
         failures = 0
         while True:
             try:
@@ -101,7 +101,7 @@ class Follower:
                 return self._last()
             except (StoreError, NotFoundError, DamagedError) as error:
                 if isinstance(error, NotFoundError) and self._shown is not None:
-                    raise  # the source was there before
+                    raise  # the source existed before
                 failures += 1
                 is_over = False
                 pause_s = self._pause_s(failures)
@@ -110,7 +110,7 @@ class Follower:
                 return self._last()
 
     def look(self) -> bool:
-        """Look at the source once, and bring the mirror up to date. Returns whether there is no more to wait for."""
+        """Read the source once and bring the mirror up to date. Returns whether there is nothing left to wait for."""
         state = self._copier.read_source()
         if not self._is_shown(state.body):
             self._shown = self._copier.run()
@@ -129,7 +129,7 @@ class Follower:
         return shown is not None and shown.mirror is not None and shown.mirror.counter >= body.counter
 
     def _tell(self, state: SourceBody) -> None:
-        """Tell what the mirror shows now, and what of the source is damaged, each damage once."""
+        """Report the mirror's new state, and each damage in the source once."""
         report, shown = self._copier.report, self._shown
         entry = shown.entry(shown.head) if shown is not None and shown.head is not None else None
         for key in report.damaged.keys() - self._said:
@@ -147,5 +147,5 @@ class Follower:
 
     def _last(self) -> Latest:
         if self._shown is None:
-            raise StoppedError("the copy was stopped before it was whole; repeat it to go on")
+            raise StoppedError("the copy was stopped before it was complete; repeat it to continue")
         return self._shown

@@ -1,4 +1,4 @@
-"""Begins a run from a checkpoint of another one. Within one bucket this copies no tensor."""
+"""Creates a run from another run's checkpoint. Within one bucket this copies no tensor."""
 
 from uuid import uuid4
 
@@ -17,10 +17,10 @@ def fork_run(
     copy: bool = False,
     storage: StorageSettings | None = None,
 ) -> Forked:
-    """Begin a run at `target` from a checkpoint of the run at `source`. A training started there goes on from it.
+    """Create a run at `target` from a checkpoint of the run at `source`. Training started there resumes from it.
 
-    Within one bucket the new run uses the tensors where they are, and the other run keeps them for as long as that is
-    so, whatever it drops. Into another bucket they are copied. Does nothing when the run at `target` is there already.
+    Within one bucket the new run uses the tensors where they are, and the other run keeps them as long as they are
+    used, whatever it drops. Into another bucket they are copied. Does nothing if the run at `target` exists.
 
     source, target: URIs of runs. at: a step, a name, or a checkpoint's key; None: the head. copy: copy the tensors also
     within one bucket, so that the runs are independent. storage: how both are reached, when the environment and the

@@ -1,11 +1,12 @@
-"""Lists the runs below a prefix, each from one GET of its `latest`. Writes nothing (I8).
+"""Lists the runs under a prefix, each from one GET of its `latest`. Writes nothing (I8).
 
-A folder with a `latest` is a run, and nothing in it is listed. A folder without one is listed, one level of names; then
-its folders are looked at, down to a bounded depth. A folder without `latest` in whose `checkpoints/` objects lie is a
-run that has lost it. A run that cannot be read is a line of the listing like any other, and never ends it.
+A folder with a `latest` is a run, and nothing in it is listed. A folder without one is listed, one level of names, and
+then its subfolders are checked, down to a bounded depth. A folder without `latest` but with objects in `checkpoints/`
+is a run that has lost it. A run that cannot be read is a line of the listing like any other and never aborts it.
 
-Requests: one GET per folder; one listing per folder that is no run; one more GET for a run that is neither finished nor
-idle (the record of its attempt), and one for a fork that still has its first checkpoint (that one's manifest).
+Requests: one GET per folder; one listing per folder that is not a run; one more GET for a run that is neither finished
+nor idle (the record of its attempt), and one for a fork that still has its first checkpoint (that checkpoint's
+manifest).
 """
 
 import threading
@@ -34,12 +35,12 @@ from raycheck.views.goodput import goodput_of
 
 DEPTH = 3
 AT_ONCE = 128
-"""How many requests are under way at a time."""
+"""How many requests are in flight at a time."""
 MAX_FOLDERS = 100_000
-"""How many folders one listing looks at: a prefix may lead into millions of them."""
+"""The maximum number of folders in one listing: a prefix may have millions of them."""
 MAX_DIRECTORIES = 10_000
 MAX_TEXT = 2000
-"""How many characters of a text from the bucket are kept, so that a hostile run cannot fill the memory."""
+"""How many characters of a text from the bucket are kept, so that a malicious run cannot fill the memory."""
 
 RunState = State | Literal["uncommitted", "lost", "damaged", "newer", "unreadable"]
 Sort = Literal["age", "name", "size"]
@@ -47,7 +48,7 @@ Sort = Literal["age", "name", "size"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """Describes one run of a listing, as its `latest` had it at one moment.
+    """One run of a listing, from its `latest` at one moment.
 
     uri: the run's address, for every other command. name: the path of the run's folder below the prefix.
     state: "finished", "died" (its driver gave it up), "running" (there was a claim or commit lately), "silent" (there
@@ -97,7 +98,7 @@ def list_runs(
     sort: Sort = "age",
     on_look: Callable[[int, int], None] | None = None,
 ) -> tuple[RunSummary, ...]:
-    """List every run below `prefix`, or the run that is there itself, without listing the runs' objects.
+    """List every run under `prefix`, or the run at `prefix` itself, without listing the runs' objects.
 
     depth: how many folders deep a run may lie below the prefix; 1 for runs directly below it. Folders inside of a run
         are never looked at. sort: "age" (the newest commit first), "name" or "size" (the largest first). on_look:
@@ -117,7 +118,7 @@ def list_runs(
 def find_runs(
     store: Store, *, depth: int = DEPTH, on_look: Callable[[int, int], None] | None = None
 ) -> list[RunSummary]:
-    """Find the runs below the root of `store`, in no order. See list_runs."""
+    """Find the runs under the root of `store`, in no order. See list_runs."""
     return _Search(store).runs(depth, on_look or (lambda *_: None))
 
 
@@ -130,7 +131,7 @@ _SORTS: Mapping[str, Callable[[RunSummary], tuple[float, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """Holds a place to look at. path: its names below the prefix, none for the prefix itself."""
+    """A folder to check. path: its names under the prefix, none for the prefix itself."""
 
     store: Store
     path: tuple[str, ...] = ()
@@ -147,11 +148,11 @@ class _Folder:
 
 
 class _Search:
-    """Looks at folders, many at a time, level by level."""
+    """A search through folders, many at a time, level by level."""
 
     def __init__(self, store: Store) -> None:
         self._top = _Folder(store)
-        self._now: float | None = None  # by the store's clock, from the first answer that has it
+        self._now: float | None = None  # by the store's clock, from the first response that has it
         self._num_named = 0
         self._lock = threading.Lock()
 
@@ -175,7 +176,8 @@ class _Search:
         return found
 
     def _look_and_go_on(self, folder: _Folder) -> RunSummary | list[_Folder]:
-        """Looks at a folder. One that the store refuses is a line of the listing; what the caller wrote is an error."""
+        """Check a folder. A folder that the store refuses becomes a line of the listing; for the caller's prefix it is
+        an error."""
         try:
             return self._look(folder)
         except ConfigError:
@@ -184,7 +186,7 @@ class _Search:
             return _unread(folder, "unreadable", _cut(str(error)))
 
     def _look(self, folder: _Folder) -> RunSummary | list[_Folder]:
-        """Return the run in a folder, or the folders in it."""
+        """Return the run in a folder, or its subfolders."""
         denied: DeniedError | None = None
         try:
             return self._summary(folder)
@@ -193,7 +195,7 @@ class _Search:
         except DeniedError as error:
             if folder.path:
                 raise
-            denied = error  # the rights to read may begin below the prefix
+            denied = error  # read permissions may start below the prefix
         names = self._names(folder.store)
         if object_keys.CHECKPOINTS_PREFIX.rstrip("/") in names and (lying := _lying(folder.store)):
             if denied:
@@ -202,7 +204,7 @@ class _Search:
         return folder.below(names)
 
     def _summary(self, folder: _Folder) -> RunSummary:
-        """Return the run in a folder. Raises NotFoundError when there is no `latest`, and StoreError."""
+        """Return the run in a folder. Raises NotFoundError if there is no `latest`, and StoreError."""
         try:
             body, now = self._read(folder.store)
         except NewerFormatError as error:
@@ -219,7 +221,7 @@ class _Search:
         return _summarize(folder, body, status, parent)
 
     def _read(self, store: Store) -> tuple[Latest, float]:
-        """Return the body of `latest`, and the store's time: at one moment of this listing, for all but the first."""
+        """Return the body of `latest` and the store's time, which is the same moment for all runs but the first."""
         if self._now is None:
             body, got = again_if_corrupt(lambda: get_latest(store))
             self._now = got.at
@@ -234,19 +236,20 @@ class _Search:
                 self._num_named += 1
             if self._num_named > MAX_FOLDERS:
                 raise ConfigError(
-                    f"{self._top.store}: more than {MAX_FOLDERS} folders lie here; give a prefix that is nearer to "
-                    "the runs, or a smaller depth="
+                    f"{self._top.store}: more than {MAX_FOLDERS} folders are here; give a prefix closer to the runs, "
+                    "or a smaller depth="
                 )
         return names
 
 
 def _is_fit(name: str) -> bool:
-    """Return whether a run may have this name. Clients resolve dots, and checkpoints are in runs, and never runs."""
+    """Return whether a run may have this name. Clients resolve dots, and `checkpoints` is a folder in a run, never a
+    run."""
     return name not in ("", ".", "..") and CheckpointName.parse(name) is None
 
 
 def _lying(store: Store) -> list[CheckpointName]:
-    """Return the checkpoints' directories in a folder without `latest`, if objects lie in one of the newest."""
+    """Return the checkpoint directories in a folder without `latest`, if one of the newest contains objects."""
     found = islice(store.list_folders(object_keys.CHECKPOINTS_PREFIX), MAX_DIRECTORIES)
     names = sorted(name for text in found if (name := CheckpointName.parse(text)))
     newest = (object_keys.checkpoint_prefix(str(name)) for name in names[:-4:-1])
@@ -254,8 +257,8 @@ def _lying(store: Store) -> list[CheckpointName]:
 
 
 def _record(store: Store, number: int) -> AttemptRecord | None:
-    """Return the record of an attempt; None when there is none that can be read, or none may be read: S3 says
-    "denied" for a missing object to those who may not list."""
+    """Return the record of an attempt, or None if there is none or it may not be read: S3 answers "denied" for a
+    missing object if the caller may not list."""
     with suppress(NotFoundError, CorruptError, DeniedError):
         return read_quickly(store, object_keys.attempt_key(number), load_record, max_bytes=MAX_RECORD)
     return None
@@ -305,16 +308,17 @@ def _unread(folder: _Folder, state: RunState, text: str) -> RunSummary:
 
 
 def _metrics(head: Entry | None) -> dict[str, float]:
-    """Return the metrics of an entry, no more than raycheck writes."""
+    """Return the metrics of an entry, at most as many as raycheck writes."""
     known = {} if head is None else head.metrics
     return dict(islice(((name, value) for name, value in known.items() if len(name) <= MAX_TEXT), MAX_METRICS_LISTED))
 
 
 def kept_bytes(live: Iterable[Entry]) -> tuple[int, int]:
-    """Return how many bytes these checkpoints keep at least and at most, as far as `latest` tells.
+    """Return how many bytes these checkpoints keep at least and at most, according to `latest`.
 
-    An entry's size is that of all it needs, with what lies in other checkpoints' directories. At least there is all
-    that needs nothing else, and of the others the one that needs most beside it. At most nothing is shared.
+    An entry's size covers everything it needs, including data in other checkpoints' directories. The minimum is the
+    size of all entries that need no other directory, plus the largest of the others. The maximum assumes that nothing
+    is shared.
     """
     entries = [(entry, max(0, entry.size_bytes)) for entry in live]
     alone = {entry.key: size for entry, size in entries if not entry.refs}

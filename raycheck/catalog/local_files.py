@@ -1,4 +1,4 @@
-"""Writes files of a local folder so that a file under its own name is whole: until then its name ends in `.partial`."""
+"""Writes local files so that a file under its own name is complete; until then its name ends in `.partial`."""
 
 import os
 import shutil
@@ -15,13 +15,13 @@ READ_BYTES = 8 * 1024 * 1024
 
 
 def partial_of(path: Path) -> Path:
-    """Return where a file is while it is not whole."""
+    """Return the path of a file while it is incomplete."""
     return path.with_name(path.name + PARTIAL)
 
 
 @contextmanager
 def opened_partial(path: Path, *, goes_on: bool = False) -> Iterator[IO[bytes]]:
-    """Open the file that becomes `path`, and flush it when the block ends well. A link in its place is not followed.
+    """Open the file that becomes `path`, and flush it if the block succeeds. A link in its place is not followed.
 
     goes_on: write after what is there already.
     """
@@ -38,14 +38,14 @@ def opened_partial(path: Path, *, goes_on: bool = False) -> Iterator[IO[bytes]]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a small file whole."""
+    """Write a small file completely."""
     with opened_partial(path) as file:
         file.write(data)
     appear(path)
 
 
 def appear(path: Path) -> None:
-    """Give a file its own name, now that it is whole and flushed."""
+    """Give a complete, flushed file its own name."""
     partial_of(path).replace(path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -63,7 +63,7 @@ def file_crc32(path: Path) -> int:
 
 
 def check_room(root: Path, needed: int) -> None:
-    """Raise ConfigError, before anything is fetched, when the disk has too little room."""
+    """Raise ConfigError, before anything is fetched, if the disk has too little room."""
     free = shutil.disk_usage(root).free
     if needed > free:
         raise ConfigError(f"{root}: {needed} bytes are to be fetched, and the disk has room for {free}")

@@ -1,9 +1,9 @@
 """Prunes many runs by the rules of a file: the public `prune_runs`.
 
-A rule says which runs it is about, by their state and by how long nothing has happened to them, and what such a run
-keeps. The first rule that fits a run decides; a run that none fits is left alone. Each run is looked at once more when
-its turn comes, which may be hours after the listing, and is deleted only if nobody has written its `latest` since.
-It is pruned by itself, as `raycheck prune` does it: safe beside a training, and to be repeated after a crash.
+A rule selects runs by their state and by how long they have been idle, and says what such a run keeps. The first rule
+that matches a run applies; a run that no rule matches is left alone. Each run is read again when its turn comes, which
+may be hours after the listing, and is deleted only if nobody has written its `latest` since. Each run is pruned
+separately, as by `raycheck prune`: safe during training, and repeatable after a crash.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ _KEEPS = tuple(spec.name for spec in fields(Retention) if spec.name != "expire_a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """Says what runs in certain states keep.
+    """A rule of a policy: what runs in certain states keep.
 
     states: those of `list_runs`; () for all. name: the beginning of the run's path below the prefix. idle_days: only
     runs to which nothing has happened for so long, no claim and no commit. keep: which checkpoints stay. delete: the
@@ -44,14 +44,14 @@ class Rule:
     delete: bool = False
 
     def fits(self, run: RunSummary) -> bool:
-        """Return whether the rule is about this run. A run of which it is not known is not idle."""
+        """Return whether the rule matches this run. A run whose idle time is unknown is not idle."""
         is_old = not self.idle_days or (run.idle_s is not None and run.idle_s >= self.idle_days * DAY_S)
         return (not self.states or run.state in self.states) and run.name.startswith(self.name) and is_old
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrunedRun:
-    """Says what a policy does, or did, with one run.
+    """What a policy does, or did, with one run.
 
     rule: the place of the rule that decided, from 1; None when no rule fits. names: the checkpoints that go, now or
     after the grace. freed_bytes: what their objects have. is_deleted: the whole run goes. problem: why nothing could be
@@ -69,7 +69,7 @@ class PrunedRun:
 
 
 def parse_policy(tree: object) -> tuple[Rule, ...]:
-    """Make the rules of a policy file's content. Raises ConfigError, which names the rule and the field.
+    """Parse the rules in a policy file's content. Raises ConfigError, which names the rule and the field.
 
     tree: {"rules": [...]}; a rule has `states`, `name`, `idle_days`, and either `delete: true` or the settings of
     SaveSettings that say what stays, such as `keep_last`.
@@ -117,7 +117,7 @@ def prune_runs(
     storage: StorageSettings | None = None,
     progress: ShowProgress = show_nothing,
 ) -> tuple[PrunedRun, ...]:
-    """Prune every run below `prefix` by the first rule of a policy that fits it.
+    """Prune every run under `prefix` by the first rule of a policy that matches it.
 
     policy: see parse_policy. dry_run: only say what would go. depth: how many folders deep runs may lie. grace_s:
     seconds that readers get before what was dropped is deleted. storage: how the bucket is reached. progress: called
@@ -145,10 +145,10 @@ def _pruned(
     try:
         store = open_store(run.uri, storage)
         register = Register(store)
-        body = register.read_existing()[0]  # before the question: a delete is refused when somebody has written since
+        body = register.read_existing()[0]  # before the check: a delete is refused if someone has written since
         looked = find_runs(store, depth=0)
         if not looked:
-            raise NotFoundError(f"{store}: somebody has deleted the run just now")
+            raise NotFoundError(f"{store}: the run was deleted just now")
         run = replace(looked[0], name=run.name)
         number = _rule_for(run, rules)
         done = replace(done, state=run.state, rule=number)
@@ -167,7 +167,7 @@ def _rule_for(run: RunSummary, rules: tuple[Rule, ...]) -> int | None:
 def _obeyed(
     rule: Rule, register: Register, body: Latest, done: PrunedRun, *, dry_run: bool, grace_s: float
 ) -> PrunedRun:
-    """Do with a run what `rule` says, or only plan it. Returns `done` with what goes."""
+    """Apply `rule` to a run, or only plan it. Returns `done` with what is removed."""
     store = register.store
     if not rule.delete:
         found = plan_prune(register, rule.keep, grace_s=grace_s)

@@ -1,7 +1,7 @@
 """Streams bytes from and to stores in bounded memory: several ranged reads at a time, handed out in order.
 
-It also cuts a stream into the parts that a store wants. The last part is held back until the stream has ended well, so
-that an object never appears when the check at the stream's end fails.
+It also splits a stream into the parts that a store requires. The last part is held back until the stream has ended
+without an error, so that an object never appears if the check at the stream's end fails.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ SPANS_IN_FLIGHT = 8
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Describes the bytes start..stop of an object, to be read at once."""
+    """The bytes start..stop of an object, read in one request."""
 
     store: Store
     key: str
@@ -30,7 +30,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Cuts the bytes of an object from `start` to `stop` into spans."""
+    """The bytes of an object from `start` to `stop`, divided into spans."""
 
     store: Store
     key: str
@@ -43,7 +43,7 @@ class Spans:
 
 
 def read_ahead(spans: Iterable[Span]) -> Generator[Buffer, None, None]:
-    """Yield the bytes of each span, in their order, while the next ones are being read. Raises as `get_range`."""
+    """Yield the bytes of each span in order while the next ones are being read. Raises the errors of `get_range`."""
     ahead: deque[Future[Buffer]] = deque()
     with ThreadPoolExecutor(SPANS_IN_FLIGHT, thread_name_prefix="raycheck-ahead") as pool:
         try:
@@ -59,7 +59,7 @@ def read_ahead(spans: Iterable[Span]) -> Generator[Buffer, None, None]:
 
 
 def checked(chunks: Iterable[Buffer], crc: int, *, what: str) -> Iterator[Buffer]:
-    """Yield the chunks, and raises CorruptError after the last one when their checksum is another one than `crc`."""
+    """Yield the chunks, and raise CorruptError after the last one if their checksum differs from `crc`."""
     seen = 0
     for chunk in chunks:
         seen = crc32(chunk, seen)
@@ -69,7 +69,7 @@ def checked(chunks: Iterable[Buffer], crc: int, *, what: str) -> Iterator[Buffer
 
 
 def put_stream(store: Store, key: str, chunks: Iterable[Buffer], size_bytes: int) -> None:
-    """Write one object from a stream of chunks. When the stream raises, that error is raised and nothing is written."""
+    """Write one object from a stream of chunks. If the stream raises, that error is raised and nothing is written."""
     failure: RaycheckError | None = None
 
     def parts() -> Iterator[memoryview]:
@@ -91,7 +91,7 @@ def put_stream(store: Store, key: str, chunks: Iterable[Buffer], size_bytes: int
 def _in_parts(chunks: Iterable[Buffer], part_bytes: int) -> Iterator[memoryview]:
     """Yield the chunks as parts of `part_bytes`, the last one shorter, and one empty part for an empty stream.
 
-    Memory is taken for bytes that have come, and not for those that somebody says will come.
+    Memory is allocated for bytes received, not for bytes announced.
     """
     held: list[memoryview] = []
     size = 0

@@ -1,4 +1,4 @@
-"""Finds a checkpoint of a run, and the objects that it consists of, wherever they lie."""
+"""Finds a checkpoint of a run and its objects, wherever they are stored."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from raycheck.run import Run
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """Describes one object by its place, and by the size and checksum that the manifest states."""
+    """One object: its place, and its size and checksum from the manifest."""
 
     store: Store
     key: str
@@ -39,7 +39,7 @@ def stored_objects(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Store
 def names_in(manifest: Manifest) -> Iterator[str]:
     """Yield the name of every object besides the manifest below the checkpoint's directory, in the manifest's order.
 
-    A component that another checkpoint holds has the name that it would have in this one.
+    A component stored in another checkpoint has the name that it would have in this one.
     """
     name = CheckpointName.parse(manifest.key)
     if name is None:

@@ -1,24 +1,23 @@
-"""The command line `raycheck`: this file puts the commands together and turns errors into one line.
+"""The command line `raycheck`: this file assembles the commands and turns errors into one line.
 
-- browse.py shows and verifies what is in a run's bucket: `ls`, `show`, `verify`.
-- data.py says which samples made a run's steps: `data`.
-- manage.py decides what a run keeps, and mends it: `pin`, `prune`, `sweep`, `rewind`, `repair` and others.
-- names.py names and scores single checkpoints: `name`, `rename`, `unname`, `score`.
-- submit.py runs a training as a Ray job, watch_node.py hands on a cloud's preemption notice, export.py writes Hugging
-  Face directories, tinker.py serves the tinker SDK, demo.py shows all of it at work, docs.py prints the guides.
-- catalog/ works with many runs in one bucket: `runs`, `fork`, `delete`, `delete-run`, `pack`, `unpack`, `download`,
+- browse.py shows and verifies a run's checkpoints: `ls`, `show`, `verify`. - data.py lists the samples of a run's
+steps: `data`. - manage.py changes what a run keeps, and repairs it: `prune`, `sweep`, `rewind`, `repair` and others. -
+names.py pins, names, and scores single checkpoints: `pin`, `name`, `rename`, `unname`, `score`. - submit.py runs a
+training script as a Ray job, watch_node.py forwards a cloud's preemption notice, export.py writes Hugging Face
+directories, tinker.py serves the tinker SDK, demo.py runs a demo, docs.py prints the guides. - catalog/ works with many
+runs in one bucket: `runs`, `fork`, `delete`, `delete-run`, `pack`, `unpack`, `download`,
   `import`, `prune-runs`, `cp`.
-- views/ looks into checkpoints: `tensors`, `diff`; watches a run: `top`; and serves the `page`.
-- options.py has the arguments that commands share, how a shell completes them, and everything that prints.
+- views/ looks into checkpoints: `tensors`, `diff`; watches a run: `top`; and serves the `page`. - options.py has the
+shared arguments, their shell completion, and the printing functions.
 
-To add a command, write a function in the file of its topic and put it into that file's COMMANDS. The function's name,
+To add a command, write a function in the file of its topic and add it to that file's COMMANDS. The function's name,
 with hyphens, is the command's name. Its docstring is the help text, and its parameters are typer arguments and options.
-Import torch and Ray inside the function, since browsing must load neither. Print through `out`, `Text` and `print_json`
-of options.py, which make text from a bucket harmless for a terminal. Raise a RaycheckError for what cannot be done;
-where its message says `name=`, the user reads `--name`.
+Import torch and Ray inside the function, since browsing must load neither. Print with `out`, `Text`, and `print_json`
+of options.py, which make text from a bucket harmless for a terminal. Raise a RaycheckError if the command fails;
+`name=` in its message is shown to the user as `--name`.
 
-Exit codes: 0 all is well, 1 something is damaged (or a submitted training failed), 2 the command could not be carried
-out, and the message says why; 141 when the reader of the output has gone (closed_pipe.py).
+Exit codes: 0 success, 1 something is damaged (or a submitted training failed), 2 the command failed for the reason in
+its message, 141 the reader of the output has gone (closed_pipe.py).
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Commands that show what is committed, what is in a checkpoint, and whether it is whole. They write nothing (I8)."""
+"""Commands that show what is committed, what is in a checkpoint, and whether it is intact. They write nothing (I8)."""
 
 import re
 from dataclasses import asdict
@@ -23,10 +23,10 @@ from raycheck.storage_settings import StorageSettings
 from raycheck.views.in_words import age, short_number, size, time_of
 
 MAX_PLACES = 10
-"""How many damaged places are shown of one object."""
+"""The maximum number of damaged places shown per object."""
 _PER_RANK = re.compile(r"\.rank\d+\..*")  # FORMAT.md: <entry>.rank<r>.<path>
 MAX_ATTEMPTS = 20
-"""For how many of the newest attempts `show` reads how they began."""
+"""The number of newest attempts whose start `show` reads."""
 
 
 def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
@@ -55,7 +55,7 @@ def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
 def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
     """Show a run, its attempts, and one checkpoint.
 
-    The checkpoint is the head, or that of --step.
+    The checkpoint is the head, or the one of --step.
     """
     run = _open_or_say(uri, settings_of(storage), as_json=as_json)
     checkpoint = run.head if step is None else run.at(step)
@@ -87,7 +87,7 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
         table.add_row(*(Text(str(cell)) for cell in row))
     out.print(table)
     for number, resume in began.items():
-        out.print(Text(f"\nattempt {number} went on {resume}"))
+        out.print(Text(f"\nattempt {number} resumed {resume}"))
     if checkpoint is not None:
         out.print(Text(f"\ncheckpoint {checkpoint.entry.key}"))
         for name, value in facts["checkpoint"].items():
@@ -99,7 +99,7 @@ def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage 
     """Read all checkpoints and compare their checksums.
 
     With --step only that checkpoint is read. Every object's size and checksums are compared with what was committed.
-    Damage is named by rank, component, tensor and sub-block of 4 MiB. The exit code is 1 then.
+    Damage is reported by rank, component, tensor, and 4 MiB block, and the exit code is 1.
     """
     run = open_run(uri, settings_of(storage))
     checkpoints = run.checkpoints if step is None else (run.at(step),)
@@ -133,7 +133,7 @@ def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage 
 
 
 def _verified(checkpoints: tuple[Checkpoint, ...]) -> list[tuple[str, Finding]]:
-    """Return what was found about each object, with its checkpoint's key. Shows how far it is."""
+    """Return the finding for each object, with its checkpoint's key. Shows a progress bar."""
     total, done, found = sum(item.entry.size_bytes for item in checkpoints), 0, []
     with progress_bar() as progress:
         progress(0, total)
@@ -146,7 +146,7 @@ def _verified(checkpoints: tuple[Checkpoint, ...]) -> list[tuple[str, Finding]]:
 
 
 def _open_or_say(uri: str, storage: StorageSettings | None, *, as_json: bool) -> Run:
-    """Open a run. When that fails, programs are told its state, as `raycheck runs` has it, before the error."""
+    """Open a run. If that fails, print its state, as in `raycheck runs`, for programs before raising the error."""
     try:
         return open_run(uri, storage)
     except (NotFoundError, CorruptError):
@@ -157,7 +157,7 @@ def _open_or_say(uri: str, storage: StorageSettings | None, *, as_json: bool) ->
 
 
 def _expiry(entry: Entry, now: float) -> str:
-    """Return when a checkpoint with a name expires, in words; "" for the others, of which that is in --json."""
+    """Return the expiry of a named checkpoint as text, or "" for others, whose expiry only --json shows."""
     if entry.name is None or entry.expires_at is None:
         return ""
     return (
@@ -172,8 +172,8 @@ def _fields(resume: ResumeRecord) -> dict[str, Any]:
 
 
 def _in_words(name: str, value: object, *, now: float) -> str:
-    """Return a fact as text for people. The end of its name tells what a number is: a time (`_at`), bytes (`_bytes`)
-    or seconds (`_s`). Names inside a dict are the user's and tell nothing."""
+    """Return a fact as text. The suffix of its name gives a number's unit: a time (`_at`), bytes (`_bytes`), or seconds
+    (`_s`). Names inside a dict are the user's and have no such meaning."""
     if value is None or value in ([], {}):
         return "-"
     if isinstance(value, dict):
@@ -243,12 +243,12 @@ def _details(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _without_settings(origin: str | None) -> str | None:
-    """Return where a checkpoint comes from as messages show it: older forks wrote the settings of the address too."""
+    """Return a checkpoint's origin for display: older forks also wrote the settings of the URI."""
     return origin and " ".join(map(shown_uri, origin.split(" ")))
 
 
 def _entries(index: Index) -> set[str]:
-    """Return the names of the state's entries, from the paths of its tensors and other leaves. No value is read."""
+    """Return the names of the state's entries from the paths of its tensors and other leaves. No value is read."""
     paths = [*(tensor.path for tensor in index.tensors), *(leaf.path for leaf in index.leaves)]
     return {_PER_RANK.sub("", str(path[0])) for path in paths if path} - {"progress"}
 

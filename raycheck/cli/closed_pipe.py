@@ -1,10 +1,10 @@
-"""Ends the command quietly when the reader of its output has gone, as in `raycheck ls ... | head -1`.
+"""Ends the command quietly if the reader of its output has gone, as in `raycheck ls ... | head -1`.
 
-Python ignores SIGPIPE, and has to: otherwise a store that closes a connection would end the process. So a write to a
-pipe that nobody reads raises an error instead, which libraries turn into exit code 1. Here it means damage.
+Python ignores SIGPIPE, and must: otherwise a store that closes a connection would end the process. So a write to a pipe
+without a reader raises an error instead, which libraries turn into exit code 1. Here that code means damage.
 
-Only output ends a command, and only where it is what the command is for. Without a reader of stderr, messages are
-dropped; without a reader of stdout, commands that serve or follow drop their lines, and continue.
+Only a lost reader of stdout ends a command, and only if the output is the command's purpose. Without a reader of
+stderr, messages are dropped. Without a reader of stdout, commands that serve or follow drop their lines and continue.
 """
 
 import io
@@ -23,7 +23,7 @@ class _PipeToReader(io.FileIO):
     ends_command = False
 
     def write(self, data: "ReadableBuffer", /) -> int:
-        """Write, or drop the data when there is no reader any more, and raise SystemExit if `ends_command`."""
+        """Write the data. If there is no reader any more, drop it, and raise SystemExit if `ends_command`."""
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -36,9 +36,9 @@ class _PipeToReader(io.FileIO):
 
 
 def end_with_the_reader() -> None:
-    """Have writes to stdout end the process by SystemExit(CLOSED_PIPE) when nobody reads it any more.
+    """Make writes to stdout end the process by SystemExit(CLOSED_PIPE) once nobody reads it.
 
-    What nobody reads of stderr is dropped.
+    Writes to stderr without a reader are dropped.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -58,7 +58,7 @@ def end_with_the_reader() -> None:
 
 
 def continue_without_reader() -> None:
-    """Have this command continue when nobody reads its stdout any more: it serves, or follows something else."""
+    """Make this command continue without a reader of its stdout, because it serves or follows something."""
     buffer = getattr(sys.stdout, "buffer", None)
     raw = getattr(buffer, "raw", buffer)
     if isinstance(raw, _PipeToReader):

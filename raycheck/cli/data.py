@@ -1,4 +1,4 @@
-"""`raycheck data`: which samples made a run's steps, for the cause of a loss spike and for its cure."""
+"""`raycheck data`: the samples of a run's steps, to find the cause of a loss spike and to leave it out."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -11,7 +11,7 @@ from raycheck.errors import ConfigError
 from raycheck.run import open_run
 
 MAX_SHOWN = 12
-"""How many samples of a step people are shown."""
+"""The maximum number of samples shown per step."""
 Steps = Annotated[
     str,
     typer.Option(
@@ -26,10 +26,10 @@ AtStep = Annotated[
 
 
 def data(uri: Uri, steps: Steps, at: AtStep = None, as_json: Json = False, storage: Storage = None) -> None:
-    """Say which samples made these steps.
+    """Show which samples made these steps.
 
-    They are given by epoch and number in the dataset, in the order of training, over all ranks. The last line is what
-    Batches(skip=...) takes to leave them out after a rewind.
+    Samples are listed by epoch and index in the dataset, in training order, over all ranks. The last line is the
+    argument of Batches(skip=...) that leaves them out after a rewind.
     """
     from raycheck.data.step_samples import skip_of
 

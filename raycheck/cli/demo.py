@@ -1,4 +1,4 @@
-"""`raycheck demo`: trains a small model on this machine and kills a worker. The story itself is in raycheck/demo/."""
+"""`raycheck demo`: trains a small model on this machine and kills a worker. The code is in raycheck/demo/."""
 
 from typing import Annotated
 
@@ -17,9 +17,9 @@ def demo(  # noqa: PLR0917  typer makes options of them
     save_every: Annotated[int, typer.Option(min=1, help="Steps between two saves.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Train on Ray, kill a worker, and see the run go on.
+    """Train on Ray, kill a worker, and watch the run resume.
 
-    The model is a small Llama, which is saved to a bucket.
+    The model is a small Llama that is saved to a bucket.
     """
     from raycheck.demo import run_demo
 

@@ -32,17 +32,17 @@ FIRST = (
     "catalog",
     "limits",
 )
-"""The guides for users, in the order in which one reads them. Those for developers follow, by name."""
+"""The guides for users, in reading order. Those for developers follow, by name."""
 MAX_WIDTH = 120
 
 
 def docs(
     topic: Annotated[str | None, typer.Argument(help="A guide's name; without it all guides are listed.")] = None,
 ) -> None:
-    """Show a guide, or list all of them. In a pipe it is printed as it was written, in Markdown."""
+    """Show a guide, or list all guides. In a pipe the guide is printed as Markdown."""
     guides = _guides()
     if topic is None:
-        table = Table("topic", "what it tells", box=None, pad_edge=False)
+        table = Table("topic", "contents", box=None, pad_edge=False)
         for name, guide in guides.items():
             table.add_row(Text(name), Text(_summary(guide.read_text(encoding="utf-8"))))
         out.print(table)
@@ -58,18 +58,18 @@ def docs(
 
 
 def _guides() -> dict[str, Traversable]:
-    """Return each guide's file by its topic, in the order in which they are listed."""
+    """Return each guide's file by topic, in listing order."""
     found = {item.name.removesuffix(".md"): item for item in files("raycheck").joinpath("docs").iterdir()}
     return {name: found[name] for name in (*FIRST, *sorted(found.keys() - {*FIRST}))}
 
 
 def _summary(text: str) -> str:
-    """Return the sentence below a guide's title."""
+    """Return the first sentence of a guide."""
     return text.split("\n", 3)[2]
 
 
 def _render(text: str) -> None:
-    """Print Markdown for a person: headings, tables and code in colour, links as they are named."""
+    """Print Markdown for reading: headings, tables, and code in color, links by their text."""
     from rich.console import Console
     from rich.markdown import Markdown
 

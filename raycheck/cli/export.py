@@ -33,7 +33,7 @@ def export_hf(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Write a checkpoint as a Hugging Face directory.
 
-    The checkpoint is the head, or that of --step.
+    The checkpoint is the head, or the one of --step.
     """
     from raycheck.run import export_hf as export
 

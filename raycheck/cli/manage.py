@@ -1,4 +1,4 @@
-"""Commands that decide what a run keeps (prune, sweep), go back in it, and rebuild a lost `latest`."""
+"""Commands that change what a run keeps (prune, sweep), rewind it, and rebuild a lost `latest`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -50,9 +50,10 @@ def prune(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Drop checkpoints that no rule given here keeps.
 
-    Expired ones are dropped too. What was dropped is deleted after a grace for readers. With no --keep option only
-    expired checkpoints go. Rolling checkpoints are subject to --rolling-keep-last alone; without it they stay. The head
-    and pinned checkpoints always stay, and named ones until they expire. A running training goes on.
+    Expired ones are dropped too. Dropped checkpoints are deleted after a grace period for readers. Without a --keep
+    option, only expired checkpoints are dropped. Rolling checkpoints are subject only to --rolling-keep-last; without
+    it they stay. The head and pinned checkpoints always stay, and named ones stay until they expire. Running training
+    continues.
     """
     register = Register(open_store(uri, settings_of(storage)))
     body, got = register.read_existing()
@@ -85,9 +86,9 @@ def prune_exports(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Delete older Hugging Face exports of this run.
 
-    Only those that its trainings wrote are deleted, even while somebody reads them. A directory goes only when its
-    record proves that it is this run's, whole and unchanged. Exports by hand stay, and those of pinned and named
-    checkpoints.
+    Only exports written by its training are deleted, even while someone reads them. A directory is deleted only if its
+    record proves that it belongs to this run and is complete and unchanged. Manual exports stay, as do exports of
+    pinned and named checkpoints.
     """
     settings = settings_of(storage)
     body = read_latest(open_store(uri, settings))
@@ -103,7 +104,7 @@ def prune_exports(  # noqa: PLR0917  typer makes options of them
     kept = {verdict.directory.place: verdict.reason for verdict in verdicts if verdict.is_kept}
     if not dry_run:
         going = [verdict.directory.place for verdict in verdicts if not verdict.is_kept]
-        kept |= dict.fromkeys(set(going) - set(gone), "its record was changed meanwhile")
+        kept |= dict.fromkeys(set(going) - set(gone), "its record was changed in the meantime")
     found = [
         Deletion(
             name=verdict.directory.place,
@@ -126,9 +127,9 @@ def sweep(
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Delete what earlier attempts left uncommitted.
+    """Delete uncommitted objects of earlier attempts.
 
-    This is what saves and uploads left that were interrupted before a commit.
+    These are the leftovers of saves and uploads that were interrupted before a commit.
     """
     store = open_store(uri, settings_of(storage))
     found = (deletes.plan_sweep if dry_run else deletes.sweep)(store, also_whole=whole)
@@ -143,27 +144,27 @@ def rewind(
 ) -> None:
     """Make an earlier checkpoint the head.
 
-    The next start restores it. A training that still runs is stopped.
+    The next start restores it. Training that is still running is stopped.
     """
     run = open_run(uri, settings_of(storage))
     if dry_run:
         entry = run.plan_rewind(step)
         later = [item.step for item in run.latest.live[run.latest.live.index(entry) + 1 :]]
-        out.print(Text(f"{entry.key} would be the head, in the place of {run.latest.head}"))
+        out.print(Text(f"{entry.key} would be the head, instead of {run.latest.head}"))
         if later:
-            out.print(Text(f"the later checkpoints, of steps {', '.join(map(str, later))}, would stay listed"))
+            out.print(Text(f"the later checkpoints, of steps {', '.join(map(str, later))}, would remain listed"))
         status = read_status(run.store)
         if status.state == "running":
-            out.print(Text(f"a training would be stopped: {status.text}"))
+            out.print(Text(f"training would be stopped: {status.text}"))
         return
     head = run.rewind(step).latest.head
-    out.print(Text(f"head is {head}; later checkpoints stay listed until retention drops them"))
+    out.print(Text(f"head is {head}; later checkpoints remain listed until retention drops them"))
 
 
 def repair(uri: Uri, storage: Storage = None) -> None:
     """Rebuild a lost or damaged `latest`.
 
-    It is rebuilt from the manifests, also after it was rolled back. Stop training, prunes and sweeps first.
+    It is rebuilt from the manifests, including after a rollback. Stop training, prunes, and sweeps first.
     """
     done = repair_run(open_store(uri, settings_of(storage)))
     for entry in done.latest.live:
@@ -178,10 +179,10 @@ def _kept_by(entry: Entry) -> str:
 
 
 def _best(run: Latest, keep_best: str | None) -> Any:
-    """Return --keep-best as Retention takes it. Raises ConfigError for a metric that no checkpoint of the run has."""
+    """Return --keep-best in Retention's form. Raises ConfigError for a metric that no checkpoint of the run has."""
     if keep_best is None:
         return None
-    metric, mode, count = ["", "", *keep_best.rsplit(":", 2)][-3:]  # a metric may hold colons
+    metric, mode, count = ["", "", *keep_best.rsplit(":", 2)][-3:]  # a metric may contain colons
     if not metric or mode not in ("min", "max") or not count.isdecimal() or count == "0":
         raise ConfigError(f"--keep-best {keep_best}: give METRIC:min:COUNT or METRIC:max:COUNT, e.g. loss:min:3")
     known = sorted({name for entry in run.live for name in (*entry.metrics, *entry.scores)})
@@ -208,7 +209,7 @@ def _print_deletions(
     total = size(sum(item.size_bytes for item in found if dry_run or item.name in gone))
     out.print(Text(f"{total} would be deleted" if dry_run else f"{total} deleted"))
     if any(item.name not in gone for item in found) and not dry_run:
-        out.print(Text("the others are deleted after that time, by the run's next commit or the next prune"))
+        out.print(Text("the others will be deleted after that time, by the run's next commit or the next prune"))
 
 
 COMMANDS = (prune, prune_exports, sweep, rewind, repair)

@@ -1,4 +1,4 @@
-"""Commands that pin, name and score single checkpoints. They are safe beside a running training."""
+"""Commands that pin, name, and score single checkpoints. They are safe during training."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +21,12 @@ Given = Annotated[str, typer.Argument(metavar="NAME", help="The name that the ch
 
 
 def pin(uri: Uri, step: At, dry_run: DryRun = False, as_json: Json = False, storage: Storage = None) -> None:
-    """Keep a checkpoint, whatever retention rules say."""
+    """Keep a checkpoint, whatever the retention rules say."""
     _pin(uri, step, storage, pinned=True, dry_run=dry_run, as_json=as_json)
 
 
 def unpin(uri: Uri, step: At, dry_run: DryRun = False, as_json: Json = False, storage: Storage = None) -> None:
-    """Leave a pinned checkpoint to retention rules again."""
+    """Apply the retention rules to a pinned checkpoint again."""
     _pin(uri, step, storage, pinned=False, dry_run=dry_run, as_json=as_json)
 
 
@@ -47,7 +47,7 @@ def name(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Give a checkpoint a name.
 
-    Retention keeps it under that name, and every command and resume take the name in place of a step.
+    Retention keeps a named checkpoint, and every command and resume accept the name in place of a step.
     """
     run, now = _opened(uri, storage)
     key = run.at(step).entry.key
@@ -67,7 +67,7 @@ def rename(  # noqa: PLR0917  typer makes options of them
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Give a named checkpoint another name. Its expiry stays."""
+    """Rename a named checkpoint. Its expiry stays."""
     run, now = _opened(uri, storage)
     key = name_and_score.named_entry(run.store.uri, run.latest, old).key
     if dry_run:
@@ -78,7 +78,7 @@ def rename(  # noqa: PLR0917  typer makes options of them
 
 
 def unname(uri: Uri, name: Given, dry_run: DryRun = False, as_json: Json = False, storage: Storage = None) -> None:
-    """Take a name off its checkpoint, and leave it to retention rules again."""
+    """Remove a name from its checkpoint, and apply the retention rules to it again."""
     run, now = _opened(uri, storage)
     key = name_and_score.named_entry(run.store.uri, run.latest, name).key
     if dry_run:
@@ -96,9 +96,9 @@ def score(  # noqa: PLR0917  typer makes options of them
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Attach what was measured of a checkpoint after its commit.
+    """Attach scores measured after the commit to a checkpoint.
 
-    The rule keep_best obeys it from the training's next commit on, or in `raycheck prune --keep-best`.
+    The rule keep_best uses them from the training's next commit on, and in `raycheck prune --keep-best`.
     """
     scores = _scores(values)
     run, now = _opened(uri, storage)
@@ -120,12 +120,12 @@ def _pin(uri: str, step: str, storage: Path | None, *, pinned: bool, dry_run: bo
     if as_json:
         _say(run, body, key, now=now, dry_run=dry_run, as_json=True)
         return
-    what = "pinned" if pinned else "no longer pinned; retention rules apply to it again"
+    what = "pinned" if pinned else "no longer pinned; the retention rules apply to it again"
     out.print(Text(f"{key} {'would be' if dry_run else 'is'} {what}"))
 
 
 def _opened(uri: str, storage: Path | None) -> tuple[Run, float]:
-    """Return the run, and the time by its store's clock."""
+    """Return the run and the time by its store's clock."""
     store = open_store(uri, settings_of(storage))
     body, got = Register(store).read_existing()
     return Run(store, body), got.at
@@ -147,7 +147,7 @@ def _scores(values: Sequence[str]) -> dict[str, float]:
 
 
 def _say(run: Run, body: Latest, key: str, *, now: float, dry_run: bool, as_json: bool) -> None:
-    """Prints the checkpoints that the change made others of, `key` first."""
+    """Print the changed checkpoints, `key` first."""
     before = {entry.key: entry for entry in run.latest.live}
     own = body.entry(key)
     lost = [
@@ -162,7 +162,7 @@ def _say(run: Run, body: Latest, key: str, *, now: float, dry_run: bool, as_json
     for entry in entries:
         out.print(Text(f"step {entry.step}  {entry.key}  {_in_words(entry, now=now)}"))
     if dry_run:
-        out.print(Text("this would be so; nothing was changed"))
+        out.print(Text("this would be the result; nothing was changed"))
 
 
 def _facts(entry: Entry) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Defines the arguments that commands share and how a shell completes them, and how all commands print."""
+"""The arguments that commands share, their shell completion, and the printing of all commands."""
 
 import inspect
 import json
@@ -22,13 +22,14 @@ from raycheck.terminal import printable
 UNCUT = 1_000_000
 MAX_OFFERED = 200
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-"""What is offered to a shell. It might read any other name, which may be anybody's, as more than a word."""
+"""Names that are safe to offer to a shell. Other names come from untrusted writers, and a shell might interpret
+them."""
 out = Console(highlight=False, width=UNCUT)
-"""Prints a table row as one line however long it is: other programs need whole names, and a terminal wraps lines."""
+"""Prints each table row as one line of any length: other programs need full names, and a terminal wraps lines."""
 
 
 class Text(rich.text.Text):
-    """Holds a line or a table cell for `out`: its text is no markup, and a terminal obeys nothing in it.
+    """A line or a table cell for `out`: its text is not markup and contains nothing that a terminal would interpret.
 
     Blank lines before and after the text are kept.
     """
@@ -40,7 +41,7 @@ class Text(rich.text.Text):
 
 
 def settings_of(file: Path | None) -> StorageSettings | None:
-    """Return the storage settings in the file given with --storage; None without a file. Raises ConfigError."""
+    """Return the storage settings in the file given with --storage, or None without a file. Raises ConfigError."""
     if file is None:
         return None
     return StorageSettings.from_mapping(yaml_of(file, option="--storage"))
@@ -49,7 +50,7 @@ def settings_of(file: Path | None) -> StorageSettings | None:
 def yaml_of(file: Path, *, option: str) -> dict[str, Any]:
     """Return the name: value pairs in a YAML file. option: the flag that named the file, for errors.
 
-    Raises ConfigError when the file cannot be read or holds anything else.
+    Raises ConfigError if the file cannot be read or contains anything else.
     """
     import yaml
 
@@ -58,12 +59,12 @@ def yaml_of(file: Path, *, option: str) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{option} {file}: {error}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{option} {file}: it must hold name: value pairs")
+        raise ConfigError(f"{option} {file}: it must contain name: value pairs")
     return found
 
 
 def complete_uri(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the folders beside the one that is being typed, in a bucket. A plain path is left to the shell."""
+    """Return the folders in a bucket that complete the URI being typed. The shell completes plain paths."""
     base, slash, begun = incomplete.rpartition("/")
     scheme, mark, rest = base.partition("://")
     if not slash or not mark or not (rest.strip("/") or scheme == "file") or "?" in incomplete:
@@ -77,7 +78,7 @@ def complete_uri(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def complete_step(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the steps of the run on the command line, newest first, and the names of its checkpoints."""
-    uri = ctx.params.get("uri") or next(iter(ctx.args), None)  # the latter before the value of an option
+    uri = ctx.params.get("uri") or next(iter(ctx.args), None)  # the latter when completing an option's value
     if not isinstance(uri, str):
         return []
     with suppress(RaycheckError, OSError):
@@ -118,7 +119,7 @@ At = Annotated[
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command so that its ConfigErrors name options as they are written on the command line.
+    """Wrap a command so that its ConfigErrors name options in command-line form.
 
     Errors come from functions that take arguments of the options' names: `keep_last=` becomes `--keep-last`,
     and `overwrite=True` becomes `--overwrite`.

@@ -1,4 +1,4 @@
-"""The bar that long commands show: what is done, the rate and the time left."""
+"""The progress bar of long commands: the amount done, the rate, and the time left."""
 
 import threading
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ from rich.progress import (
 
 
 class ProgressBar:
-    """Shows on stderr what it is called with: what is done, and what there is in all, 0 when nobody knows it yet.
+    """A bar on stderr, called with the amount done and the total, which is 0 while it is unknown.
 
-    It appears with the first call. Several threads may call it. Where stderr is no terminal, nothing is written.
+    It appears at the first call. Several threads may call it. If stderr is not a terminal, nothing is written.
     """
 
     def __init__(self, unit: str) -> None:
@@ -29,7 +29,7 @@ class ProgressBar:
             (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
         )
         columns: list[ProgressColumn] = [BarColumn(), *done, TextColumn("time left"), TimeRemainingColumn()]
-        # stdout stays as it is: it may be a pipe to another program, and rich would write to stderr what goes there.
+        # stdout stays unchanged: it may be a pipe to another program, and rich would redirect its output to stderr.
         self._bar = Progress(
             *columns, console=console, transient=True, disable=not console.is_terminal, redirect_stdout=False
         )
@@ -42,7 +42,7 @@ class ProgressBar:
             self._bar.update(self._task, completed=done, total=total or None)
 
     def clear(self) -> None:
-        """Takes the bar away, so that a line can be printed. The next call brings it back."""
+        """Remove the bar so that a line can be printed. The next call shows it again."""
         with self._lock:
             if not self._bar.disable:
                 self._bar.stop()
@@ -50,7 +50,7 @@ class ProgressBar:
 
 @contextmanager
 def progress_bar(unit: str = "bytes") -> Iterator[ProgressBar]:
-    """Yield a bar that is gone when the block has ended. unit: what it counts."""
+    """Yield a bar that disappears at the end of the block. unit: what it counts."""
     bar = ProgressBar(unit)
     try:
         yield bar

@@ -1,12 +1,11 @@
-"""`raycheck submit`: runs a training script as a Ray job and submits it again after failures, while it makes progress.
+"""`raycheck submit`: runs a training script as a Ray job and resubmits it after failures as long as it makes progress.
 
-The job's driver dies with its node, and nothing in Ray starts it again. The run goes on from its newest commit, so it
-is enough to submit the same script once more. That stops as soon as another try cannot help:
+The job's driver dies with its node, and nothing in Ray restarts it. The run resumes from its newest commit, so it is
+enough to submit the same script again. Resubmission stops as soon as another try cannot help:
 
-- the driver has recorded in the bucket that it gave up for good;
-- the run had finished, and what failed came after it;
-- the script ended by itself, at once, before its workers had claimed the run;
-- nothing was committed between two failures.
+- the driver recorded in the bucket that it gave up for good; - the run had finished, and the failure came after that; -
+the script exited on its own, early, before its workers had claimed the run; - nothing was committed between two
+failures.
 """
 
 import asyncio
@@ -35,19 +34,19 @@ from raycheck.storage_settings import StorageSettings
 
 METADATA_KEY = "raycheck_run"
 LOOK_S = 10.0
-"""Seconds between two readings of `latest`, by which new commits are noticed."""
+"""Seconds between two reads of `latest`, to notice new commits."""
 STATE_S = 2.0
-"""Seconds between two questions to the job server about the job's state. The connection that brings the job's log can
-be dead without an error, so the log alone does not tell."""
+"""Seconds between two polls of the job's state. The connection that streams the job's log can die without an error, so
+the log alone does not show the end."""
 LAST_LINES_S = 5.0
 AWAY_S = 600.0
-"""How long the job server and the bucket may be unreachable: a head node that comes back takes minutes."""
+"""How long the job server and the bucket may be unreachable: a restarting head node takes minutes."""
 AT_ONCE_S = 120.0
-"""A script that ends by itself within this time, before its workers have claimed the run, never began to train."""
+"""A script that exits on its own within this time, before its workers have claimed the run, never started to train."""
 KILLED = 128
-"""From this exit code on, a shell reports that a signal has ended the command."""
+"""From this exit code on, a shell reports that a signal ended the command."""
 STARTING_S = 60.0
-"""How long a cluster that has just been started may answer "try again later"."""
+"""How long a newly started cluster may answer "try again later"."""
 ENDS = ("SUCCEEDED", "FAILED", "STOPPED")
 
 Tell = Callable[[str], object]
@@ -66,9 +65,10 @@ def submit(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Run a training script as a Ray job, with retries.
 
-    The job is followed, and submitted again when it fails. It gives up after --retries, when nothing was committed
-    between two failures, and when another try cannot help: the run had finished, the driver gave up for good, or the
-    script ended at once. Exit codes: 0 it succeeded, 1 it failed or was stopped. Ctrl-C leaves the job running.
+    The job's output is followed, and a failed job is submitted again. Resubmission ends after --retries, when nothing
+    was committed between two failures, and when another try cannot help: the run had finished, the driver gave up for
+    good, or the script exited at once. Exit codes: 0 it succeeded, 1 it failed or was stopped. Ctrl-C leaves the job
+    running.
     """
     continue_without_reader()
     env = yaml_of(runtime_env, option="--runtime-env") if runtime_env else {}
@@ -129,14 +129,14 @@ def submit_until_done(
             tell(f"raycheck: {why}; it is not submitted again\n")
             return state
         if number and _key(newest) == at_last_failure:
-            tell("raycheck: nothing was committed since the failure before; another try would fail as well\n")
+            tell("raycheck: nothing was committed since the previous failure; another try would fail as well\n")
             return state
         at_last_failure = _key(newest)
     raise AssertionError("unreachable: the last round returns")
 
 
 def _reason_to_stop(store: Store, job: "_SubmittedJob", before: int) -> str:
-    """Return why another try would fail like this one, or an empty text when it may succeed.
+    """Return why another try would fail like this one, or "" if it may succeed.
 
     before: the number of the run's live attempt before the job was submitted.
     """
@@ -144,16 +144,16 @@ def _reason_to_stop(store: Store, job: "_SubmittedJob", before: int) -> str:
     if attempt == before:
         seconds = job.seconds_until_own_end
         if seconds is not None and seconds <= AT_ONCE_S:
-            return f"the script ended by itself after {seconds:.0f} s, before it had claimed the run"
+            return f"the script exited on its own after {seconds:.0f} s, before it had claimed the run"
         return ""
     status = read_status(store)
     if status.state == "finished":
-        return f"the run has {status.text}; what failed came after that"
+        return f"the run has {status.text}; the failure came after that"
     return f"the run {status.text}; another try would fail as well" if status.is_final else ""
 
 
 def with_raycheck(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the runtime environment with this raycheck sent along; it takes the place of the cluster's own.
+    """Return the runtime environment with this raycheck included, which replaces the cluster's own.
 
     raycheck's dependencies must be installed in the cluster.
     """
@@ -162,7 +162,7 @@ def with_raycheck(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _SubmittedJob:
-    """Follows one submitted job: its output, its end, and the commits that the run gets meanwhile."""
+    """One submitted job: its output, its end, and the commits that the run receives during the job."""
 
     def __init__(self, client: Any, job: str, store: Store, tell: Tell) -> None:
         self._client = client
@@ -174,18 +174,20 @@ class _SubmittedJob:
         self._away_since: float | None = None
 
     async def follow(self) -> str:
-        """Wait until the job has ended, and hand on its output meanwhile. Returns its state: one of ENDS."""
+        """Forward the job's output until the job has ended. Returns its state: one of ENDS."""
         watching, log = asyncio.create_task(self._watch()), asyncio.create_task(self._pass_log_on())
         try:
             while (state := await asyncio.to_thread(self._state)) not in ENDS:
                 await asyncio.sleep(STATE_S)
                 if log.done():
                     log = asyncio.create_task(self._pass_log_on())
-            if log.done():  # perhaps it broke just before the last lines
+            if log.done():  # it may have broken just before the last lines
                 log = asyncio.create_task(self._pass_log_on())
             await asyncio.wait([log], timeout=LAST_LINES_S)
         except asyncio.CancelledError:
-            self._tell(f"\nraycheck: {self._job} goes on: ray job logs --follow, or ray job stop, with its name\n")
+            self._tell(
+                f"\nraycheck: {self._job} is still running: use ray job logs --follow, or ray job stop, with its name\n"
+            )
             raise
         else:
             return state
@@ -195,7 +197,7 @@ class _SubmittedJob:
 
     @property
     def seconds_until_own_end(self) -> float | None:
-        """Return the seconds until the script failed by itself; None when something else ended it, or may have."""
+        """Return the seconds until the script failed on its own, or None if something else ended it, or may have."""
         code, began, ended = (
             getattr(self._details, name, None) for name in ("driver_exit_code", "start_time", "end_time")
         )
@@ -204,9 +206,9 @@ class _SubmittedJob:
         return float(ended - began) / 1000
 
     async def _pass_log_on(self) -> None:
-        """Tell what is new in the job's log. Each time the log is followed anew it comes from its beginning."""
+        """Forward new text in the job's log. Each new connection starts at the log's beginning."""
         position = 0
-        with suppress(Exception):  # the connection may break at any time; only the state tells how the job ended
+        with suppress(Exception):  # the connection may break at any time; only the state shows how the job ended
             async for text in self._client.tail_job_logs(self._job):
                 position += len(text)
                 if position > self._told:
@@ -224,9 +226,9 @@ class _SubmittedJob:
             await asyncio.sleep(LOOK_S)
 
     def _state(self) -> str:
-        """Ask the job server for the job's state. Returns an empty text while the server is unreachable.
+        """Query the job's state. Returns "" while the job server is unreachable.
 
-        Raises StoreError when it has been unreachable for AWAY_S.
+        Raises StoreError after it has been unreachable for AWAY_S.
         """
         try:
             found = [job for job in self._client.list_jobs() if job.submission_id == self._job]
@@ -239,7 +241,7 @@ class _SubmittedJob:
             return ""
         self._away_since = None
         if not found:
-            return "FAILED"  # its record was lost with a head node that was started anew
+            return "FAILED"  # its record was lost when the head node was restarted
         self._details = found[0]
         return str(found[0].status.value)
 
@@ -251,20 +253,20 @@ def _submit_first(client: Any, request: Mapping[str, Any]) -> str:
             return _submit_once(client, request, name)
         except (OSError, RuntimeError, ValueError) as error:
             if "try again later" not in str(error) or time.monotonic() > deadline:
-                raise ConfigError(f"the cluster does not take the job: {error}") from error
+                raise ConfigError(f"the cluster refuses the job: {error}") from error
         time.sleep(STATE_S)
 
 
 def _submit_again(client: Any, request: Mapping[str, Any]) -> str:
-    """Submit once more, with patience, since the cluster may just be coming back."""
+    """Submit again, with patience, since the cluster may be restarting."""
     name = _new_name()
     return _patiently(lambda: _submit_once(client, request, name), "the job server")
 
 
 def _submit_once(client: Any, request: Mapping[str, Any], name: str) -> str:
-    """Submit the job under a name that we chose, unless a job of that name is there.
+    """Submit the job under a name that we chose, unless a job of that name exists.
 
-    When the answer to an earlier call was lost, the job is found by its name and not started twice.
+    If the response to an earlier call was lost, the job is found by its name and not started twice.
     """
     with suppress(OSError, RuntimeError):
         if any(job.submission_id == name for job in client.list_jobs()):
@@ -277,7 +279,7 @@ def _new_name() -> str:
 
 
 def _patiently(call: Callable[[], T], what: str) -> T:
-    """Return what `call` returns, and calls it again while `what` is unreachable, for up to AWAY_S."""
+    """Return the result of `call`, retrying for up to AWAY_S while `what` is unreachable."""
     deadline = time.monotonic() + AWAY_S
     while True:
         try:
@@ -297,26 +299,26 @@ def _client(address: str | None) -> Any:
         raise ConfigError(f"jobs need ray[default]: {error}") from error
     try:
         return JobSubmissionClient(address)
-    except RayError as error:  # authentication failed: the cluster asks for a token, and none or another one was sent
+    except RayError as error:  # authentication failed: the cluster requires a token, and none or a wrong one was sent
         why = str(error).partition("\n")[0]
         if os.environ.get("RAY_AUTH_MODE") == "token":
-            raise ConfigError(f"no right token for the job server at {at}: {why}") from error
-        raise ConfigError(f"the job server at {at} wants a token, set RAY_AUTH_MODE=token: {why}") from error
+            raise ConfigError(f"wrong token for the job server at {at}: {why}") from error
+        raise ConfigError(f"the job server at {at} requires a token, set RAY_AUTH_MODE=token: {why}") from error
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"no job server at {at}: {error}") from error
 
 
 def _newest(store: Store) -> Entry | None:
-    """Return the entry of the newest commit, or None while there is none."""
+    """Return the entry of the newest commit, or None if there is none."""
     try:
         live = read_latest(store).live
     except NotFoundError:
         return None
-    return live[-1] if live else None  # in the order of commits, whose times are whole seconds
+    return live[-1] if live else None  # in commit order; commit times are whole seconds
 
 
 def _attempt(store: Store) -> int:
-    """Return the number of the live attempt, or 0 while there is none."""
+    """Return the number of the live attempt, or 0 if there is none."""
     try:
         return read_latest(store).attempt.number
     except NotFoundError:

@@ -10,7 +10,7 @@ from raycheck.cli.closed_pipe import continue_without_reader
 from raycheck.cli.options import Storage, Text, out, settings_of
 from raycheck.errors import ConfigError
 
-KEY_VARIABLE = "RAYCHECK_TINKER_API_KEY"  # an argument would show in a list of processes
+KEY_VARIABLE = "RAYCHECK_TINKER_API_KEY"  # an argument would appear in the process list
 BaseModel = Annotated[
     str, typer.Option(help="The model that clients train adapters of: a folder, or a name on the hub.")
 ]
@@ -63,9 +63,9 @@ def tinker(  # noqa: PLR0917  typer makes options of them
     direct_downloads: DirectDownloads = False,
     storage: Storage = None,
 ) -> None:
-    """Serve the training API of the tinker SDK: clients train LoRA models here, save, load and resume them.
+    """Serve the training API of the tinker SDK: clients train, save, load, and resume LoRA models here.
 
-    Give clients its address as base_url. After a kill start it again with the same options: it goes on where it was.
+    Give clients its address as base_url. If it is killed, start it again with the same options, and it resumes.
     """
     try:
         from raycheck.tinker.command import TinkerOptions, run_server
@@ -79,7 +79,7 @@ def tinker(  # noqa: PLR0917  typer makes options of them
     def on_start(address: str, made_key: str) -> None:
         out.print(Text(f"Serving {model_name or base_model} at {address}  (Ctrl-C ends it)"))
         if made_key:
-            out.print(Text("Its clients need this key:"))
+            out.print(Text("Clients need this key:"))
             out.print(Text(f"  export TINKER_API_KEY={made_key}"))
 
     continue_without_reader()
@@ -107,7 +107,7 @@ def tinker(  # noqa: PLR0917  typer makes options of them
 
 
 def _key(file: Path | None, *, no_key: bool) -> str | None:
-    """Return the key that clients must show: None for one that the server makes, "" for none."""
+    """Return the key that clients must send: None if the server generates one, "" for none."""
     if file is not None and no_key:
         raise ConfigError("give --api-key-file or --no-key, not both")
     if no_key:
@@ -121,7 +121,7 @@ def _key_in(file: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--api-key-file {file}: {error}") from None
     if not found:
-        raise ConfigError(f"--api-key-file {file}: it is empty; write a key into it that begins with 'tml-'")
+        raise ConfigError(f"--api-key-file {file}: it is empty; write a key that begins with 'tml-' into it")
     return found
 
 

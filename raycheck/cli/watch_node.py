@@ -1,4 +1,4 @@
-"""`raycheck watch-node`: runs beside Ray on every preemptible node and turns the cloud's notice into Ray's drain."""
+"""`raycheck watch-node`: runs next to Ray on every preemptible node and turns the cloud's notice into a Ray drain."""
 
 from typing import Annotated
 
@@ -34,10 +34,10 @@ def watch_node(  # noqa: PLR0917  typer makes options of them
         float, typer.Option(min=0, help="Seconds to wait at the start for Ray on this machine.")
     ] = 300.0,
 ) -> None:
-    """Drain this Ray node when the cloud takes it away.
+    """Drain this Ray node before the cloud takes it away.
 
-    Waits for the cloud's preemption notice, and drains the node so that training saves in time. Runs until the machine
-    goes away, or until SIGTERM.
+    Waits for the cloud's preemption notice and drains the node, so that training saves in time. Runs until the machine
+    is stopped, or until SIGTERM.
     """
     continue_without_reader()
     show_log()

@@ -1,6 +1,7 @@
-"""Trains a real run that loses a worker and goes on, and shows it as it happens (`raycheck demo`).
+"""Trains a real run that loses a worker and resumes, and shows it live (`raycheck demo`).
 
-server.py is the bucket, job.py is the training as a user writes it, and this file starts both and prints the story.
+server.py is the bucket, job.py is the training function as a user writes it, and this file starts both and prints what
+happens.
 """
 
 import io
@@ -33,18 +34,18 @@ POLL_S = 0.3
 def run_demo(
     *, root: str | None, workers: int, steps: int, kill_step: int, save_every: int, as_json: bool
 ) -> dict[str, Any]:
-    """Run the demo and print what happens; with `as_json` the end is one JSON object instead of a table.
+    """Run the demo and print what happens; with `as_json` the result is one JSON object instead of a table.
 
-    Returns that object. Raises ConfigError for options that do not go together.
+    Returns that object. Raises ConfigError for conflicting options.
     """
     if kill_step >= steps:
-        raise ConfigError(f"--kill-step {kill_step} must be below --steps {steps}; 0 kills nobody")
+        raise ConfigError(f"--kill-step {kill_step} must be below --steps {steps}; 0 kills no worker")
     screen = Console(file=sys.stderr if as_json else sys.stdout, highlight=False)
     screen.print("raycheck demo: loading torch and Ray ...")
     with _bucket(root) as uri:
         config = {"steps": steps, "kill_step": kill_step, "save_every": save_every}
         screen.print(Text(f"the run is {join_uri(uri, RUN)}"), soft_wrap=True)
-        with redirect_stdout(io.StringIO()):  # Ray prints the worker's death too, at length
+        with redirect_stdout(io.StringIO()):  # Ray also reports the worker's death, at length
             events = _train(screen, uri, workers, config)
         run = open_run(join_uri(uri, RUN))
         where = join_uri(uri, RUN) if root is not None else f"file://{_keep(run)}/{RUN}"
@@ -61,7 +62,8 @@ def run_demo(
 
 @contextmanager
 def _bucket(root: str | None) -> Iterator[str]:
-    """Yield the URI below which the run is written: `root`, or an embedded server for the length of the block."""
+    """Yield the URI under which the run is written: `root`, or that of an embedded server that runs during the
+    block."""
     if root is not None:
         yield root if "://" in root else str(Path(root).absolute())
     else:
@@ -70,7 +72,7 @@ def _bucket(root: str | None) -> Iterator[str]:
 
 
 def _train(screen: Console, uri: str, workers: int, config: dict[str, Any]) -> list[dict[str, Any]]:
-    # Ray is kept quiet, since the demo shows what happens. Ray's own log lines stay in its session folder.
+    # Ray's output is suppressed because the demo shows what happens. Ray's log lines stay in its session folder.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -86,7 +88,7 @@ def _train(screen: Console, uri: str, workers: int, config: dict[str, Any]) -> l
     ray.init(num_cpus=max(workers + 1, 4), log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
-        board: Any = Board.remote()  # type: ignore[attr-defined]  # ray.remote is not typed
+        board: Any = Board.remote()  # type: ignore[attr-defined]  # ray.remote is untyped
         trainer = ray.train.torch.TorchTrainer(
             train_fn,
             train_loop_config={**config, "board": board},
@@ -104,7 +106,7 @@ def _train(screen: Console, uri: str, workers: int, config: dict[str, Any]) -> l
 
 @contextmanager
 def _shown(screen: Console, board: Any, uri: str) -> Iterator[None]:
-    """Print events as they come, from the board and from the run's `latest`, until the block ends."""
+    """Print events as they occur, from the board and from the run's `latest`, until the block ends."""
     import ray
 
     over = threading.Event()
@@ -152,7 +154,7 @@ def _print_event(screen: Console, event: dict[str, Any]) -> None:
 
 
 def _keep(run: Run) -> Path:
-    """Copy the whole run out of the embedded server, which keeps it in memory only. Returns the folder."""
+    """Copy the run out of the embedded server, which keeps it only in memory. Returns the folder."""
     folder = Path(tempfile.mkdtemp(prefix="raycheck-demo-"))
     kept = open_store(f"file://{folder}/{RUN}")
     for item in run.store.list_objects(""):
@@ -161,9 +163,9 @@ def _keep(run: Run) -> Path:
 
 
 def _hugging_face(run: Run) -> tuple[Path, str]:
-    """Export the head as a Hugging Face directory, load it with transformers, and let the model write some bytes.
+    """Export the head as a Hugging Face directory, load it with transformers, and generate some bytes.
 
-    Returns the directory and the text.
+    Returns the directory and the generated text.
     """
     import torch
     from transformers import AutoModelForCausalLM

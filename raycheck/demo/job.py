@@ -1,4 +1,4 @@
-"""Trains a byte-level Llama on Python's own source files, with FSDP2. It is a training function as users write it."""
+"""Trains a byte-level Llama on Python's source files with FSDP2, in a training function as users write it."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ GLOBAL_BATCH = 24
 
 
 def build_model() -> Any:
-    """Make a Llama of about 3 M parameters, randomly initialised, whose tokens are bytes."""
+    """Make a randomly initialized Llama with about 3 M parameters, whose tokens are bytes."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=256,
@@ -39,7 +39,7 @@ def build_model() -> Any:
 
 
 class StandardLibrary(Dataset[torch.Tensor]):
-    """Serves the text of the Python standard library, cut into contexts of 128 bytes."""
+    """The text of the Python standard library, split into contexts of 128 bytes."""
 
     def __init__(self) -> None:
         text = b""
@@ -58,7 +58,7 @@ class StandardLibrary(Dataset[torch.Tensor]):
 
 @ray.remote(num_cpus=0)
 class Board:
-    """Collects the workers' events, which the driver shows, and grants the one kill."""
+    """An actor that collects the workers' events for the driver, and permits exactly one kill."""
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = []
@@ -76,7 +76,7 @@ class Board:
 
 
 def train_fn(config: dict[str, Any]) -> None:
-    """Train in one worker, for config["steps"] steps.
+    """Train for config["steps"] steps, in one worker.
 
     The last rank kills itself once, after step config["kill_step"].
     """

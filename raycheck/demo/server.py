@@ -1,4 +1,4 @@
-"""Starts the demo's own bucket: moto's S3 server as a child process on 127.0.0.1, with its objects in its memory."""
+"""Starts the demo's bucket: moto's S3 server as a child process on 127.0.0.1, with its objects in memory."""
 
 import os
 import socket
@@ -20,12 +20,12 @@ START_TIMEOUT_S = 60.0
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """Run a server with one empty bucket, and yields the bucket's URI. Sets throw-away credentials in this process.
+    """Run a server with one empty bucket, and yield the bucket's URI. Sets dummy credentials in this process.
 
     Raises ConfigError when moto is not installed or does not start.
     """
     port = _free_port()
-    # moto wants some credentials. Real ones must not be sent to it, and no profile must be looked up.
+    # moto requires some credentials. Real ones must not be sent to it, and no profile must be looked up.
     os.environ.update(AWS_ACCESS_KEY_ID="demo", AWS_SECRET_ACCESS_KEY="demo", AWS_EC2_METADATA_DISABLED="true")  # noqa: S106
     command = [sys.executable, "-c", _SERVE, str(port)]
     address = f"127.0.0.1:{port}"
@@ -40,8 +40,8 @@ def s3_server() -> Iterator[str]:
             server.kill()
 
 
-# The pipe closes when the parent dies, however it dies; that ends the server. moto checks a condition and then writes,
-# so that two requests at once may both find it true. Requests with a condition therefore take turns.
+# The pipe closes when the parent dies, for whatever reason, and that stops the server. moto checks a condition and then
+# writes, so two concurrent requests may both find it true. Therefore conditional requests take turns.
 _SERVE = """
 import io, os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
@@ -69,8 +69,8 @@ def _wait_until_up(server: "subprocess.Popen[bytes]", log: IO[bytes], bucket_url
             log.seek(0)
             text = log.read().decode(errors="replace").strip().splitlines()
             raise ConfigError(
-                f"the embedded S3 server did not start: {text[-1] if text else 'no message'}. "
-                "Install it (pip install 'raycheck[demo]') or give --root"
+                f"the embedded S3 server did not start: {text[-1] if text else 'no message'}. Install it (pip install "
+                "'raycheck[demo]') or use --root"
             )
         try:
             request = urllib.request.Request(bucket_url, method="PUT")  # noqa: S310  our own loopback address
@@ -78,7 +78,7 @@ def _wait_until_up(server: "subprocess.Popen[bytes]", log: IO[bytes], bucket_url
                 return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.1)
-    raise ConfigError(f"the embedded S3 server did not answer within {START_TIMEOUT_S:.0f} s; give --root instead")
+    raise ConfigError(f"the embedded S3 server did not answer within {START_TIMEOUT_S:.0f} s; use --root instead")
 
 
 def _free_port() -> int:

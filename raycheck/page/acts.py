@@ -1,6 +1,6 @@
-"""Does what a page with --edit offers: each act says beforehand what it will do, and which command line it equals.
+"""The actions of a page with --edit. Each one first shows what it will do and the equivalent command line.
 
-Every function here blocks while it reads from the bucket and writes to it; server.py calls them in threads.
+Every function here blocks while it reads from and writes to the bucket; server.py calls them in threads.
 """
 
 import shlex
@@ -13,14 +13,14 @@ from raycheck.page.pages import PageScope
 from raycheck.views.in_words import size
 
 Told = Callable[[str], None]
-"""Takes how far a long act is, in words."""
+"""Receives the progress of a long action, as text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Says what an act is about: the checkpoint `at` (a key, "" for the run itself) of the run `name`.
+    """The object of an action: the checkpoint `at` (a key, "" for the run itself) of the run `name`.
 
-    value: what the user has typed, for an act that asks for it.
+    value: the user's input, for an action that asks for it.
     """
 
     place: PageScope
@@ -29,24 +29,24 @@ class Target:
     value: str = ""
 
     def run(self) -> Run:
-        """Opens the run. Raises NotFoundError."""
+        """Open the run. Raises NotFoundError."""
         return self.place.run(self.name)
 
     @property
     def uri(self) -> str:
-        """Return the run's address, without settings: they may be nobody else's business."""
+        """Return the run's URI without settings, which may be private."""
         return self.place.uri(self.name).partition("?")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Act:
-    """One thing that a page can do to a run.
+    """An action on a run.
 
-    label: the word on the button; in small letters, what the act is called. line: the command line that does the same,
-    in which {uri}, {at} and {value} are the target's. preview: says in sentences what `do` would change; it writes
-    nothing, and raises what `do` raises before its first write. do: does it, and returns what came of it, in a
-    sentence. asks_for: the label of the text that the user has to give, "" for none. is_long: it may take longer than a
-    request should, so it goes on in the background.
+    label: the word on the button; in lower case, the action's name. line: the equivalent command line, in which {uri},
+    {at} and {value} are the target's. preview: returns sentences that describe what `do` would change; it writes
+    nothing, and raises what `do` would raise before its first write. do: performs the action and returns the result in
+    a sentence. asks_for: the label of the input that the user must give, "" for none. is_long: it may take too long for
+    a request, so it runs in the background.
     """
 
     label: str
@@ -63,7 +63,7 @@ class Act:
 
 
 def _before_pin(target: Target) -> str:
-    return f"{target.run().at(target.at).entry.key} stays until it is unpinned, whatever the rules say."
+    return f"{target.run().at(target.at).entry.key} is kept until it is unpinned, whatever the retention rules say."
 
 
 def _pin(target: Target, _: Told) -> str:
@@ -72,17 +72,17 @@ def _pin(target: Target, _: Told) -> str:
 
 
 def _before_unpin(target: Target) -> str:
-    return f"{target.run().at(target.at).entry.key} is left to the rules again; the next commit may drop it."
+    return f"{target.run().at(target.at).entry.key} follows the retention rules again; the next commit may drop it."
 
 
 def _unpin(target: Target, _: Told) -> str:
     target.run().unpin(target.at)
-    return f"{target.at} is left to the rules."
+    return f"{target.at} follows the retention rules."
 
 
 def _before_name(target: Target) -> str:
     key = target.run().at(target.at).entry.key
-    return f"{key} gets a name, by which it can be restored. It stays until the name is taken off."
+    return f"{key} gets a name by which it can be restored. It is kept until the name is removed."
 
 
 def _name(target: Target, _: Told) -> str:
@@ -94,10 +94,10 @@ def _before_rewind(target: Target) -> str:
     run = target.run()
     checkpoint, state = run.at(target.at), run.history().status.state
     later = sum(item.step > checkpoint.step for item in run.checkpoints)
-    stops = "" if state == "finished" else f" The run is {state}: a training of it that still goes on is ended."
+    stops = "" if state == "finished" else f" The run is {state}: training that is still running will be stopped."
     return (
-        f"The next start restores {checkpoint.entry.key}, not {run.latest.head}. {later} checkpoints of later "
-        f"steps stay listed until retention drops them.{stops}"
+        f"The next start restores {checkpoint.entry.key}, not {run.latest.head}. {later} checkpoints of later steps "
+        f"remain listed until retention drops them.{stops}"
     )
 
 
@@ -109,10 +109,11 @@ def _before_delete(target: Target) -> str:
     run = target.run()
     entry = run.at(target.at).entry
     if entry.key == run.latest.head:
-        raise ConfigError(f"{entry.key} is the head, which the next start restores; rewind to another one first")
+        raise ConfigError(f"{entry.key} is the head, which the next start restores; rewind to another checkpoint first")
     return (
-        f"{entry.key} ({size(entry.size_bytes)}) is no longer listed or restored at once. The first commit or "
-        "prune after ten minutes deletes its objects. What other checkpoints or runs use of it stays."
+        f"{entry.key} ({size(entry.size_bytes)}) disappears from lists and can no longer be restored, effective at "
+        "once. The first commit or prune after ten minutes deletes its objects, except those that other checkpoints "
+        "or runs use."
     )
 
 
@@ -122,7 +123,9 @@ def _delete(target: Target, _: Told) -> str:
 
 def _before_verify(target: Target) -> str:
     entry = target.run().at(target.at).entry
-    return f"All {size(entry.size_bytes)} of {entry.key} are read, and compared with their checksums. Nothing changes."
+    return (
+        f"All {size(entry.size_bytes)} of {entry.key} are read and compared with their checksums. Nothing is changed."
+    )
 
 
 def _verify(target: Target, told: Told) -> str:
@@ -136,13 +139,13 @@ def _verify(target: Target, told: Told) -> str:
         told(f"{size(read)} of about {size(checkpoint.entry.size_bytes)} read")
     if bad:
         return f"DAMAGED, {len(bad)} of {count} objects: {'; '.join(bad[:5])}"
-    return f"All {count} objects of {checkpoint.entry.key} are right ({size(read)})."
+    return f"All {count} objects of {checkpoint.entry.key} are intact ({size(read)})."
 
 
 def _before_export(target: Target) -> str:
     entry = target.run().at(target.at).entry
     return (
-        f"The model of {entry.key} is written as a Hugging Face directory below exports/ of this run. At most "
+        f"The model of {entry.key} is written as a Hugging Face directory under exports/ of this run. At most "
         f"{size(entry.size_bytes)} are read and written."
     )
 
@@ -152,7 +155,7 @@ def _export(target: Target, told: Told) -> str:
     base, mark, query = target.place.uri(target.name).partition("?")
     checkpoint = target.run().at(target.at)
     done = export_hf(checkpoint, f"{base}/exports/{target.at}{mark}{query}", storage=target.place.storage)
-    return f"{len(done.files)} files lie in exports/{target.at}."
+    return f"{len(done.files)} files were written to exports/{target.at}."
 
 
 def _before_prune(target: Target) -> str:
@@ -162,7 +165,7 @@ def _before_prune(target: Target) -> str:
     now = [item for item in found if not item.wait_s]
     return (
         f"{len(found)} checkpoints are dropped or have expired, {size(sum(item.size_bytes for item in found))}. "
-        f"{len(now)} of them would be deleted now, the others when their readers' time is over."
+        f"{len(now)} of them would be deleted now, the others once their readers have had ten minutes."
     )
 
 
@@ -174,7 +177,7 @@ def _prune(target: Target, told: Told) -> str:
 def _before_sweep(target: Target) -> str:
     found = target.run().plan_sweep()
     if not found:
-        return "No interrupted save of an earlier attempt has left anything: nothing would be deleted."
+        return "Interrupted saves of earlier attempts have left nothing behind: nothing would be deleted."
     return (
         f"{len(found)} interrupted saves and uploads of earlier attempts would be deleted, "
         f"{size(sum(item.size_bytes for item in found))}. No checkpoint is among them."
@@ -191,7 +194,7 @@ ACTS: Mapping[str, Act] = {act.label.lower(): act for act in (
     Act(label="Pin", line="pin {uri} {at}", preview=_before_pin, do=_pin),
     Act(label="Unpin", line="unpin {uri} {at}", preview=_before_unpin, do=_unpin),
     Act(label="Name", line="name {uri} {at} {value}", preview=_before_name, do=_name, asks_for="The name"),
-    # One that was found damaged is read through first.
+    # A checkpoint marked as damaged is read completely first.
     Act(label="Rewind", line="rewind {uri} {at}", preview=_before_rewind, do=_rewind, is_long=True),
     Act(label="Delete", line="delete {uri} {at}", preview=_before_delete, do=_delete),
     Act(label="Verify", line="verify {uri} --step {at}", preview=_before_verify, do=_verify, is_long=True),
@@ -205,14 +208,14 @@ ACTS: Mapping[str, Act] = {act.label.lower(): act for act in (
 
 
 def act_of(kind: str) -> Act:
-    """Return the act that is called so. Raises ConfigError."""
+    """Return the action with this name. Raises ConfigError."""
     if kind not in ACTS:
-        raise ConfigError(f"{kind!r} is nothing that the page can do")
+        raise ConfigError(f"{kind!r} is not an action of this page")
     return ACTS[kind]
 
 
 def act_view(place: PageScope, name: str, kind: str, at: str) -> dict[str, Any]:
-    """Return what the question before an act shows."""
+    """Return the values of an action's confirmation page."""
     act = act_of(kind)
     key = place.run(name).at(at).entry.key if at else ""
     target = Target(place=place, name=name, at=key)

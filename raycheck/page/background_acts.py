@@ -1,4 +1,5 @@
-"""Lets a long act go on in the background, and says how far it is. One at a time: each may need much memory."""
+"""Runs long actions in the background and reports their progress. Only one runs at a time, as each may need much
+memory."""
 
 import threading
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from raycheck import ConfigError, RaycheckError
 
 @dataclass
 class BackgroundAct:
-    """Is an act under way, or one that has ended. text: how far it is, or what came of it."""
+    """An action, running or ended. text: its progress or its result."""
 
     text: str = "begun"
     is_done: bool = False
@@ -17,20 +18,20 @@ class BackgroundAct:
 
 
 class BackgroundActs:
-    """Holds the acts of one page's server, the newest last."""
+    """The actions of one page server, newest last."""
 
     def __init__(self) -> None:
         self._acts: dict[str, BackgroundAct] = {}
         self._lock = threading.Lock()
 
     def start(self, work: Callable[[Callable[[str], None]], str]) -> str:
-        """Starts `work` in a thread; it is given a function that takes its progress. Returns the act's id.
+        """Start `work` in a thread, and give it a function that receives its progress. Returns the action's id.
 
-        Raises ConfigError while another one is under way.
+        Raises ConfigError while another action is running.
         """
         with self._lock:
             if any(not act.is_done for act in self._acts.values()):
-                raise ConfigError("another act of this page is still under way; wait until it has ended")
+                raise ConfigError("another action of this page is still running; wait until it has ended")
             number = str(len(self._acts) + 1)
             act = self._acts[number] = BackgroundAct()
 
@@ -51,5 +52,5 @@ class BackgroundActs:
         return number
 
     def get(self, number: str) -> BackgroundAct | None:
-        """Return the act with this id; None when there is none."""
+        """Return the action with this id, or None if there is none."""
         return self._acts.get(number)

@@ -1,9 +1,9 @@
-"""Decides which requests the page answers: those with the token, to a host name that was meant, from its own origin.
+"""Decides which requests the page answers: those with the token, to an allowed host name, from its own origin.
 
-A page on 127.0.0.1 can be reached by every program of this machine and, by DNS rebinding, by every site that the user's
-browser has open. So a request needs the token, as Jupyter's does: once in the URL, then in a cookie that scripts cannot
-read and other sites do not send, but for a link that the user follows, from Grafana for example. And it must name a
-host that is known, so that a name which somebody else has pointed to 127.0.0.1 is refused. What changes a run must come
+A page on 127.0.0.1 can be reached by every program on this machine and, by DNS rebinding, by every site open in the
+user's browser. So a request needs a token, as in Jupyter: first in the URL, then in a cookie. Scripts cannot read the
+cookie, and other sites do not send it except when the user follows a link, from Grafana for example. A request must
+also name a known host, so a foreign name that resolves to 127.0.0.1 is refused. Requests that change a run must come
 from the page itself.
 """
 
@@ -16,11 +16,11 @@ from aiohttp.typedefs import Handler, Middleware
 from raycheck.http_callers import host_name, is_own_origin
 
 COOKIE = "raycheck-token"
-"""What the cookie's name begins with. Browsers do not tell ports apart, so the name ends with the server's."""
+"""The prefix of the cookie's name. Browsers do not distinguish ports, so the name ends with the server's port."""
 HEALTH = "/health"
-"""What a probe asks for, by the pod's address and without a token."""
+"""The path for probes, which use the pod's address and send no token."""
 ACT_HEADER = "X-Raycheck-Act"
-"""Has to come with every POST. A form of another site cannot send a header of its own."""
+"""A header required with every POST. A form of another site cannot set headers."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -35,10 +35,10 @@ HEADERS = {
 
 
 class Guard:
-    """Lets requests pass.
+    """The access check of every request.
 
-    token: what has to be shown; an empty one needs none. hosts: names and addresses under which the page may be asked
-    for, see `known_hosts`; ports are not compared.
+    token: the required token; empty for none. hosts: allowed host names and addresses, see `known_hosts`; ports are not
+    compared.
     """
 
     def __init__(self, token: str, hosts: Collection[str]) -> None:
@@ -46,7 +46,8 @@ class Guard:
         self._hosts = hosts
 
     def middleware(self) -> Middleware:
-        """Return the middleware that asks `refusal` first, takes the token from the URL, and adds HEADERS."""
+        """Return the middleware that checks `refusal` first, moves the token from the URL to a cookie, and adds
+        HEADERS."""
 
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -68,7 +69,7 @@ class Guard:
         return guard
 
     def refusal(self, request: web.Request) -> web.Response | None:
-        """Return the answer to a request that must not be answered otherwise; None for one that may."""
+        """Return the response to a refused request, or None for an allowed one."""
         if request.path == HEALTH and request.method in ("GET", "HEAD"):
             return None
         name = host_name(request)
@@ -76,7 +77,7 @@ class Guard:
             text = f"This page is not served as {name!r}. Start it with --allow-host to allow that name.\n"
             return web.Response(status=403, text=text)
         if not self._has_token(request):
-            text = "Open the address that 'raycheck page' printed: it has the token.\n"
+            text = "Open the address that 'raycheck page' printed: it contains the token.\n"
             return web.Response(status=401, text=text)
         is_own = ACT_HEADER in request.headers and is_own_origin(request)
         if request.method not in ("GET", "HEAD") and not is_own:
@@ -88,7 +89,7 @@ class Guard:
         return not self._token or hmac.compare_digest(shown.encode("utf-8", "surrogatepass"), self._token.encode())
 
     def _signed_in(self, request: web.Request) -> web.Response:
-        """Return the answer that keeps the token in a cookie, and asks for the same address without it."""
+        """Return a response that stores the token in a cookie and redirects to the same address without it."""
         rest = {name: value for name, value in request.query.items() if name != "token"}
         here = request.path.rpartition("/")[2] or "./"
         response = web.Response(status=303, headers={"Location": str(request.url.with_query(rest).relative())})
@@ -98,6 +99,6 @@ class Guard:
 
 
 def cookie_name(request: web.Request) -> str:
-    """Return the name of this server's cookie: two pages on one host must not overwrite each other's."""
+    """Return the name of this server's cookie, which no other page on this host uses."""
     address = request.transport.get_extra_info("sockname") if request.transport is not None else None
     return f"{COOKIE}-{address[1]}" if address else COOKIE

@@ -1,4 +1,4 @@
-"""Makes the values that each view shows, by raycheck's public interface. The templates make HTML of them.
+"""Computes the values that each view shows, using raycheck's public interface. The templates render them as HTML.
 
 Every function here blocks while it reads from the bucket; server.py calls them in threads.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MAX_ROWS = 2000
-"""How many tensors one view lists at most; the search finds the others."""
+"""The maximum number of tensors in one view; the search finds the others."""
 MAX_OPENED = 64
 MAX_SAMPLE_BYTES = 64 * 1024 * 1024
 MAX_VALUE_TEXT = 4000
@@ -37,9 +37,9 @@ MAX_VALUE_TEXT = 4000
 
 @dataclass(frozen=True, kw_only=True)
 class PageScope:
-    """Holds where the page looks, fixed when it starts.
+    """The page's location and options, fixed at its start.
 
-    prefix: the folder of runs, or one run. price: dollars for a GiB and month. can_edit: whether the views offer acts.
+    prefix: the folder of runs, or one run. price: dollars per GiB and month. can_edit: whether the views offer actions.
     """
 
     prefix: str
@@ -47,26 +47,27 @@ class PageScope:
     price: float = 0.023
     can_edit: bool = False
     _last_runs: "OrderedDict[str, Run]" = field(default_factory=OrderedDict, compare=False, repr=False)
-    """Runs that were looked at last, by name: their connections serve the next look, too."""
+    """Recently viewed runs by name, kept to reuse their connections."""
 
     def run(self, name: str) -> Run:
-        """Read the run that lies at `name` below the prefix, as it is now; "" is the run at the prefix itself.
+        """Read the run at `name` under the prefix, in its current state; "" is the run at the prefix itself.
 
-        Raises NotFoundError, also for a name that leads out of the prefix.
+        Raises NotFoundError, including for a name that leads out of the prefix.
         """
         uri = self.uri(name)  # refuses a name that leads out
         known = self._last_runs.pop(name, None)
         run = open_run(uri, self.storage) if known is None else known.reopened()
         self._last_runs[name] = run
         while len(self._last_runs) > MAX_OPENED:
-            with suppress(KeyError):  # another thread may have done so
+            with suppress(KeyError):  # another thread may have removed it
                 self._last_runs.popitem(last=False)
         return run
 
     def name_of(self, uri: str) -> str | None:
-        """Return the name of the run with this URI, "" for the prefix itself; None when it is not below the prefix.
+        """Return the name of the run with this URI, "" for the prefix itself, or None if it is not under the prefix.
 
-        The texts are compared, and nothing is opened. A query says how a bucket is reached, and does not count.
+        Only the texts are compared; nothing is opened. The query is ignored, because it only says how to reach the
+        bucket.
         """
         base, wanted = _address(self.prefix), _address(uri)
         if wanted == base:
@@ -74,31 +75,31 @@ class PageScope:
         return unquote(wanted.removeprefix(f"{base}/")) if wanted.startswith(f"{base}/") else None
 
     def shown(self, uri: str) -> tuple[str, str | None]:
-        """Return how a run's address is shown, and the name under which the page has the run; None if it has not."""
+        """Return the displayed form of a run's URI, and the run's name on this page or None."""
         name = self.name_of(uri)
         return name or _address(uri), name
 
     def uri(self, name: str) -> str:
-        """Return the address of the run at `name`. A query of the prefix stays at its end.
+        """Return the URI of the run at `name`, with the prefix's query at its end.
 
-        A name is no part of an address: what has a meaning there is written out, so that no name leads out of the
-        prefix or says how a bucket is reached. Raises NotFoundError for one that would.
+        Special characters in a name are escaped, so that no name leads out of the prefix or adds settings. Raises
+        NotFoundError for a name that would lead out.
         """
         base, mark, query = self.prefix.partition("?")
         parts = name.split("/") if name else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
-            raise NotFoundError(f"{name!r} is no run below {base}")
+            raise NotFoundError(f"{name!r} is not a run under {base}")
         steps = [quote(part, safe="", errors="surrogateescape") for part in parts]
         return ("/".join([base.rstrip("/"), *steps]) if steps else base) + mark + query
 
 
 def _address(uri: str) -> str:
-    """Return an address without its settings: they may be nobody else's business."""
+    """Return a URI without its settings, which may be private."""
     return uri.partition("?")[0].rstrip("/")
 
 
 def runs_view(place: PageScope) -> dict[str, Any]:
-    """Return what the list of runs shows."""
+    """Return the values of the list of runs."""
     found = list_runs(place.prefix, place.storage)
     itself = _address(place.prefix)
     forks: dict[str, list[str]] = {}
@@ -123,7 +124,7 @@ def runs_view(place: PageScope) -> dict[str, Any]:
 
 
 def run_view(place: PageScope, name: str) -> dict[str, Any]:
-    """Return what the view of a run shows."""
+    """Return the values of a run's view."""
     run = place.run(name)
     history = run.history()
     kept = run.kept(history)
@@ -146,14 +147,16 @@ def run_view(place: PageScope, name: str) -> dict[str, Any]:
 
 
 def _beside(uri: str, way: str) -> str:
-    """Return the address of the run at `way` ("../other") from the run at `uri`."""
+    """Return the URI of the run at the relative path `way` ("../other") from the run at `uri`."""
     scheme, mark, path = _address(uri).partition("://")
-    steps = [quote(step, safe="", errors="surrogateescape") for step in way.split("/")]  # a way has names, no address
+    steps = [
+        quote(step, safe="", errors="surrogateescape") for step in way.split("/")
+    ]  # a path consists of names, not URIs
     return f"{scheme}{mark}{posixpath.normpath('/'.join([path, *steps]))}"
 
 
 def freed_view(place: PageScope, name: str) -> dict[str, Any]:
-    """Return what the view of deletes shows: what a prune and a sweep of the run would free. Writes nothing."""
+    """Return what a prune and a sweep of the run would free, without writing anything."""
     run = place.run(name)
     plans = {"prune": run.plan_prune(), "sweep": run.plan_sweep()}
     return {
@@ -166,12 +169,12 @@ def freed_view(place: PageScope, name: str) -> dict[str, Any]:
 
 
 def live_version(place: PageScope, name: str) -> int:
-    """Return the number of writes of the run's `latest`: a page that shows another one is out of date."""
+    """Return the number of writes of the run's `latest`; a page with another number is out of date."""
     return place.run(name).latest.counter
 
 
 def checkpoint_view(place: PageScope, name: str, at: str, *, search: str = "") -> dict[str, Any]:
-    """Return what the view of a checkpoint shows."""
+    """Return the values of a checkpoint's view."""
     run = place.run(name)
     entry = run.at(at).entry
     seen = _opened(run.at(at))
@@ -199,13 +202,14 @@ def checkpoint_view(place: PageScope, name: str, at: str, *, search: str = "") -
 
 
 def _values(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values of each entry as text, cut where it is long."""
+    """Return the values of each entry as text, truncated if long."""
     texts = {name: repr(tree) for name, tree in values.items()}
     return {name: text[:MAX_VALUE_TEXT] + " ..." * (len(text) > MAX_VALUE_TEXT) for name, text in texts.items()}
 
 
 def tensor_view(place: PageScope, name: str, at: str, tensor: str, *, max_bytes: int | None = None) -> dict[str, Any]:
-    """Return what the view of a tensor shows: a sample of its values. Raises ConfigError above MAX_SAMPLE_BYTES."""
+    """Return the values of a tensor's view, with a sample of its elements. Raises ConfigError above
+    MAX_SAMPLE_BYTES."""
     if max_bytes is not None and max_bytes > MAX_SAMPLE_BYTES:
         raise ConfigError(f"max_bytes={max_bytes}: one view reads at most {MAX_SAMPLE_BYTES} bytes")
     checkpoint = place.run(name).at(at)
@@ -224,7 +228,7 @@ def tensor_view(place: PageScope, name: str, at: str, tensor: str, *, max_bytes:
 
 
 def diff_view(place: PageScope, name: str, before: str, after: str, *, tensor: str = "") -> dict[str, Any]:
-    """Return what the comparison of two checkpoints shows. tensor: one whose values are read and compared."""
+    """Return the values of the comparison of two checkpoints. tensor: a tensor whose elements to read and compare."""
     run = place.run(name)
     two = run.at(before), run.at(after)
     ours, theirs = run.store.together(partial(_opened, two[0]), partial(_opened, two[1]))
@@ -245,7 +249,7 @@ def diff_view(place: PageScope, name: str, before: str, after: str, *, tensor: s
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """Holds what a checkpoint's documents say. Checkpoints never change, so those looked at last are remembered."""
+    """The contents of a checkpoint's documents. Checkpoints never change, so recent ones are cached."""
 
     manifest: "Manifest"
     index: "Index"
@@ -253,12 +257,12 @@ class _Opened:
 
 
 def _opened(checkpoint: "CommittedCheckpoint") -> _Opened:
-    """Return what a checkpoint's documents say, which are read once, and both at a time."""
+    """Return the contents of a checkpoint's documents, which are read only once, both at the same time."""
     return _remembered(checkpoint.store.uri, checkpoint.entry.key, checkpoint.entry.manifest_crc32, _Asked(checkpoint))
 
 
 class _Asked:
-    """Carries a checkpoint past the cache: equal to every other, so that the other arguments alone are the key."""
+    """A wrapper that is equal to every other, so that a checkpoint is not part of the cache's key."""
 
     def __init__(self, checkpoint: "CommittedCheckpoint") -> None:
         self.checkpoint = checkpoint
@@ -280,5 +284,5 @@ def _remembered(uri: str, key: str, crc: int, asked: _Asked) -> _Opened:
 
 
 def version() -> str:
-    """Return raycheck's version, for the foot of the page."""
+    """Return raycheck's version for the page footer."""
     return str(raycheck.__version__)

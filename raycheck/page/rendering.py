@@ -1,6 +1,6 @@
-"""Makes HTML from a template and values. Every text is escaped, and made fit to be looked at, unless it is markup.
+"""Renders HTML from a template and values. Every text that is not markup is escaped and made safe to display.
 
-Names of runs and tensors come from a bucket: whoever may write there chooses them.
+Names of runs and tensors come from a bucket, where any writer can choose them.
 """
 
 import json
@@ -19,7 +19,7 @@ from raycheck.views.drawing import curve_svg, heat_svg, histogram_svg, timeline_
 from raycheck.views.in_words import age, short_number, size, time_of
 
 _SETTINGS = re.compile(r"(\w+://[^\s?'\"]+)\?[^\s'\"]*?(?=[:,.;)]*(?:[\s'\"]|$))")
-"""The query of an address in a sentence, without the punctuation after it."""
+"""The query of a URI in a sentence, without the punctuation after it."""
 
 
 @cache
@@ -44,17 +44,17 @@ def _environment() -> Environment:
 
 
 def without_settings(text: str) -> str:
-    """Return a sentence with no settings in its addresses: they may be nobody else's business."""
+    """Return a sentence without the settings in its URIs, which may be private."""
     return _SETTINGS.sub(r"\1", text)
 
 
 def _fit(value: Any) -> Any:
-    """Return a text as it may be shown: with direction marks and control characters written out."""
+    """Return a text that is safe to display: direction marks and control characters are written out."""
     return printable_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _link(page: str, **arguments: object) -> str:
-    """Return a relative link to a view. All views lie side by side, so that it holds below any path."""
+    """Return a relative link to a view. All views are siblings, so the link works under any path."""
     query = urlencode({name: value for name, value in arguments.items() if value != ""})
     return f"{page}?{query}" if query else page
 

@@ -1,4 +1,4 @@
-"""Writes the view of one run as a single file, for a pull request or a colleague: it needs no server and no network."""
+"""Saves the view of one run as a single file, for a pull request or a colleague. It needs no server and no network."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ from raycheck.page.server import static_text
 
 
 def save_run(place: PageScope, path: Path) -> None:
-    """Write the run at the place's prefix into `path`, with the style sheet inside.
+    """Write the view of the run at the place's prefix to `path`, including the style sheet.
 
-    Raises NotFoundError when no run lies there.
+    Raises NotFoundError if there is no run.
     """
     html = render("saved_run.html", place, style=static_text("page.css"), has_links=False, **run_view(place, ""))
     path.write_text(html, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Answers the page's requests: one handler per view. What a view shows is read in a thread, within a time limit."""
+"""Handles the page's requests: one handler per view. A view's data is read in a thread, within a time limit."""
 
 import asyncio
 import secrets
@@ -58,14 +58,14 @@ def serve(
     limits: HttpLimits = LIMITS,
     on_start: Callable[[str], None],
 ) -> None:
-    """Serves the page until the process is interrupted.
+    """Serve the page until the process is interrupted.
 
-    host, port: where to bind; port 0 takes a free one. token: None makes a random one; "" asks for none. on_start:
-    called with the address to open. Raises ConfigError for another host than this machine's without a token.
+    host, port: where to bind; port 0 takes a free one. token: None generates a random one; "" disables it. on_start:
+    called with the address to open. Raises ConfigError for a host other than this machine's without a token.
     """
     if not token and token is not None and not is_local(host):
         raise ConfigError(
-            f"host={host}: others can reach this address, so it needs a token; leave token out to get one"
+            f"host={host}: others can reach this address, so it needs a token; leave token out to generate one"
         )
     chosen = secrets.token_urlsafe(24) if token is None else token
     app = make_app(place, token=chosen, hosts=known_hosts(host, allow_hosts))
@@ -79,7 +79,7 @@ def serve(
 
 
 class _Views:
-    """Has one handler per view."""
+    """The handlers, one per view."""
 
     def __init__(self, place: PageScope) -> None:
         self._place = place
@@ -102,15 +102,15 @@ class _Views:
         return await self._shown("freed.html", pages.freed_view, _asked(request, "name"))
 
     async def live(self, request: web.Request) -> web.Response:
-        """Answers with the number of writes of `latest`, for a page that asks whether it is out of date."""
+        """Respond with the number of writes of `latest`, for a page that asks whether it is out of date."""
         status, found = await self._live.get(_asked(request, "name"))
         return web.json_response({"version": found} if status == 200 else {"error": found}, status=status)
 
     async def of(self, request: web.Request) -> web.Response:
-        """Leads to the view of the run with this URI, for links from elsewhere; it must lie below the prefix."""
+        """Redirect to the view of the run with this URI, which must be under the prefix; for links from elsewhere."""
         name = self._place.name_of(_asked(request, "run"))
         if name is None:
-            error = f"no run below {self._place.prefix.partition('?')[0]} has that address"
+            error = f"no run under {self._place.prefix.partition('?')[0]} has that URI"
             return web.Response(
                 status=404, text=render("error.html", self._place, error=error), content_type="text/html"
             )
@@ -132,37 +132,37 @@ class _Views:
         return await self._shown("diff.html", view, *names)
 
     async def ask(self, request: web.Request) -> web.Response:
-        """Shows what an act would do, and a button that does it."""
+        """Show what an action would do, and a button that performs it."""
         names = [_asked(request, name) for name in ("name", "kind", "at")]
         return await self._shown("act.html", acts.act_view, *names)
 
     async def act(self, request: web.Request) -> web.Response:
-        """Does an act. Answers with what came of it, or with the id of one that goes on in the background."""
+        """Perform an action. Respond with its result, or with its id if it runs in the background."""
         form = await request.post()
         name, kind, at, value = (str(form.get(field, "")) for field in ("name", "kind", "at", "value"))
 
         def do(place: PageScope) -> dict[str, str]:
             act, target = acts.act_of(kind), acts.Target(place=place, name=name, at=at, value=value)
             if act.is_long:
-                target.run()  # what is no run is refused at once
+                target.run()  # refuses at once if there is no run
                 return {"id": self._acts.start(partial(act.do, target))}
             return {"text": act.do(target, lambda _: None)}
 
         status, found = await self._answered(self._threads.do(partial(do, self._place)))
         if status == 504:
-            found = f"{found}; it may be done all the same, so look at the run before you try again"
+            found = f"{found}; the action may have succeeded anyway, so look at the run before you try again"
         return web.json_response(found if status == 200 else {"error": found}, status=status)
 
     async def progress(self, request: web.Request) -> web.Response:
-        """Says how far an act in the background is, or what came of it."""
+        """Respond with the progress or the result of a background action."""
         act = self._acts.get(_asked(request, "id"))
         if act is None:
-            return web.json_response({"error": "the page was started again since"}, status=404)
+            return web.json_response({"error": "the page's server was restarted in the meantime"}, status=404)
         text = without_settings(act.text)
         return web.json_response({"text": text, "is_done": act.is_done, "has_failed": act.has_failed})
 
     async def _shown(self, template: str, view: Callable[..., dict[str, Any]], *arguments: str) -> web.Response:
-        """Return the HTML of a view, or of the error that kept it from being read."""
+        """Return the HTML of a view, or of the error that occurred while reading it."""
         status, found = await self._read(view, *arguments)
         if status == 200:
             html = render(template, self._place, **found)
@@ -171,7 +171,7 @@ class _Views:
         return web.Response(status=status, text=html, content_type="text/html")
 
     async def _read(self, view: Callable[..., Any], *arguments: str) -> tuple[int, Any]:
-        """Reads from the bucket in a thread. Returns 200 and what `view` returns, or another status and an error."""
+        """Read from the bucket in a thread. Returns 200 and the result of `view`, or another status and an error."""
         return await self._answered(self._threads.read(partial(view, self._place, *arguments)))
 
     async def _answered(self, told: Awaitable[Any]) -> tuple[int, Any]:
@@ -186,16 +186,16 @@ class _Views:
         except TimeoutError:
             return 504, f"the bucket did not answer within {TIMEOUT_S:.0f} s"
         except BusyError:
-            return 503, f"{AT_ONCE} views are waiting for the bucket already; try again later"
+            return 503, f"{AT_ONCE} views are already waiting for the bucket; try again later"
 
 
 def _asked(request: web.Request, name: str) -> str:
-    """Return an argument of the URL; what is missing is empty."""
+    """Return an argument of the URL, or "" if it is missing."""
     return request.query.get(name, "")
 
 
 async def _health(request: web.Request) -> web.Response:
-    """Says to a probe that the server answers. It tells nothing else, so that it needs no token."""
+    """Respond to a probe. The response reveals nothing else, so it needs no token."""
     del request
     return web.Response(text="ok\n")
 

@@ -1,4 +1,4 @@
-"""Reads from the bucket in threads, so many at a time and so long, and asks for a live run once for all its tabs."""
+"""Reads from the bucket in threads, limited in number and time, and reads a live run once for all its tabs."""
 
 import asyncio
 import threading
@@ -12,22 +12,22 @@ from raycheck.views.context_pool import reads_for
 
 T = TypeVar("T")
 AT_ONCE = 16
-"""How many views may read at a time. Each may have many requests under way."""
+"""How many views may read at a time. Each may have many requests in flight."""
 LIVE_EVERY_S = 4.5
-"""For how long an answer about a live run holds: a bit less than the pause of a tab that asks (static/page.js)."""
+"""How long an answer about a live run is reused: slightly less than a tab's polling interval (static/page.js)."""
 MAX_LIVE = 1000
 
 
 class BusyError(Exception):
-    """Signals that AT_ONCE views are reading already."""
+    """AT_ONCE views are already reading."""
 
 
 class ViewThreads:
-    """Calls functions in threads of its own.
+    """A pool of threads for views.
 
-    A thread cannot be stopped from outside. So a call that takes too long goes on after its time, and its place is
-    taken until it ends; but no request that it makes begins or is repeated then, so that it does end. A slow bucket can
-    make the page refuse views for a while, and never uses up the threads of anything else.
+    A thread cannot be stopped from outside. So a call that exceeds its time keeps running and occupies its place until
+    it ends. It does end, because none of its requests is started or retried after its time. A slow bucket can make the
+    page refuse views for a while, but never takes threads from anything else.
     """
 
     def __init__(self, *, at_once: int = AT_ONCE, timeout_s: float) -> None:
@@ -38,7 +38,7 @@ class ViewThreads:
         self._under_way = 0
 
     async def read(self, call: Callable[[], T]) -> T:
-        """Return what `call` returns. Raises BusyError at once when all places are taken, and TimeoutError."""
+        """Return the result of `call`. Raises TimeoutError, and BusyError at once if all places are taken."""
 
         def within_time() -> T:
             with reads_for(self._timeout_s):
@@ -47,7 +47,7 @@ class ViewThreads:
         return await self.do(within_time)
 
     async def do(self, call: Callable[[], T]) -> T:
-        """Does what `read` does, for a call that changes something: its requests are not broken off."""
+        """Do the same as `read` for a call that changes something: its requests are not cut off."""
         with self._lock:
             if self._under_way >= self._at_once:
                 raise BusyError
@@ -62,7 +62,7 @@ class ViewThreads:
             self._under_way -= 1
 
     def close(self) -> None:
-        """Lets the threads end with what they do."""
+        """Let the threads exit when their current calls end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -73,7 +73,7 @@ class _Answer:
 
 
 class LiveAnswers:
-    """Asks about a run at most once in LIVE_EVERY_S, however many tabs show it. To be used on one event loop."""
+    """A cache that reads a run at most once per LIVE_EVERY_S, however many tabs show it. Use it on one event loop."""
 
     def __init__(
         self,
@@ -88,18 +88,18 @@ class LiveAnswers:
         self._answers: dict[str, _Answer] = {}
 
     async def get(self, name: str) -> Any:
-        """Return what is known of the run `name`, at most every_s seconds old."""
+        """Return the answer for the run `name`, at most every_s seconds old."""
         now = self._clock()
         known = self._answers.get(name)
         if known is None or now - known.at >= self._every_s:
             self._forget(before=now - self._every_s)
             known = self._answers[name] = _Answer(now, asyncio.ensure_future(self._asked(name)))
-        return await asyncio.shield(known.told)  # another tab may wait for it, too
+        return await asyncio.shield(known.told)  # another tab may be waiting for it too
 
     async def _asked(self, name: str) -> Any:
         return await self._ask(name)
 
     def _forget(self, *, before: float) -> None:
-        """Forgets old answers, and the oldest ones beyond MAX_LIVE: names come from addresses that anybody may type."""
+        """Drop old answers, and the oldest ones beyond MAX_LIVE, because names come from URLs that anyone may type."""
         fresh = {name: answer for name, answer in self._answers.items() if answer.at > before}
         self._answers = dict(list(fresh.items())[-MAX_LIVE + 1 :])

@@ -1,4 +1,4 @@
-"""Describes the attempts of a run and their commits, as history.py reads them and charts.py draws them."""
+"""The attempts of a run and their commits, read by history.py and drawn by charts.py."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ Ending = Literal[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """Describes one commit of a run whose checkpoint is still there.
+    """A commit of a run whose checkpoint still exists.
 
     key: the checkpoint's name. at: the time of the commit in unix seconds, by the bucket's clock. is_head: the next
-    start restores it. is_by_notice: it was saved because a node was about to go. is_rolling, is_pinned, name, damaged,
-    metrics, scores: as its entry in `latest` has them.
+    start restores it. is_by_notice: it was saved because of a preemption notice. is_rolling, is_pinned, name, damaged,
+    metrics, scores: from its entry in `latest`.
     """
 
     key: str
@@ -34,15 +34,14 @@ class Commit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptHistory:
-    """Describes one life of the worker group.
+    """An attempt: one life of the worker group.
 
     number: its fencing token. world_size: its ranks; 0 for a change by hand (a rewind, a repair). began_at, ended_at:
-    unix seconds by the bucket's clock; ended_at is None while nothing says that it has ended. ending: why it ended, in
-    a word or two ("driver lost": killed, or replaced by another driver); cause: in the words of its record. restored:
-    the checkpoint with which it began, None for a fresh start. restore_s: seconds that its slowest rank took to
-    restore. start_step: the step with which it went on. lost_steps, lost_s: steps and seconds of training that the end
-    of the attempt before lost. These four are None where they are not known. commits: those of its commits that are
-    still there, in their order.
+    unix seconds by the bucket's clock; ended_at is None while nothing shows that it has ended. ending: why it ended, in
+    a word or two ("driver lost": killed, or replaced by another driver); cause: the text of its record. restored: the
+    checkpoint from which it started, None for a fresh start. restore_s: seconds that its slowest rank took to restore.
+    start_step: the step from which it continued. lost_steps, lost_s: steps and seconds of training lost at the end of
+    the previous attempt. The last four are None if unknown. commits: its commits that still exist, in order.
     """
 
     number: int

@@ -1,4 +1,5 @@
-"""Computes where the bars, dots and lines of a chart lie. drawing.py writes them as SVG; nothing here makes markup."""
+"""Computes the positions of a chart's bars, dots, and lines. drawing.py writes them as SVG; nothing here makes
+markup."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ NUM_TICKS = 5
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Holds a place on an axis, in units of the drawing, and what is written there."""
+    """A labeled position on an axis, in units of the drawing."""
 
     at: float
     text: str
@@ -26,7 +27,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """Holds a commit on a chart. x, y: its place."""
+    """A commit on a chart, at x, y."""
 
     x: float
     y: float
@@ -35,10 +36,10 @@ class Dot:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Holds an attempt on the timeline.
+    """An attempt on the timeline.
 
-    x, y, width: its place. restore_width: how much of it, from the left, was the restore. lost_width: how much of it,
-    at the right, was trained and lost. dots: its commits.
+    x, y, width: its position. restore_width: the part at the left that was the restore. lost_width: the part at the
+    right that was trained and lost. dots: its commits.
     """
 
     attempt: AttemptHistory
@@ -52,7 +53,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Holds a drawing of a run's attempts, over time or over steps. height: of the drawing; its width is WIDTH."""
+    """A drawing of a run's attempts, over time or over steps. height: of the drawing; its width is WIDTH."""
 
     title: str
     height: float
@@ -61,7 +62,7 @@ class Timeline:
 
 
 def timeline_of(attempts: Sequence[AttemptHistory], *, until: float) -> Timeline:
-    """Return the attempts over time: one row per attempt, the oldest on top. until: where the axis ends, unix s."""
+    """Return the attempts over time: one row per attempt, oldest on top. until: the end of the axis, unix s."""
     start = attempts[0].began_at
     stop = max(until, start + 1.0)
     scale = (WIDTH - LEFT - RIGHT) / (stop - start)
@@ -83,10 +84,10 @@ def timeline_of(attempts: Sequence[AttemptHistory], *, until: float) -> Timeline
 
 
 def steps_of(attempts: Sequence[AttemptHistory]) -> Timeline:
-    """Return the attempts over steps: from where each went on to the last step that is known of it.
+    """Return the attempts over steps: each from its first step to its last known step.
 
-    What the next attempt's record says was lost is the right end of a bar. Attempts by hand train nothing, and have no
-    row. Causes are left out: errors name hosts, paths and times.
+    The steps lost, from the next attempt's record, are the right end of a bar. Attempts by hand train nothing and have
+    no row. Causes are left out because errors contain hosts, paths, and times.
     """
     spans = []
     for place, attempt in enumerate(attempts):
@@ -130,7 +131,7 @@ def _date(at: float, form: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Holds a metric over steps. branches: one line of places per attempt; it begins where that attempt went on."""
+    """A metric over steps. branches: one line of points per attempt, starting where that attempt resumed."""
 
     name: str
     branches: tuple[tuple[Dot, ...], ...]
@@ -139,7 +140,7 @@ class Curve:
 
 
 def curves_of(attempts: Sequence[AttemptHistory]) -> tuple[Curve, ...]:
-    """Return a chart for each metric and score of the commits, by name, at most MAX_METRICS."""
+    """Return a chart for each metric and score of the commits, sorted by name, at most MAX_METRICS."""
     by_key = {commit.key: commit for attempt in attempts for commit in attempt.commits}
     names = sorted({name for commit in by_key.values() for name in _values(commit)})
     found = []

@@ -1,7 +1,7 @@
-"""Has threads that obey the deadline of the thread that gave them work.
+"""A thread pool whose threads obey the deadline of the thread that submitted the work.
 
-A deadline for requests (raycheck/bucket/store/retry.py) holds in the context that set it, and a pool's threads have
-contexts of their own. What reads for a page needs one deadline for all of its requests.
+A deadline for requests (raycheck/bucket/store/retry.py) applies in the context that set it, but a pool's threads have
+separate contexts. A page view needs one deadline for all of its requests.
 """
 
 import time
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ContextPool(ThreadPoolExecutor):
-    """Is a pool of threads, each of which works in a copy of the context of the thread that calls `submit`."""
+    """A thread pool that runs each call in a copy of the context of the thread that calls `submit`."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         return super().submit(partial(copy_context().run, fn, *args, **kwargs))
@@ -27,10 +27,10 @@ class ContextPool(ThreadPoolExecutor):
 
 @contextmanager
 def reads_for(seconds: float) -> Iterator[None]:
-    """Lets no request that is begun inside the block, in this thread or a ContextPool's, last longer than that.
+    """Limit the time of every request started inside the block, in this thread or in a ContextPool's.
 
-    After it none is begun or repeated, and each raises StoreError; see ends_by. A deadline that was set before holds
-    too.
+    After that time no request is started or retried, and each raises StoreError; see ends_by. An earlier deadline also
+    applies.
     """
     with ends_by(min(deadline(), time.monotonic() + seconds)):
         yield

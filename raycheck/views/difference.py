@@ -1,9 +1,9 @@
 """Compares two checkpoints tensor by tensor from the checksums in their indexes: no byte of a tensor is read.
 
-Each box of a tensor has a CRC-32 for every 4 MiB. Equal boxes are compared block by block, so that the answer also says
-how much of a tensor may have changed. Where the boxes differ, because the world size was another one, the checksum of
-the whole tensor is computed from those of its blocks; this needs boxes of whole rows. Two blocks that differ by chance
-have equal checksums with a probability of 1 in 4 thousand million; a change of up to 32 bits in a row is always seen.
+Each box of a tensor has a CRC-32 for every 4 MiB. Equal boxes are compared block by block, so the result also says how
+much of a tensor may have changed. If the boxes differ because the world size changed, the checksum of the whole tensor
+is computed from those of its blocks; this requires boxes of whole rows. Two blocks that differ have equal checksums by
+chance with a probability of 1 in 4 billion; a change within 32 consecutive bits is always detected.
 """
 
 import math
@@ -23,13 +23,13 @@ Change = Literal["equal", "changed", "added", "removed", "reformed", "unknown"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorDifference:
-    """Describes how one tensor differs between two checkpoints.
+    """How one tensor differs between two checkpoints.
 
-    change: "equal" and "changed", as the checksums say; "added" and "removed": only the second or the first checkpoint
-    has it; "reformed": shape or dtype differ; "unknown": it is split across columns in two ways, whose checksums cannot
-    be compared. size_bytes: of its values in the second checkpoint, or in the only one that has it. changed_bytes: how
-    many of these lie in blocks that differ; None where that is not known. before, after: dtype and shape in words,
-    None where it does not exist.
+    change: "equal" or "changed", according to the checksums; "added" or "removed": only the second or only the first
+    checkpoint has it; "reformed": its shape or dtype differs; "unknown": the two checkpoints split it across columns
+    differently, so its checksums cannot be compared. size_bytes: of its values in the second checkpoint, or in the only
+    one that has it. changed_bytes: how many of these are in blocks that differ; None if unknown. before, after: dtype
+    and shape as text, None where the tensor does not exist.
     """
 
     name: str
@@ -42,10 +42,10 @@ class TensorDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointDifference:
-    """Describes how the second checkpoint differs from the first one.
+    """How a second checkpoint differs from a first one.
 
     before, after: their names. tensors: every tensor of either, those of the first checkpoint first. values_changed,
-    values_added, values_removed: the entries whose values that are no tensors differ, or that only one has.
+    values_added, values_removed: the entries whose non-tensor values differ, or that only one checkpoint has.
     """
 
     before: str
@@ -57,11 +57,11 @@ class CheckpointDifference:
 
     @property
     def counts(self) -> Mapping[Change, int]:
-        """Return how many tensors there are of each kind of change, kinds without any left out."""
+        """Return the number of tensors per kind of change, without kinds that have none."""
         return Counter(item.change for item in self.tensors)
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the tensors that are not equal, and the values that are not."""
+        """Return HTML for a notebook: the tensors and values that differ."""
         counts = ", ".join(f"{count} {change}" for change, count in sorted(self.counts.items())) or "no tensors"
         values = (("changed", self.values_changed), ("added", self.values_added), ("removed", self.values_removed))
         told = [f"values {what}: {', '.join(names)}" for what, names in values if names]
@@ -76,7 +76,7 @@ class CheckpointDifference:
 
 
 def compare_indexes(before: Index, after: Index, *, names: tuple[str, str]) -> CheckpointDifference:
-    """Compare two indexes. names: those of their checkpoints, first and second."""
+    """Compare two indexes. names: the names of their checkpoints, first and second."""
     numbers = {tensor.name: number for number, tensor in enumerate(after.tensors)}
     found = []
     for number, tensor in enumerate(before.tensors):
@@ -95,7 +95,7 @@ def compare_indexes(before: Index, after: Index, *, names: tuple[str, str]) -> C
 
 
 def _values(index: Index) -> dict[str, object]:
-    """Return the trees of values by entry, with those of single ranks after them."""
+    """Return the trees of values by entry, followed by those of single ranks."""
     names = {*index.values, *(name for values in index.rank_values for name in values)}
     return {name: [index.values.get(name), *(values.get(name) for values in index.rank_values)] for name in names}
 
@@ -141,7 +141,7 @@ def _compare(before: Index, ours: int, after: Index, theirs: int) -> TensorDiffe
 
 
 def form_of(tensor: Tensor) -> str:
-    """Return dtype and shape in words, such as "float32 [4096, 128]"."""
+    """Return dtype and shape as text, such as "float32 [4096, 128]"."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
@@ -153,8 +153,7 @@ def _changed_bytes(old: Chunk, new: Chunk) -> int:
 
 
 def _whole_crc(tensor: Tensor, boxes: Mapping[Box, Chunk]) -> int | None:
-    """Return the CRC-32 of the tensor's bytes in row-major order; None when its boxes are not rows that follow one
-    another."""
+    """Return the CRC-32 of the tensor's bytes in row-major order, or None if its boxes are not consecutive rows."""
     at, parts = 0, []
     for (offsets, sizes), chunk in sorted(boxes.items()):
         if 0 in sizes:

@@ -1,8 +1,7 @@
-"""Writes charts as SVG, for the page and for a notebook. Every text is escaped, and made fit to be looked at.
+"""Writes charts as SVG for the page and for notebooks. Every text is escaped and made safe to display.
 
-Colours stand in attributes, which any style sheet overrides: the page's has others for the dark. So a drawing needs no
-style sheet where there is none, in a notebook for example. Names come from a bucket: whoever may write there chooses
-them.
+Colors are attributes, which a style sheet can override; the page's does so for dark mode. So a drawing also works
+without a style sheet, in a notebook for example. Names come from a bucket, where any writer can choose them.
 """
 
 from collections.abc import Sequence
@@ -37,13 +36,13 @@ _LOST_PATTERN = (
 
 
 def text_of(value: object) -> str:
-    """Return a value as text that may stand in HTML: escaped, with direction marks and control characters shown."""
+    """Return a value as text that is safe in HTML: escaped, with direction marks and control characters written out."""
     return escape(printable_lines(str(value)))
 
 
 def element(name: str, *children: str, **attributes: object) -> str:
-    """Return an element of HTML or SVG. children: markup. attributes: any text; "_" stands for "-", and a "_" at the
-    end is left out. Those that are None are left out."""
+    """Return an HTML or SVG element. children: markup. attributes: any text; "_" in a name stands for "-", and a
+    trailing "_" is dropped. Attributes that are None are left out."""
     said = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{text_of(_short(value))}"'
         for key, value in attributes.items()
@@ -79,7 +78,7 @@ def _anchors(count: int) -> list[str]:
 
 
 def timeline_svg(timeline: Timeline) -> str:
-    """Draws the attempts of a run, one per row, with their commits."""
+    """Draw the attempts of a run, one per row, with their commits."""
     ticks = [
         _line(tick.at, tick.at, 18, timeline.height) + _label(tick.at, 12, tick.text, anchor=anchor)
         for tick, anchor in zip(timeline.ticks, _anchors(len(timeline.ticks)), strict=True)
@@ -128,7 +127,7 @@ def _commit(dot: Dot) -> str:
     kind += " notice" * commit.is_by_notice
     color = LOST if commit.damaged is not None else HEAD if commit.is_head else COMMIT
     told = commit.key + (f", named {commit.name}" if commit.name else "")
-    if commit.is_by_notice:  # a diamond, to be told from the others without its colour
+    if commit.is_by_notice:  # a diamond, recognizable without its color
         told, turn = f"{told}, saved because a node was about to go", f"rotate(45 {_short(dot.x)} {_short(dot.y)})"
         return element("rect", _title(told), class_=kind, x=dot.x - 4, y=dot.y - 4, width=8.0, height=8.0, fill=color,
                        transform=turn)  # fmt: skip
@@ -136,7 +135,7 @@ def _commit(dot: Dot) -> str:
 
 
 def curve_svg(curve: Curve) -> str:
-    """Draws a metric over steps: one line per attempt, which begins where the attempt went on."""
+    """Draw a metric over steps: one line per attempt, starting where the attempt resumed."""
     parts = [
         _line(LEFT, WIDTH, tick.at, tick.at) + _label(LEFT - 8, tick.at + 4, tick.text, anchor="end")
         for tick in curve.values
@@ -169,7 +168,7 @@ def _point(name: str, dot: Dot) -> str:
 
 
 def histogram_svg(name: str, edges: Sequence[float], counts: Sequence[int]) -> str:
-    """Draws a histogram. edges: one more than there are counts, which are not empty."""
+    """Draw a histogram. edges: one more than counts. counts: not empty."""
     most, width = max(counts) or 1, (WIDTH - 20) / len(counts)
     parts = []
     for place, count in enumerate(counts):
@@ -196,7 +195,7 @@ def histogram_svg(name: str, edges: Sequence[float], counts: Sequence[int]) -> s
 
 
 def heat_svg(name: str, heat: Sequence[Sequence[float | None]]) -> str:
-    """Draws a map of mean absolute values over a tensor's rows and columns. heat: not empty; None was not read."""
+    """Draw a heat map of mean absolute values over a tensor's rows and columns. heat: not empty; None was not read."""
     hottest = max((value for line in heat for value in line if value is not None), default=0.0)
     width = (WIDTH - 20) / len(heat[0])
     parts = []

@@ -1,6 +1,6 @@
-"""Turns the bytes of tensors into numbers with NumPy alone, so that a laptop without torch can look at them.
+"""Converts the bytes of tensors into numbers using only NumPy, for machines without torch.
 
-NumPy lacks torch's bfloat16 and its types of 8 bits; these are computed from their bits.
+NumPy lacks torch's bfloat16 and 8-bit types; these are decoded from their bits.
 """
 
 from typing import Any
@@ -26,11 +26,11 @@ _SAME = {
     "complex128": "<c16",
 }
 _FLOAT8 = {"float8_e4m3fn": (4, 7, False), "float8_e5m2": (5, 15, True)}
-"""Bits of the exponent, its bias, and whether the highest exponent stands for infinities as in IEEE 754."""
+"""Bits of the exponent, its bias, and whether the highest exponent means infinity as in IEEE 754."""
 
 
 def item_bytes(dtype: str) -> int:
-    """Return how many bytes an element of this type has. Raises ConfigError for a type that cannot be read here."""
+    """Return the size of an element of this type in bytes. Raises ConfigError for a type that cannot be read here."""
     if dtype in _SAME:
         return int(np.dtype(_SAME[dtype]).itemsize)
     if dtype == "bfloat16":
@@ -41,7 +41,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def decode(data: Any, dtype: str) -> Any:
-    """Return the elements in `data` as a flat array of float64; of complex numbers their absolute values.
+    """Return the elements in `data` as a flat float64 array; complex numbers become their absolute values.
 
     data: little-endian elements, a whole number of them. Integers above 2^53 are rounded. Raises ConfigError for a type
     that cannot be read here.
@@ -53,12 +53,12 @@ def decode(data: Any, dtype: str) -> Any:
         found = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
     else:
         found = np.frombuffer(data, _SAME[dtype])
-    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+    with np.errstate(invalid="ignore"):  # a signaling NaN becomes a quiet one
         return np.abs(found).astype(np.float64) if found.dtype.kind == "c" else found.astype(np.float64)
 
 
 def _float8(dtype: str) -> Any:
-    """Return the values of all 256 patterns of a type of 8 bits."""
+    """Return the values of all 256 patterns of an 8-bit type."""
     bits, bias, is_ieee = _FLOAT8[dtype]
     fraction_bits = 7 - bits
     patterns = np.arange(256)

@@ -1,8 +1,8 @@
-"""Computes which share of a run's time stands, and which share could stand at best.
+"""Computes a run's goodput, the share of its time that became lasting training, and the highest possible goodput.
 
-The limit is Young's and Daly's: with a save that holds up training for C seconds, failures M seconds apart and a
-restore of R seconds, the best interval between saves leaves 1 - sqrt(2 C / M) - R / M. Downtime between two attempts is
-not in it.
+The limit is that of Young and Daly: if a save blocks training for C seconds, failures are M seconds apart, and a
+restore takes R seconds, the best interval between saves leaves 1 - sqrt(2 C / M) - R / M. Downtime between attempts is
+not included.
 """
 
 import math
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from raycheck.views.attempts import AttemptHistory, Ending
 
 FAILURES: frozenset[Ending] = frozenset({"preempted", "failed", "driver lost", "gave up", "restarted"})
-"""The endings that come unasked. A resize, a change by hand and the end of training do not count."""
+"""The involuntary endings. A resize, a change by hand, and the end of training do not count."""
 MIN_FAILURES = 2
 
 
 def goodput_of(*, trained_s: float | None, began_at: float | None, committed_at: float | None) -> float | None:
-    """Return the seconds of training in a checkpoint by the seconds from the run's begin to its commit, 0 to 1.
+    """Return a checkpoint's seconds of training divided by the seconds from the run's start to its commit, 0 to 1.
 
-    Returns None when one of them is not known.
+    Returns None if one of them is unknown.
     """
     if trained_s is None or began_at is None or committed_at is None or committed_at <= began_at:
         return None
@@ -28,10 +28,10 @@ def goodput_of(*, trained_s: float | None, began_at: float | None, committed_at:
 def goodput_limit(
     attempts: Sequence[AttemptHistory], *, blocked_s: float | None, until: float | None = None
 ) -> float | None:
-    """Return the share of the time that could stand, with the failures and restores of these attempts.
+    """Return the highest possible goodput with the failures and restores of these attempts.
 
-    blocked_s: for how long a save holds up training. until: up to when an attempt that has not ended is known to live,
-    in unix seconds. Returns None when a save's cost is not known, for fewer than two failures and when no restore was
+    blocked_s: how long a save blocks training. until: the time up to which an attempt without an end is known to be
+    alive, in unix seconds. Returns None if a save's cost is unknown, for fewer than two failures, and if no restore was
     recorded.
     """
     failures = sum(item.ending in FAILURES for item in attempts)

@@ -1,7 +1,7 @@
-"""Tells what happened to a run: its attempts, why each ended and what that cost, its commits, and its goodput.
+"""The history of a run: its attempts, why each ended and what that cost, its commits, and its goodput.
 
-It is put together from `latest`, the two small records of each attempt, and the newest manifest. What retention has
-dropped is not in it: a commit is shown as long as its checkpoint is there.
+It is assembled from `latest`, the two small records of each attempt, and the newest manifest. Commits whose checkpoints
+retention has dropped are not included.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,15 +29,15 @@ AT_ONCE = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHistory:
-    """Describes a run from its first attempt to now.
+    """A run from its first attempt until now.
 
-    status: whether it runs, as far as the bucket tells. attempts: the newest 50, the live one last. began_at: when the
-    first attempt began, None where that is not known. trained_s: seconds of training in the head's state, without lost
-    work and the time of saves. goodput: trained_s by the seconds from began_at to the head's commit, between 0 and 1;
-    None without a commit. goodput_limit: what it could be at best, see raycheck/views/goodput.py; None for fewer than
-    two failures, or where a cost is not known. parent: the address of the run that this one was forked from; None for
-    no fork, and for one that has dropped the checkpoint with which it began. settings: those of the training at its
-    newest commit, in words; None where its manifest cannot be read.
+    status: whether it is running, judging by the bucket. attempts: the newest 50, the live one last. began_at: the
+    start of the first attempt, None if unknown. trained_s: seconds of training in the head's state, excluding lost work
+    and the time of saves. goodput: trained_s divided by the seconds from began_at to the head's commit, between 0 and
+    1; None without a commit. goodput_limit: the highest possible goodput, see raycheck/views/goodput.py; None for fewer
+    than two failures or if a cost is unknown. parent: the URI of the run that this one was forked from; None for a run
+    that is not a fork, or has dropped the checkpoint from which it started. settings: those of the training at its
+    newest commit, as text; None if its manifest cannot be read.
     """
 
     uri: str
@@ -53,12 +53,12 @@ class RunHistory:
 
     @property
     def commits(self) -> tuple[Commit, ...]:
-        """Return the commits of all attempts, in their order."""
+        """Return the commits of all attempts, in order."""
         return tuple(commit for attempt in self.attempts for commit in attempt.commits)
 
     @property
     def until(self) -> float:
-        """Return up to when something is known of the run, in unix seconds: for a run that goes on, up to now."""
+        """Return the time up to which the run's history is known, in unix seconds; for a live run that is now."""
         if self.status.state == "running":
             return self.status.now
         ends = [item.ended_at for item in self.attempts if item.ended_at is not None]
@@ -66,21 +66,21 @@ class RunHistory:
 
     @property
     def over_steps(self) -> Picture:
-        """Return a picture for a notebook: the attempts over steps instead of time, and what was trained and lost."""
+        """Return a picture for a notebook: the attempts over steps instead of time, with the steps trained and lost."""
         return Picture(steps_html(self.attempts))
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the attempts over time, why each ended, and the metrics at commits."""
+        """Return HTML for a notebook: the attempts over time, why each ended, and the metrics at commits."""
         goodput = f"goodput {goodput_text(self.goodput, self.goodput_limit)}"
         facts = (self.uri.partition("?")[0], self.status.text, goodput)
         return history_html(facts, self.attempts, until=self.until)
 
 
 def read_history(store: Store, body: Latest | None = None, *, now: float | None = None) -> RunHistory:
-    """Read the history of the run in `store`. Raises NotFoundError when there is none.
+    """Read the history of the run in `store`. Raises NotFoundError if there is no run.
 
-    body, now: the run's `latest` and the store's time, when the caller has just read them; then they are not read
-    again. Requests: two per attempt and one for the head's manifest, and one more for some forks.
+    body, now: the run's `latest` and the store's time if the caller has just read them; then they are not read again.
+    Requests: two per attempt, one for the head's manifest, and one more for some forks.
     """
     if body is None or now is None:
         body, got = again_if_corrupt(lambda: get_latest(store))
@@ -115,7 +115,7 @@ def read_history(store: Store, body: Latest | None = None, *, now: float | None 
 
 
 def _record(store: Store, number: int) -> AttemptRecord | None:
-    """Return how an attempt ended; None where that cannot be read. S3 says "denied" for a missing object to some."""
+    """Return how an attempt ended, or None if that cannot be read. For a missing object S3 may answer "denied"."""
     with suppress(DeniedError):
         return read_record(store, number)
     return None
@@ -128,7 +128,7 @@ def _resume(store: Store, number: int) -> ResumeRecord | None:
 
 
 def _head(store: Store, body: Latest) -> Manifest | None:
-    """Return the head's manifest; None without a head, and where it cannot be read."""
+    """Return the head's manifest, or None without a head or if it cannot be read."""
     entry = None if body.head is None else body.entry(body.head)
     if entry is not None:
         with suppress(NotFoundError, CorruptError, DeniedError, DamagedError):
@@ -137,7 +137,7 @@ def _head(store: Store, body: Latest) -> Manifest | None:
 
 
 def _parent(store: Store, body: Latest, head: Manifest | None) -> str | None:
-    """Return the address of the run that this one was forked from. The head's manifest may be the one that says it."""
+    """Return the URI of the run that this one was forked from, which the head's manifest may contain."""
     if head is not None and head.attempt == 0:
         return origin_in(body, head)
     with suppress(DeniedError):
@@ -205,7 +205,7 @@ def _ended_at(
 
 
 def _ending(body: Latest, attempt: Attempt, after: Attempt | None, record: AttemptRecord | None) -> tuple[Ending, str]:
-    """Return why an attempt ended: in one word, and in the words of its record."""
+    """Return why an attempt ended: the kind of ending, and the text of its record."""
     cause = "" if record is None else record.cause
     if not attempt.world_size:
         return "by hand", cause
@@ -226,5 +226,5 @@ _ENDINGS: tuple[tuple[str, Ending], ...] = (
     ("Ray changed the group from", "resized"),
     ("the same driver restarted its workers", "restarted"),
 )
-"""How the texts of raycheck/group/coordinator/lost_work.py and of a rewind tell an attempt's end; the first that
-applies counts. What is left begins with a rank and its error."""
+"""Substrings of the texts that raycheck/group/coordinator/lost_work.py and a rewind write when an attempt ends; the
+first match counts. Any other text starts with a rank and its error."""

@@ -1,7 +1,7 @@
-"""Says why each checkpoint of a run stays, by the rules that its training had at its newest commit.
+"""Explains why each checkpoint of a run is kept, by the rules that its training had at its newest commit.
 
-The rules are the user's settings, which the head's manifest keeps as text. What cannot be read there counts as its
-default, and is named.
+The rules are the user's settings, which the head's manifest stores as text. A setting that cannot be parsed counts as
+its default and is listed in `unread`.
 """
 
 import ast
@@ -17,10 +17,10 @@ from raycheck.settings import Retention, SaveSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptCheckpoints:
-    """Says which checkpoints the next commit would keep, and why.
+    """The checkpoints that the next commit would keep, and why.
 
-    decisions: one for each live checkpoint, in the order of their commits. rules: in the words of SaveSettings, those
-    that differ from the defaults. unread: settings that could not be read.
+    decisions: one for each live checkpoint, in commit order. rules: the settings that differ from the defaults, as in
+    SaveSettings. unread: settings that could not be parsed.
     """
 
     decisions: tuple[KeepDecision, ...]
@@ -29,7 +29,7 @@ class KeptCheckpoints:
 
 
 def why_kept(body: Latest, settings: Sequence[str], *, now: float) -> KeptCheckpoints:
-    """Decide on the checkpoints in `body`. settings: of the newest manifest. now: the bucket's time."""
+    """Decide which checkpoints in `body` to keep. settings: of the newest manifest. now: the bucket's time."""
     names = {spec.name for spec in fields(Retention)}
     chosen: dict[str, Any] = {name: getattr(SaveSettings(), name) for name in names}
     rules, unread = [], []

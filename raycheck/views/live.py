@@ -1,7 +1,7 @@
-"""Watches a run as it goes on: a look asks the bucket a few small things; the history is read when it has changed.
+"""Watches a live run with a few small requests per look; the history is read only when it has changed.
 
-A look is one GET of `latest`. While the run may be alive, it is also one GET of the record that tells a driver's end
-and one listing of the checkpoints' directories, and one more of the directory that a save under way fills.
+A look is one GET of `latest`. While the run may be alive, a look also makes one GET of the record of a driver's end,
+one listing of the checkpoint directories, and one listing of the directory of a save under way.
 """
 
 from contextlib import suppress
@@ -18,16 +18,16 @@ from raycheck.errors import CorruptError, DeniedError, NotFoundError
 from raycheck.views.history import RunHistory, read_history
 
 MAX_GAPS = 5
-"""Over how many of the newest commits the speed is taken."""
+"""How many of the newest commits the speed is averaged over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveUnderWay:
-    """Describes what lies in the bucket of a save that is not committed yet.
+    """The objects in the bucket of a save that is not committed yet.
 
-    key: the checkpoint's name. objects, size_bytes: what is there. An object shows when its upload has ended, so that a
-    large one comes all at once. expected_objects, expected_bytes: what the head's save wrote, which the next one mostly
-    writes too; None without a head. A save that failed looks like this until the next one.
+    key: the checkpoint's name. objects, size_bytes: number and size so far. An object appears only when its upload has
+    ended, so a large one appears all at once. expected_objects, expected_bytes: what the head's save wrote, usually the
+    same for the next save; None without a head. A failed save looks like this until the next one.
     """
 
     key: str
@@ -39,17 +39,17 @@ class SaveUnderWay:
 
     @property
     def share(self) -> float | None:
-        """Return how much of it is there, between 0 and 1; None where nobody knows."""
+        """Return the uploaded share, between 0 and 1, or None if unknown."""
         return None if not self.expected_bytes else min(1.0, self.size_bytes / self.expected_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveRun:
-    """Describes a run at one moment.
+    """A run at one moment.
 
-    step: that of the head's commit, None without one; the bucket knows no later one. steps_per_s: steps per second over
-    the newest commits of the live attempt, saves included; None before its second commit. committed_at: unix seconds of
-    the head's commit. save: the one under way, None when there is none or it cannot be listed.
+    step: of the head, None without one; the bucket has no later step. steps_per_s: steps per second over the newest
+    commits of the live attempt, including saves; None before its second commit. committed_at: unix seconds of the
+    head's commit. save: the save under way, None if there is none or it cannot be listed.
     """
 
     history: RunHistory
@@ -60,7 +60,7 @@ class LiveRun:
 
 
 class RunWatch:
-    """Looks at one run again and again. `look` raises NotFoundError when there is no run."""
+    """A watch on one run, whose `look` is called repeatedly and raises NotFoundError if there is no run."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -69,7 +69,7 @@ class RunWatch:
         self._expected: tuple[str, int, int] | None = None
 
     def look(self) -> LiveRun:
-        """Return the run as it is now."""
+        """Return the current state of the run."""
         body, got = again_if_corrupt(lambda: get_latest(self._store))
         if self._history is None or got.version != self._version:
             self._history = read_history(self._store, body, now=got.at)
@@ -77,7 +77,7 @@ class RunWatch:
         elif self._history.status.state in ("running", "silent"):
             with suppress(DeniedError):
                 record = read_record(self._store, body.attempt.number)
-                if record is not None:  # its driver gave up, which `latest` does not tell
+                if record is not None:  # its driver gave up, which `latest` does not show
                     self._history = read_history(self._store)
         self._history = history = self._aged(self._history, body, got.at)
         head = next((commit for commit in history.commits if commit.is_head), None)
@@ -90,13 +90,14 @@ class RunWatch:
         )
 
     def _aged(self, history: RunHistory, body: Latest, now: float) -> RunHistory:
-        """Return the history with its state judged again, as that depends on the time. What has ended stays so."""
+        """Return the history with its state re-evaluated, because the state depends on the time. An ended run stays
+        ended."""
         if history.status.state in ("running", "silent"):
             return replace(history, status=status_of(body, None, now=max(now, history.status.now)))
         return replace(history, status=replace(history.status, now=max(now, history.status.now)))
 
     def _save(self, body: Latest) -> SaveUnderWay | None:
-        """Return the newest save of the live attempt, when it lies in the bucket and is newer than all commits."""
+        """Return the newest save of the live attempt if it is in the bucket and newer than all commits."""
         keys = [*(entry.key for entry in body.live), *(entry.key for entry in body.evicted)]
         known = [name for key in keys if (name := CheckpointName.parse(key))]
         number = body.attempt.number
@@ -119,7 +120,7 @@ class RunWatch:
         return None
 
     def _expectation(self, body: Latest) -> tuple[int | None, int | None]:
-        """Return how many objects and bytes the head's save wrote itself."""
+        """Return how many objects and bytes the head's own save wrote."""
         entry = None if body.head is None else body.entry(body.head)
         if entry is None:
             return None, None

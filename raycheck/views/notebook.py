@@ -1,7 +1,7 @@
-"""Writes what a notebook shows of a run, a checkpoint and a history as HTML, and has the tables of the other views.
+"""Renders a run, a checkpoint, and a history as HTML for notebooks, and has the tables of the other views.
 
-The pictures are those of the page (drawing.py). A run and a checkpoint are shown without any time, so that the output
-of a notebook that is kept in a repository changes only when the run does; a history has the times.
+The pictures are the page's (drawing.py). A run and a checkpoint are shown without times, so the output of a notebook
+kept in a repository changes only when the run does. A history has times.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,12 +14,12 @@ from raycheck.views.drawing import curve_svg, element, text_of, timeline_svg
 from raycheck.views.in_words import short_number, size, time_of
 
 MAX_ROWS = 200
-"""How many lines a table in a notebook has at most; a line after them says how many are left out."""
+"""The maximum number of rows of a table in a notebook; a line after them says how many are left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Holds HTML that a notebook shows. Its texts are escaped."""
+    """HTML for a notebook, with escaped texts."""
 
     html: str
 
@@ -28,7 +28,7 @@ class Picture:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table. A cell is a text or anything that `str` makes one of; None is an empty cell."""
+    """Return a table. A cell is any value that `str` accepts; None is an empty cell."""
     head = element("tr", *(element("th", text_of(name)) for name in columns))
     lines = [element("tr", *map(_cell, row)) for row in rows[:MAX_ROWS]]
     more = element("p", f"{len(rows) - MAX_ROWS} more are not shown.") if len(rows) > MAX_ROWS else ""
@@ -40,7 +40,7 @@ def _cell(value: object) -> str:
 
 
 def run_html(uri: str, body: Latest) -> str:
-    """Return a run as its `latest` has it: where it is, and its checkpoints, the newest first."""
+    """Return a run from its `latest`: its URI and its checkpoints, newest first."""
     state = "finished" if body.is_finished else "deleted" if body.deleted_at is not None else "not finished"
     facts = (_address(uri), state, f"attempt {body.attempt.number}", f"head {body.head or 'none'}")
     columns = ("step", "checkpoint", "name", "size", "shares with", "stays", "metrics")
@@ -48,7 +48,7 @@ def run_html(uri: str, body: Latest) -> str:
 
 
 def checkpoint_html(uri: str, entry: Entry) -> str:
-    """Return a checkpoint as its entry in `latest` has it."""
+    """Return a checkpoint from its entry in `latest`."""
     columns = ("step", "checkpoint", "name", "size", "shares with", "stays", "metrics")
     return words(_address(uri)) + table(columns, [_checkpoint_row(entry, None)])
 
@@ -63,9 +63,9 @@ def _checkpoint_row(entry: Entry, head: str | None) -> tuple[object, ...]:
 
 
 def history_html(facts: Iterable[str], attempts: Sequence[AttemptHistory], *, until: float) -> str:
-    """Return what happened to a run: its attempts over time, why each ended, and its metrics at commits.
+    """Return a run's history: its attempts over time, why each ended, and its metrics at commits.
 
-    facts: what is said of the whole run, in words. until: where the axis of time ends, unix seconds.
+    facts: texts about the whole run. until: the end of the time axis, unix seconds.
     """
     columns = ("attempt", "ranks", "began", "ended", "why", "restored", "restore", "lost before")
     rows = []
@@ -78,9 +78,9 @@ def history_html(facts: Iterable[str], attempts: Sequence[AttemptHistory], *, un
 
 
 def steps_html(attempts: Sequence[AttemptHistory]) -> str:
-    """Return a run's attempts over steps: where each went on, and what was trained and lost.
+    """Return a run's attempts over steps: where each resumed, and the steps trained and lost.
 
-    It has no times, and says why an attempt ended in a word: errors name hosts, paths and times.
+    It has no times, and only the kind of each ending, because errors contain hosts, paths, and times.
     """
     shown = [replace(item, cause="") for item in reversed(attempts)]
     rows = [(*_attempt_row(item), _lost(item, has_s=False)) for item in shown]
@@ -109,5 +109,5 @@ def words(*facts: str) -> str:
 
 
 def _address(uri: str) -> str:
-    """Return an address without its settings: they say how a bucket is reached, and are nobody else's business."""
+    """Return a URI without its settings, which say how to reach the bucket and may be private."""
     return uri.partition("?")[0]

@@ -1,6 +1,6 @@
-"""Compares the values of one tensor in two checkpoints, within a budget of bytes: norms, and how far it has moved.
+"""Compares the values of one tensor in two checkpoints within a byte budget: norms, and the size of the change.
 
-Where both were saved in the same boxes, equal runs of them are read. Else the tensor is read whole from both.
+If both saved it in the same boxes, the same runs of elements are read. Otherwise the full tensor is read from both.
 """
 
 from collections.abc import Iterable
@@ -24,12 +24,12 @@ Documents = tuple[Manifest, Index]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorChange:
-    """Describes how the values of one tensor differ between two checkpoints, or those of a sample.
+    """How the values of one tensor, or a sample of them, differ between two checkpoints.
 
-    name, dtype, shape: of the tensor in the second one. count: its number of elements. sampled: how many of them were
-    read. bytes_read: from both. norm_before, norm_after, norm_change: the Euclidean norms of the values read, and of
-    their difference. max_change: the largest absolute difference. changed: how many values differ. not_finite: how many
-    are not finite in one of the two; norms and max_change leave these out.
+    name, dtype, shape: of the tensor in the second checkpoint. count: its number of elements. sampled: how many
+    elements were read. bytes_read: from both. norm_before, norm_after, norm_change: the Euclidean norms of the values
+    read, and of their difference. max_change: the largest absolute difference. changed: how many values differ.
+    not_finite: how many are not finite in at least one of the two; norms and max_change exclude these.
     """
 
     name: str
@@ -46,7 +46,7 @@ class TensorChange:
     not_finite: int
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the norms as a table."""
+        """Return HTML for a notebook: the norms as a table."""
         read = f"{self.sampled} of {self.count} values, {size(self.bytes_read)} read"
         columns = ("norm before", "norm after", "norm of the change", "largest change", "changed", "not finite")
         norms = (self.norm_before, self.norm_after, self.norm_change, self.max_change)
@@ -57,11 +57,11 @@ class TensorChange:
 def compare_tensor(
     store: Store, before: Documents, after: Documents, name: str, *, max_bytes: int = MAX_BYTES
 ) -> TensorChange:
-    """Read the tensor `name` of two checkpoints of one run, at most `max_bytes` bytes in all, and compare the values.
+    """Read the tensor `name` of two checkpoints of one run, at most `max_bytes` bytes in total, and compare the values.
 
-    before, after: the manifest and the index of each. Raises NotFoundError when one of them has no such tensor;
-    ConfigError for another shape, a type that cannot be compared, and a tensor that was saved in other boxes and is
-    larger than the budget; DamagedError when what was read whole has another checksum.
+    before, after: the manifest and the index of each. Raises NotFoundError if one of them has no such tensor;
+    ConfigError for different shapes, for a type that cannot be compared, and for a tensor that was saved in different
+    boxes and exceeds the budget; DamagedError if the checksum of a fully read box differs.
     """
     sides = [(manifest, index, tensor_named(store, manifest, index, name)) for manifest, index in (before, after)]
     first, second = (tensor for _, _, tensor in sides)
@@ -72,8 +72,8 @@ def compare_tensor(
     count, half = int(np.prod(first.shape, dtype=np.int64)), max(1, max_bytes // 2)
     if not is_alike and count * max(widths) > half:
         raise ConfigError(
-            f"{name} was saved in other boxes by the two checkpoints, so it has to be read whole: give max_bytes="
-            f"{2 * count * max(widths)} or more"
+            f"{name} was saved in different boxes in the two checkpoints, so it must be read completely: give "
+            f"max_bytes={2 * count * max(widths)} or more"
         )
     wider = widths.index(max(widths))
     chosen = runs_of(list(boxes[wider].values()), widths[wider], half)
@@ -100,7 +100,7 @@ def _check(first: Tensor, second: Tensor, max_bytes: int) -> None:
 
 
 def _whole(tensor: Tensor, runs: Iterable[ElementRun], values: Iterable[Any]) -> Any:
-    """Return all elements of a tensor in row-major order. runs, values: its boxes, each of them whole."""
+    """Return all elements of a tensor in row-major order. runs, values: its boxes, each complete."""
     whole = np.zeros(tensor.shape)
     for run, found in zip(runs, values, strict=True):
         box = tuple(slice(at, at + size) for at, size in zip(run.chunk.offsets, run.chunk.sizes, strict=True))

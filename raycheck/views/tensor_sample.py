@@ -1,7 +1,7 @@
-"""Reads some of a tensor's values by ranges, within a budget of bytes, and describes them: statistics, histogram, map.
+"""Reads some of a tensor's values by ranges within a byte budget, and computes statistics, a histogram, and a heat map.
 
-A tensor within the budget is read whole, and its checksums are compared. Of a larger one equally long runs are read,
-spread evenly over its bytes; a run is shorter than the 4 MiB under one checksum, so that it is not compared with any.
+A tensor within the budget is read completely, and its checksums are compared. Of a larger one, runs of equal length are
+read, spread evenly over its bytes. A run is shorter than the 4 MiB that a checksum covers, so no checksum is compared.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,14 +32,14 @@ MAP_ROWS, MAP_COLUMNS = 24, 48
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSample:
-    """Describes the values of one tensor, or of a sample of them.
+    """The values of one tensor, or a sample of them, summarized.
 
-    name, dtype, shape: of the whole tensor. count: its number of elements. sampled: how many of them were read.
-    bytes_read: bytes fetched from the bucket. is_verified: whether all of it was read and its checksums are right.
-    minimum, maximum, mean, std: of the finite values read, None when there is none; std is that of the population.
-    zeros, nans, infinities: how many of the values read are that. edges, counts: a histogram of the finite values:
-    one edge more than there are counts; empty without finite values. heat: mean absolute values over a grid of the
-    tensor's first dimension (rows) and all its others together (columns), None for a cell of which nothing was read.
+    name, dtype, shape: of the whole tensor. count: its number of elements. sampled: how many elements were read.
+    bytes_read: bytes read from the bucket. is_verified: whether the whole tensor was read and its checksums match.
+    minimum, maximum, mean, std: of the finite values read, None if there are none; std is the population's. zeros,
+    nans, infinities: how many such values were read. edges, counts: a histogram of the finite values, with one more
+    edge than counts; empty without finite values. heat: mean absolute values over a grid of the tensor's first
+    dimension (rows) and all others together (columns), None for a cell of which nothing was read.
     """
 
     name: str
@@ -61,7 +61,7 @@ class TensorSample:
     heat: tuple[tuple[float | None, ...], ...]
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: statistics, a histogram, and a map of magnitudes."""
+        """Return HTML for a notebook: statistics, a histogram, and a heat map of magnitudes."""
         proof = "checksums compared" if self.is_verified else "checksums not compared"
         facts = (
             f"{self.name} {self.dtype} {list(self.shape)}",
@@ -78,7 +78,7 @@ class TensorSample:
 
 @dataclass(frozen=True, slots=True)
 class ElementRun:
-    """Holds some elements of a chunk to read: from element `start` to `stop` of the chunk, in row-major order."""
+    """A run of elements to read from a chunk: from `start` to `stop`, in row-major order."""
 
     chunk: Chunk
     start: int
@@ -88,10 +88,10 @@ class ElementRun:
 def sample_tensor(
     store: Store, manifest: Manifest, index: Index, name: str, *, max_bytes: int = MAX_BYTES
 ) -> TensorSample:
-    """Read values of the tensor `name`, at most `max_bytes` bytes of them.
+    """Read values of the tensor `name`, at most `max_bytes` bytes.
 
-    Raises NotFoundError when there is no such tensor, or its object is gone; ConfigError for a type that cannot be
-    shown; DamagedError when the whole tensor was read and a checksum differs.
+    Raises NotFoundError if there is no such tensor or its object is gone; ConfigError for a type that cannot be shown;
+    DamagedError if the whole tensor was read and a checksum differs.
     """
     if max_bytes < 1:
         raise ConfigError(f"max_bytes={max_bytes}: give at least 1")
@@ -136,7 +136,8 @@ def tensor_named(store: Store, manifest: Manifest, index: Index, name: str) -> T
 
 
 def runs_of(chunks: Sequence[Chunk], width: int, max_bytes: int) -> list[ElementRun]:
-    """Return what to read of a tensor: all of these chunks, or runs spread over them. width: bytes of an element."""
+    """Return the runs to read of a tensor: all of these chunks, or runs spread over them. width: bytes of an
+    element."""
     total = sum(chunk.payload_size for chunk in chunks)
     if total > max_bytes:
         return list(_spread(chunks, width, total, max_bytes))
@@ -144,9 +145,9 @@ def runs_of(chunks: Sequence[Chunk], width: int, max_bytes: int) -> list[Element
 
 
 def read_runs(store: Store, manifest: Manifest, tensor: Tensor, runs: Sequence[ElementRun]) -> list[bytes]:
-    """Return the bytes of these runs of a tensor. Compares the checksums of each run that is a whole chunk.
+    """Return the bytes of these runs of a tensor. Compares the checksum of each run that is a complete chunk.
 
-    Raises NotFoundError when an object is gone, DamagedError when a checksum differs.
+    Raises NotFoundError if an object is gone, and DamagedError if a checksum differs.
     """
     width = item_bytes(tensor.dtype)
     directory = {part.name: part.checkpoint for part in manifest.components}
@@ -165,7 +166,7 @@ def read_runs(store: Store, manifest: Manifest, tensor: Tensor, runs: Sequence[E
 
 
 def _spread(chunks: Sequence[Chunk], width: int, total: int, max_bytes: int) -> Iterator[ElementRun]:
-    """Yield runs of equal length whose starts are evenly spaced over the tensor's bytes, each inside one chunk."""
+    """Yield runs of equal length, each inside one chunk, with starts evenly spaced over the tensor's bytes."""
     length = max(1, min(RUN_BYTES, max_bytes) // width)
     num_runs = max(1, max_bytes // (length * width))
     ends = np.cumsum([chunk.payload_size // width for chunk in chunks])

@@ -1,4 +1,4 @@
-"""Lists the tensors of a checkpoint from its index: form, place, and which parameter a moment belongs to."""
+"""Lists the tensors of a checkpoint from its index: form, location, and the parameter of each optimizer moment."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSummary:
-    """Describes one tensor of a checkpoint.
+    """One tensor of a checkpoint.
 
-    name: as stock DCP knows it. entry: the entry of the state that it belongs to. dtype: torch's name without "torch.".
-    shape: the whole tensor's, in elements. size_bytes: bytes of its values; those of a replica count once.
-    boxes: how many boxes it was split into; 1 for a tensor that is not sharded. ranks: the ranks that wrote it.
-    directories: the checkpoints' directories that hold it: this one's own, or an earlier one's by reference.
-    parameter: the name of the parameter that this is a moment of, None for anything but an optimizer's state.
+    name: its name in stock DCP. entry: its entry of the state. dtype: torch's name without "torch.". shape: the whole
+    tensor's, in elements. size_bytes: bytes of its values; replicas count once. boxes: how many boxes it is split into;
+    1 for a tensor that is not sharded. ranks: the ranks that wrote it. directories: the checkpoint directories that
+    contain it: this checkpoint's own, or an earlier one's by reference. parameter: the parameter of which this is a
+    moment, None except for optimizer state.
     """
 
     name: str
@@ -33,12 +33,12 @@ class TensorSummary:
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether the tensor was split into several boxes."""
+        """Return whether the tensor is split into several boxes."""
         return self.boxes > 1
 
 
 def summarize_tensors(manifest: Manifest, index: Index) -> tuple[TensorSummary, ...]:
-    """Return all tensors of a checkpoint, in the order of its index: parameters first, as their modules have them."""
+    """Return all tensors of a checkpoint in index order: parameters first, in their modules' order."""
     directory = {part.name: part.checkpoint for part in manifest.components}
     parameters = _parameters(index.tensors)
     found = []
@@ -61,7 +61,7 @@ def summarize_tensors(manifest: Manifest, index: Index) -> tuple[TensorSummary, 
 
 
 def boxes_of(index: Index, number: int) -> dict[Box, Chunk]:
-    """Return one chunk per box of the tensor with this number: that of the first rank that wrote it."""
+    """Return one chunk per box of the tensor with this number, from the first rank that wrote it."""
     found: dict[Box, Chunk] = {}
     for chunk in index.chunks_of(number):
         found.setdefault((chunk.offsets, chunk.sizes), chunk)
@@ -69,8 +69,8 @@ def boxes_of(index: Index, number: int) -> dict[Box, Chunk]:
 
 
 def with_moments(tensors: Iterable[TensorSummary]) -> list[tuple[TensorSummary, list[TensorSummary]]]:
-    """Return each tensor with the moments of it that are among these. A moment whose parameter is here has no place of
-    its own."""
+    """Return each tensor with its moments among these. A moment whose parameter is among these is not listed
+    separately."""
     tensors = list(tensors)
     names = {item.name for item in tensors}
     moments: dict[str, list[TensorSummary]] = {}
@@ -81,10 +81,10 @@ def with_moments(tensors: Iterable[TensorSummary]) -> list[tuple[TensorSummary, 
 
 
 def _parameters(tensors: tuple[Tensor, ...]) -> dict[tuple[str | int, ...], str]:
-    """Return, by the path of each tensor of an optimizer's state, the name of the parameter that it belongs to.
+    """Return the parameter's name for the path of each tensor of an optimizer's state.
 
     An optimizer's entry has the paths (entry, "state", the parameter's name in its module, the slot); a module's has
-    (entry, the parameter's name). Of several modules with such a parameter, the first one's is meant.
+    (entry, the parameter's name). If several modules have such a parameter, the first one's is used.
     """
     owners: dict[object, str] = {}
     for tensor in tensors:

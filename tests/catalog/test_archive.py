@@ -203,7 +203,7 @@ def test_what_is_told_of_the_progress_ends_at_the_whole(sample: Sample) -> None:
 def test_a_place_with_a_run_is_refused_and_stays_as_it_is(sample: Sample) -> None:
     before = read_latest(sample.store)
 
-    with pytest.raises(ConfigError, match="there is a run already"):
+    with pytest.raises(ConfigError, match="there is already a run"):
         raycheck.unpack(io.BytesIO(sample.pack()), sample.uri)
 
     assert read_latest(sample.store) == before
@@ -343,7 +343,7 @@ def test_the_same_step_unpacked_twice_at_once_takes_two_names(sample: Sample) ->
                 begun.append(unpack_into(Register(second), io.BytesIO(data), run_id="second"))
             return super().read(min(size, BLOCK))
 
-    with pytest.raises(ConfigError, match="another run has begun there meanwhile"):
+    with pytest.raises(ConfigError, match="another run was created there in the meantime"):
         unpack_into(Register(first), Pausing(data), run_id="first")
 
     assert begun

@@ -196,7 +196,7 @@ def test_a_record_of_an_impossible_size_is_not_read(packed: bytes, size: int) ->
     (info, body), *others = parts_of(packed)
     info.size = size
 
-    assert_refused(info.tobuf(tarfile.GNU_FORMAT) + body + joined(others), "no archive of raycheck")
+    assert_refused(info.tobuf(tarfile.GNU_FORMAT) + body + joined(others), "not an archive of raycheck")
 
 
 @pytest.mark.parametrize("data", [b"\x1f\x8b\x08" + bytes(600), b"PK\x03\x04" + bytes(600), bytes(2048), b"x" * 5000])

@@ -496,17 +496,17 @@ def test_a_source_in_a_bucket_and_an_import_that_is_repeated(tmp_path: Path) -> 
     assert dry.left_out == first.left_out == again.left_out == ("optimizer",)
     assert_has_weights(dest, net)
     open_store("memory://sources").put("other.pt", (tmp_path / "last.pt").read_bytes())
-    with pytest.raises(ConfigError, match="there is a run already"):
+    with pytest.raises(ConfigError, match="there is already a run"):
         import_checkpoint("memory://sources/other.pt", dest)
-    with pytest.raises(ConfigError, match="not what is imported now"):
+    with pytest.raises(ConfigError, match="differs from this import"):
         import_checkpoint(source, dest, step=6)
-    with pytest.raises(ConfigError, match="not what is imported now"):
+    with pytest.raises(ConfigError, match="differs from this import"):
         import_checkpoint(source, dest, step=5, entries={"net": "model"})
     with torch.no_grad():
         next(net.parameters()).add_(1.0)
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
     open_store("memory://sources").put("last.pt", (tmp_path / "last.pt").read_bytes())
-    with pytest.raises(ConfigError, match="not what is imported now"):
+    with pytest.raises(ConfigError, match="differs from this import"):
         import_checkpoint(source, dest, step=5)
 
 

@@ -34,10 +34,10 @@ def test_a_checkpoint_goes_from_run_to_file_to_run(uri: str, tmp_path: Path) -> 
     facts = json.loads(packed.stdout)
     assert (facts["file"], facts["step"]) == (file, 3)
     assert sum(facts["members"].values()) == facts["size_bytes"] < Path(file).stat().st_size
-    assert "is whole; nothing was written" in looked.stdout
+    assert "is intact; nothing was written" in looked.stdout
     assert "is the head of the new run" in unpacked.stdout
     assert (again.returncode, again.stdout) == (2, "")
-    assert "there is a run already" in again.stderr
+    assert "there is already a run" in again.stderr
     assert packed.stderr == unpacked.stderr == "", "quiet where stderr is no terminal"
     assert open_run(new).head.step == 3
     assert_invariants(open_store(new))

@@ -31,10 +31,10 @@ def test_a_dry_rewind_says_what_it_would_do_and_writes_nothing(run: tuple[str, S
     done = raycheck("rewind", uri, "10", "--dry-run")
 
     assert done.stdout.splitlines()[:2] == [
-        "step-000000010-a1-s1 would be the head, in the place of step-000000030-a1-s3",
-        "the later checkpoints, of steps 20, 30, would stay listed",
+        "step-000000010-a1-s1 would be the head, instead of step-000000030-a1-s3",
+        "the later checkpoints, of steps 20, 30, would remain listed",
     ]
-    assert "a training would be stopped: running" in done.stdout
+    assert "training would be stopped: running" in done.stdout
     assert everything(store) == before
     assert raycheck("rewind", uri, "15", "--dry-run").returncode == 2
     with pytest.raises(NotFoundError):

@@ -118,7 +118,7 @@ def test_a_script_that_commits_nothing_between_two_failures_is_not_tried_again(
     assert submitting.join(within_s=120) == 1, submitting.log
 
     assert submitting.log.count("raycheck: submitted") == 2
-    assert "nothing was committed since the failure before" in submitting.log
+    assert "nothing was committed since the previous failure" in submitting.log
 
 
 @pytest.mark.ray
@@ -219,7 +219,7 @@ def test_a_job_server_that_wants_a_token_is_a_matter_of_settings(s3: str, tmp_pa
 
     assert code == 2
     assert submitting.log.count("\n") == 1, submitting.log
-    assert "wants a token, set RAY_AUTH_MODE=token: " in submitting.log
+    assert "requires a token, set RAY_AUTH_MODE=token: " in submitting.log
 
 
 def test_without_a_job_server_it_says_so(s3: str, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_long_acts_go_on_in_the_background_and_say_what_came_of_them(run: Path, 
     shard = next((run / "checkpoints" / second).rglob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
 
-    assert re.fullmatch(rf"All \d+ objects of {first} are right \(.*\)\.", editor.done("verify", first)["text"])
+    assert re.fullmatch(rf"All \d+ objects of {first} are intact \(.*\)\.", editor.done("verify", first)["text"])
     assert "DAMAGED, 1 of" in editor.done("verify", second)["text"]
     assert editor.done("prune") == {"text": "0 checkpoints were deleted.", "is_done": True, "has_failed": False}
     assert editor.done("sweep")["text"] == "0 interrupted saves and uploads were deleted, 0 B."
@@ -161,7 +161,7 @@ def test_a_refusal_is_a_sentence_and_changes_nothing(run: Path, editor: Editor) 
         ("name", first, "40", "name"),
         ("name", first, "", "name"),
         ("pin", "step-000000099-a1-s1", "", "99"),
-        ("burn", first, "", "nothing that the page can do"),
+        ("burn", first, "", "is not an action of this page"),
     ):
         status, found = editor.act(kind, at, value=value)
         assert status >= 400
@@ -216,7 +216,7 @@ def test_no_error_shows_the_settings_in_the_prefix() -> None:
     with serve("s3://bucket/runs?region=eu-hidden-1", "--edit") as reader:
         text = reader.ask("/run?name=../other")[1] + reader.ask("/act?name=../other&kind=pin&at=1")[1]
 
-    assert text.count("is no run below s3://bucket/runs") == 2
+    assert text.count("is not a run under s3://bucket/runs") == 2
     assert "hidden" not in text
 
 

@@ -1,8 +1,8 @@
-"""Opens the file that an archive is written to or read from: a path, a URI in any store, or a stream such as stdin.
+"""Opens the file of an archive for reading or writing: a path, a URI in any store, or a stream such as stdin.
 
-Paths and URIs are objects of a store: a file appears whole, by a rename or a completed upload, or not at all. What is
-compressed is told by its first bytes. A hostile stream can unpack to any length, so what it unpacks to is bounded by
-the bytes that really came, besides the sizes that the archive states.
+Paths and URIs are objects of a store: a file appears completely, by a rename or a completed upload, or not at all.
+Compression is detected from the first bytes. A malicious stream can decompress to any length, so its decompressed size
+is limited by the bytes actually received, in addition to the sizes that the archive states.
 """
 
 from collections.abc import Generator, Iterable, Iterator
@@ -26,21 +26,21 @@ ZSTD_LEVEL, ZSTD_THREADS = 3, 4
 MAX_WINDOW_BYTES = 1 << 27
 READ_BYTES = 1024 * 1024
 ROOM_BYTES, BYTES_PER_BYTE = 1 << 30, 1024
-"""What is compressed may unpack to this many bytes, and to this many more for each byte that has come."""
+"""Compressed data may decompress to this many bytes, and to this many more for each byte received."""
 _PIECE_BYTES = 2048
-"""As much is decompressed at a time: zstd makes at most 128 KiB of four bytes, so 64 MiB of this many."""
+"""How many bytes to decompress at a time: zstd turns four bytes into at most 128 KiB, so this many into 64 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Names an object by its store and key."""
+    """An object, by its store and key."""
 
     store: Store
     key: str
 
     @staticmethod
     def of(file: str, storage: StorageSettings | None, *, beside: str) -> "Place":
-        """Return the place that a path or URI names. Raises ConfigError for one that names no file.
+        """Return the place of a path or URI. Raises ConfigError if it does not name a file.
 
         storage: the settings for the store of the URI `beside`; they serve for `file` too if it is of the same kind.
         """
@@ -59,15 +59,17 @@ class Place:
 
 
 def write_file(place: Place, chunks: Iterable[Buffer], size_bytes: int | None) -> None:
-    """Write a file that is not there yet. size_bytes: None when it is not known, which only a local file allows."""
+    """Write a new file. size_bytes: None if unknown, which only a local file allows."""
     check_free(place)
     if size_bytes is None and kind_of(place.store.uri) != "file":
-        raise ConfigError(f"{place}: what is compressed has no known size; write it to a local file, or pipe it on")
+        raise ConfigError(
+            f"{place}: the size of compressed data is not known in advance; write it to a local file or to a pipe"
+        )
     put_stream(place.store, place.key, chunks, size_bytes or 0)
 
 
 def check_free(place: Place) -> None:
-    """Raise ConfigError when the file exists."""
+    """Raise ConfigError if the file exists."""
     try:
         place.store.head(place.key)
     except NotFoundError:
@@ -76,9 +78,9 @@ def check_free(place: Place) -> None:
 
 
 class ArchiveStream:
-    """Reads a stream of bytes once, from its beginning to its end.
+    """A stream of bytes, read once from beginning to end.
 
-    what: names it in errors. size_bytes: its length, when that is known.
+    what: its name in errors. size_bytes: its length, if known.
     """
 
     def __init__(self, chunks: Iterator[Buffer], *, what: str, size_bytes: int | None = None) -> None:
@@ -88,7 +90,7 @@ class ArchiveStream:
         self._rest = memoryview(b"")
 
     def take(self, size: int) -> Iterator[memoryview]:
-        """Yield the next bytes, `size` in all. Raises CorruptError when there are fewer."""
+        """Yield the next `size` bytes. Raises CorruptError if there are fewer."""
         while size:
             piece = self.some()[:size]
             if not piece:
@@ -102,7 +104,7 @@ class ArchiveStream:
         return b"".join(self.take(size))
 
     def begins_with(self, magic: bytes) -> bool:
-        """Return whether these bytes come next; takes none."""
+        """Return whether these bytes come next, without consuming them."""
         while len(self.some()) < len(magic) and (more := next(self._chunks, None)) is not None:
             self._rest = memoryview(bytes(self._rest) + bytes(more))
         return self._rest[: len(magic)] == magic
@@ -114,7 +116,7 @@ class ArchiveStream:
             yield piece
 
     def some(self) -> memoryview:
-        """Return bytes that come next, without taking them: at least one, unless the stream is at its end."""
+        """Return some of the next bytes without consuming them: at least one, unless the stream is at its end."""
         while not self._rest:
             chunk = next(self._chunks, None)
             if chunk is None:
@@ -125,14 +127,14 @@ class ArchiveStream:
 
 @contextmanager
 def opened(source: Place | IO[bytes]) -> Iterator[ArchiveStream]:
-    """Open an archive at its beginning, whether or not it is compressed. Only a Place can be opened again."""
+    """Open an archive, compressed or not, at its beginning. Only a Place can be opened again."""
     if isinstance(source, Place):
         size, what = source.store.head(source.key), str(source)
         chunks = read_ahead(Spans(source.store, source.key, 0, size))
     else:
         size, what = None, str(getattr(source, "name", "the archive"))
         chunks = _chunks_of(source)
-    with closing(chunks):  # ends the threads that read ahead
+    with closing(chunks):  # stops the threads that read ahead
         plain = ArchiveStream(chunks, what=what, size_bytes=size)
         if plain.begins_with(ZSTD_MAGIC):
             yield ArchiveStream(decompressed(plain.all(), what=what), what=what)
@@ -146,7 +148,7 @@ def _chunks_of(source: IO[bytes]) -> Generator[Buffer, None, None]:
 
 
 def compressed(chunks: Iterable[Buffer]) -> Iterator[Buffer]:
-    """Compress a stream with zstd. Raises ConfigError when it becomes so small that no reader would trust it."""
+    """Compress a stream with zstd. Raises ConfigError if it becomes so small that unpacking would refuse it."""
     stream = _zstandard().ZstdCompressor(level=ZSTD_LEVEL, threads=ZSTD_THREADS, write_checksum=True).compressobj()
     taken = made = 0
     for chunk in chunks:

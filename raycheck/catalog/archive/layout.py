@@ -1,7 +1,7 @@
-"""Defines an archive: one checkpoint in one tar file, whose first member lists all others with sizes and checksums.
+"""The layout of an archive: one checkpoint in one tar file, whose first member lists the others with size and checksum.
 
-An archive is hostile until it has passed: nothing is accepted but the next member that the record and the manifest
-name. So no name, link, device, sparse map or size of anybody's making is ever acted on.
+An archive is untrusted until it is verified: only the next member named by the record and the manifest is accepted. So
+no foreign name, link, device, sparse map, or size is ever acted on.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ MAX_RECORD = MAX_MANIFEST
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member(Document):
-    """Describes a member of an archive. name: without the folder, which all members share."""
+    """A member of an archive. name: without the folder, which all members share."""
 
     name: str
     size_bytes: int
@@ -29,9 +29,9 @@ class Member(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArchiveRecord(Document):
-    """Is the first member of an archive. It names the others, in their order.
+    """The first member of an archive, which names the others in order.
 
-    uri, run_id, checkpoint: where the checkpoint lay, the run that it was of, and its name there.
+    uri, run_id, checkpoint: where the checkpoint was stored, the run it belonged to, and its name there.
     """
 
     is_long: ClassVar[bool] = True
@@ -44,13 +44,13 @@ class ArchiveRecord(Document):
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of all members but this one, without headers."""
+        """Return the total size of all other members, without headers."""
         return sum(member.size_bytes for member in self.members)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Archived:
-    """Describes a checkpoint that was packed or unpacked.
+    """A checkpoint that was packed or unpacked.
 
     checkpoint: its name in the run. members: the archive's members besides its record, and their sizes in bytes.
     size_bytes: the bytes of all members.
@@ -75,7 +75,7 @@ def load_record(data: bytes, *, what: str) -> ArchiveRecord:
 
 
 def members_of(manifest: Manifest, document: Blob, *, what: str) -> tuple[Member, ...]:
-    """Return the members that hold this checkpoint, in their order: manifest, index, and each component's directory.
+    """Return the members of this checkpoint in order: manifest, index, and each component's directory.
 
     document: size and checksum of the manifest's own bytes. Raises CorruptError when the manifest names two objects of
     one name, or sizes that no object has.

@@ -1,7 +1,7 @@
 """Packs one checkpoint into one tar file. This is the public `pack`.
 
-It streams: nothing is kept locally. Every byte is verified against the checkpoint's manifest on its way, and a file
-that would hold any other byte does not appear.
+The archive is streamed: nothing is stored locally. Every byte is verified against the checkpoint's manifest on its way,
+and a file with any wrong byte never appears.
 """
 
 from collections.abc import Iterable, Iterator
@@ -45,8 +45,8 @@ def pack(
 ) -> Archived:
     """Pack a checkpoint into one tar file, which GNU tar and Python's tarfile read too.
 
-    `tar x` makes a stock DCP directory of each component. What the checkpoint takes from others is packed in full.
-    Nothing is kept locally, and memory stays bounded.
+    `tar x` creates a stock DCP directory for each component. Data that the checkpoint shares with others is packed in
+    full. Nothing is stored locally, and memory stays bounded.
 
     source: a run's URI. file: a path or URI, of a file that is not there yet, or a binary stream that is open for
     writing. step: which checkpoint: a step, a checkpoint's name, or None for the head. zstd: compress the archive, for
@@ -83,7 +83,7 @@ def pack(
             file.flush()
 
     if place is None:
-        write()  # what has gone down a pipe cannot be written again
+        write()  # data written to a pipe cannot be written again
     else:
         again_if_corrupt(write)
     return archived(packing.manifest, packing.record)
@@ -91,7 +91,7 @@ def pack(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Packing:
-    """Holds what an archive of `checkpoint` consists of.
+    """The contents of an archive of `checkpoint`.
 
     manifest: the checkpoint's. texts: the bytes of the record and of the manifest, by member. objects: the other
     members, in the record's order.
@@ -133,7 +133,8 @@ class _Packing:
         )
 
     def contents(self) -> Iterator[Iterable[Buffer]]:
-        """Yield each member's bytes. Raises CorruptError, before the end, when any of them is not what was saved."""
+        """Yield each member's bytes. Raises CorruptError, before the end, if any of them differs from what was
+        saved."""
         yield from ([text] for text in self.texts.values())
         spans = [Spans(item.store, item.key, 0, item.size_bytes) for item in self.objects]
         with closing(read_ahead(span for own in spans for span in own)) as ahead:

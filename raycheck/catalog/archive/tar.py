@@ -1,8 +1,8 @@
-"""Writes and reads tar files as streams: the one place that knows how members follow each other.
+"""Writes and reads tar files as streams: the only module that knows the layout of members.
 
 `tarfile` makes and parses every header. Its own stream modes are not used. "w|" pushes bytes into a file, while stores
-and HTTP answers pull them, and want to know the length first. "r|" takes as much memory as a hostile header asks for,
-and skips the bytes between members and after the end without showing them, so that a change there would pass unseen.
+and HTTP responses pull them and need the length first. "r|" allocates as much memory as a malicious header asks for,
+and skips the bytes between members and after the end, so a change there would go unnoticed.
 """
 
 import io
@@ -17,14 +17,14 @@ from raycheck.errors import CorruptError
 BLOCK = tarfile.BLOCKSIZE
 END = bytes(2 * BLOCK)
 MAX_PADDING = 1 << 20
-"""The most zero bytes after the end mark: tar programs fill up a record of 10,240 bytes, or of a size that one asks."""
+"""The maximum number of zero bytes after the end mark: tar pads to a record of 10,240 bytes or of a chosen size."""
 MAX_EXTENDED_HEADER = 4096
-"""The most bytes of a pax header, which states names over 100 bytes and sizes of 8 GiB and more."""
+"""The maximum size of a pax header, which states names over 100 bytes and sizes of 8 GiB and more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TarStream:
-    """A tar file of plain files, made as a stream whose length is known beforehand.
+    """A tar file of regular files, written as a stream whose length is known in advance.
 
     sizes: the size of each file in bytes, by name, in their order. modified_at: the time that tar shows, in seconds
     since 1970.
@@ -35,7 +35,7 @@ class TarStream:
 
     @property
     def size_bytes(self) -> int:
-        """Return the number of bytes that `chunks` yields in all."""
+        """Return the total number of bytes that `chunks` yields."""
         members = (len(self._header(name)) + size + -size % BLOCK for name, size in self.sizes.items())
         return sum(members) + len(END)
 
@@ -56,16 +56,17 @@ class TarStream:
 
 @dataclass(frozen=True, slots=True)
 class TarReader:
-    """The members of a tar file that anybody may have made, read in their order.
+    """The members of an untrusted tar file, read in order.
 
-    Ask for `next_file`, then `content`, and so on; at last `check_end`. Each raises CorruptError for anything but plain
-    files with zeros between them. A header is parsed from a bounded number of bytes, and its name is only returned.
+    Ask for `next_file`, then `content`, and so on; at last `check_end`. Each raises CorruptError for anything but
+    regular files with zeros between them. A header is parsed from a bounded number of bytes, and its name is only
+    returned.
     """
 
     stream: ArchiveStream
 
     def next_file(self, expected: str) -> tuple[str, int]:
-        """Return name and size of the next file. expected: names it in errors."""
+        """Return the name and size of the next file. expected: its name in errors."""
         what = self.stream.what
         data = self.stream.read(BLOCK)
         try:
@@ -79,16 +80,16 @@ class TarReader:
             raise CorruptError(f"{what}: no header of {expected}, where it must be: {error}") from None
         is_sparse = info.issparse() or any(key.startswith("GNU.sparse") for key in info.pax_headers)
         if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or is_sparse:
-            raise CorruptError(f"{what}: {info.name[:120]!r} is a link, a folder, or otherwise no plain file")
+            raise CorruptError(f"{what}: {info.name[:120]!r} is a link, a folder, or otherwise not a regular file")
         return info.name, info.size
 
     def content(self, size: int) -> Iterator[memoryview]:
-        """Yield the bytes of the file whose header was read, `size` in all."""
+        """Yield the `size` bytes of the file whose header was read."""
         yield from self.stream.take(size)
         self._check_zeros(-size % BLOCK)
 
     def check_end(self) -> None:
-        """Raise CorruptError when another member follows, or there is no end mark."""
+        """Raise CorruptError if another member follows or the end mark is missing."""
         self._check_zeros(len(END))
         count = 0
         for piece in self.stream.all():
@@ -102,7 +103,7 @@ class TarReader:
 
 
 def _with_extended_header(data: bytes) -> tarfile.TarInfo:
-    """Parse a pax header with the header that follows it. Raises TarError when they are anything else."""
+    """Parse a pax header and the header that follows it. Raises TarError for anything else."""
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
         info = archive.next()
     if info is None or info.offset_data != len(data):

@@ -1,7 +1,8 @@
-"""Begins a new run from an archive. This is the public `unpack`.
+"""Creates a new run from an archive. This is the public `unpack`.
 
-It streams: nothing is kept locally. The run exists only after the archive's last byte has been read and verified (I1,
-I3), so a crash leaves no run. The objects of a try that broke off stay under a name of their own (I2).
+The archive is streamed: nothing is stored locally. The run exists only after the archive's last byte has been read and
+verified (I1, I3), so a crash leaves no run. The objects of an interrupted try stay under a name used by nothing else
+(I2).
 """
 
 from collections import deque
@@ -54,10 +55,10 @@ def unpack(
     storage: StorageSettings | None = None,
     progress: ShowProgress = show_nothing,
 ) -> Archived:
-    """Begin a new run from an archive that `pack` has written. The next training at `dest` goes on from its checkpoint.
+    """Create a new run from an archive written by `pack`. The next training at `dest` resumes from its checkpoint.
 
-    The archive is streamed: nothing is kept locally, and memory stays bounded. All of it is verified before the run
-    exists. When this is interrupted there is no run, and it can be repeated.
+    The archive is streamed: nothing is stored locally, and memory stays bounded. All of it is verified before the run
+    exists. If this call is interrupted, there is no run, and the call can be repeated.
 
     file: the archive's path or URI, or a binary stream that is open for reading; compressed or not. dest: the new run's
     URI. dry_run: verify the archive, and write nothing. storage: how the bucket of `dest` is reached, and `file` in the
@@ -80,25 +81,27 @@ def unpack_into(
     dry_run: bool = False,
     progress: ShowProgress = show_nothing,
 ) -> Archived:
-    """Begin the run `run_id` at the register's place. Other arguments are as for `unpack`."""
+    """Create the run `run_id` at the register's place. Other arguments are as for `unpack`."""
     store = register.store
     existing, save = look_at_place(register)
     if existing is not None:
-        raise ConfigError(f"{store}: there is a run already. Name a free place for the new one")
+        raise ConfigError(f"{store}: there is already a run. Choose a free place for the new one")
     target = None if dry_run else _Target(store=store, run_id=run_id, save=save)
 
     def once() -> tuple[Archived, Manifest]:
         with opened(source) as stream:
             return _Unpacking(stream, progress).run(target)
 
-    # What has come through a pipe cannot be asked for again.
+    # Data from a pipe cannot be read again.
     done, manifest = again_if_corrupt(once) if isinstance(source, Place) else once()
     if target is None:
         return done
     entry = first_entry(manifest, write_manifest(store, manifest))
     body = begin_run(register, entry, manifest, run_id=run_id, verb="unpack")
     if body.run_id != run_id:
-        raise ConfigError(f"{store}: another run has begun there meanwhile. Name a free place for the new one")
+        raise ConfigError(
+            f"{store}: another run was created there in the meantime. Choose a free place for the new one"
+        )
     return done
 
 
@@ -111,13 +114,13 @@ class _Target:
     save: int
 
     def reserve(self, record: ArchiveRecord, step: int) -> CheckpointName:
-        """Return the name of the checkpoint, which is this unpacking's alone. It may be called again."""
+        """Return the name of the checkpoint, which no other unpacking uses. May be called again."""
         origin = Origin(run_id=self.run_id, uri=record.uri, source_run_id=record.run_id, checkpoint=record.checkpoint)
         return reserve_name(self.store, origin, step=step, save=self.save)
 
 
 class _Unpacking:
-    """Reads one archive from its beginning to its end, and verifies all of it."""
+    """The reading of one archive from beginning to end, which verifies all of it."""
 
     def __init__(self, stream: ArchiveStream, progress: ShowProgress) -> None:
         self._stream = stream
@@ -127,7 +130,7 @@ class _Unpacking:
         self._taken = 0
 
     def run(self, target: _Target | None) -> tuple[Archived, Manifest]:
-        """Write the checkpoint's objects to `target`, if there is one. Returns its manifest in the new run."""
+        """Write the checkpoint's objects to `target` unless it is None. Returns the manifest in the new run."""
         what = self._stream.what
         record = load_record(b"".join(self._tar.content(self._first())), what=f"{what}: the record")
         manifest = self._manifest(record)
@@ -150,18 +153,18 @@ class _Unpacking:
         return archived(manifest, record), new
 
     def _first(self) -> int:
-        """Begin to read the record, which says in which folder all members are. Return its size in bytes."""
+        """Start reading the record, which names the folder of all members. Returns its size in bytes."""
         found, size = self._tar.next_file(RECORD)
         self._folder, _, name = found.partition("/")
         if name != RECORD or CheckpointName.parse(self._folder) is None or not 0 < size <= MAX_RECORD:
             raise CorruptError(
-                f"{self._stream.what} is no archive of raycheck: it begins with {found[:120]!r} of {size} bytes, not "
-                f"with {RECORD} in a folder that is named as a checkpoint"
+                f"{self._stream.what} is not an archive of raycheck: it begins with {found[:120]!r} of {size} bytes, "
+                f"not with {RECORD} in a folder that is named as a checkpoint"
             )
         return size
 
     def _parsed(self, chunks: Iterator[Buffer]) -> Iterator[Buffer]:
-        """Yield the index, when it is one."""
+        """Yield the index. Raises CorruptError if it is not an index."""
         data = b"".join(chunks)
         load_index(data, what=f"{self._stream.what}: the index", values=True)
         yield data
@@ -181,7 +184,7 @@ class _Unpacking:
         return manifest
 
     def _check_size(self, record: ArchiveRecord) -> None:
-        """Raise CorruptError before anything is written when a file is too short for what it says that it holds."""
+        """Raise CorruptError, before anything is written, if a file is shorter than the contents that it states."""
         least = sum(BLOCK + member.size_bytes for member in record.members) + len(END)
         if self._stream.size_bytes is not None and self._stream.size_bytes < least:
             raise CorruptError(
@@ -190,15 +193,15 @@ class _Unpacking:
             )
 
     def _verified(self, member: Member, total: int | None = None) -> Iterator[Buffer]:
-        """Read a member. Raises CorruptError, at the latest after its last byte, when it is not the expected one.
+        """Read a member. Raises CorruptError, at the latest after its last byte, if it is not the expected one.
 
         total: the bytes of all members, when progress is to be told.
         """
         name, size = self._tar.next_file(member.name)
         if (name, size) != (f"{self._folder}/{member.name}", member.size_bytes):
             raise CorruptError(
-                f"{self._stream.what}: {name[:120]!r} of {size} bytes stands where {member.name} of "
-                f"{member.size_bytes} bytes must be"
+                f"{self._stream.what}: {name[:120]!r} of {size} bytes is in place of {member.name} of "
+                f"{member.size_bytes} bytes"
             )
         what = f"{self._stream.what}: {member.name}"
         for chunk in checked(self._tar.content(size), member.crc32, what=what):

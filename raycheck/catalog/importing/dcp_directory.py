@@ -1,6 +1,6 @@
 """Reads a directory that stock torch DCP has written: its boxes as they are, its shard files record by record.
 
-The nested state is put together from the paths that DCP's planner keeps. DCP has turned the keys of dicts into strings.
+The nested state is assembled from the paths that DCP's planner stores. DCP has turned the keys of dicts into strings.
 """
 
 import tempfile
@@ -71,9 +71,9 @@ def read_dcp_directory(files: SourceFiles, settings: ReadSettings) -> SourceStat
 
 
 def _contents(files: SourceFiles, what: str) -> DcpContents:
-    """Read what the directory holds; of a download, what all its directories hold, with their names before the files'.
+    """Read the directory's contents; of a download, those of all its directories, with their names before the files'.
 
-    Raises ConfigError for a download of some components only: nobody would see which part of the state is missing.
+    Raises ConfigError for a download of some components only, which would hide that a part of the state is missing.
     """
     if METADATA in files.sizes:
         return read_dcp_metadata(files.read(METADATA, MAX_METADATA_BYTES), what)
@@ -113,7 +113,7 @@ def _tensor(files: SourceFiles, contents: DcpContents, name: str, settings: Read
         loaded = _load(files, places[box], name, settings)
         if not isinstance(loaded, torch.Tensor) or (tuple(loaded.shape), loaded.dtype) != (box.sizes, about.dtype):
             raise CorruptError(f"{files.what(places[box].file)}: the record of {name} holds another tensor")
-        source_tensor(loaded, name)  # refuses tensors whose bytes are not their value
+        source_tensor(loaded, name)  # refuses tensors whose value is not their bytes
         return loaded
 
     return SourceTensor(
@@ -138,7 +138,7 @@ def _value(files: SourceFiles, place: ValuePlace, name: str, settings: ReadSetti
 
 
 def _load(files: SourceFiles, place: ValuePlace, name: str, settings: ReadSettings) -> Any:
-    """Load one record by torch's restricted loader, from a file of its own, which the loader can map."""
+    """Load one record with torch's restricted loader, from a separate file, which the loader can map."""
     with tempfile.TemporaryDirectory(prefix="raycheck-import-") as folder:
         path = Path(folder) / "record"
         with path.open("wb") as file:
@@ -155,9 +155,9 @@ def _check_place(files: SourceFiles, place: ValuePlace, name: str) -> None:
 
 
 def _nested(found: dict[tuple[str | int, ...], Any], holes: list[str], what: str) -> dict[str, Any]:
-    """Put the state together from its leaves by path. Steps that are numbers make lists.
+    """Assemble the state from its leaves by path. Numeric path elements become lists.
 
-    holes: to which the places in lists are added that have nothing.
+    holes: receives the positions in lists that have no value.
     """
     root: dict[Any, Any] = {}
     for path, value in found.items():
@@ -178,7 +178,7 @@ def _with_lists(node: Any, path: str, holes: list[str], what: str) -> Any:
     items = {step: _with_lists(item, f"{path}.{step}", holes, what) for step, item in node.items()}
     if not node or not all(type(step) is int for step in node):
         return items
-    # DCP writes nothing of an empty dict. What follows it in a list must not move up.
+    # DCP writes nothing for an empty dict. Later items of a list must not move up.
     if min(items) < 0 or max(items) >= len(items) + MAX_HOLES:
         raise CorruptError(f"{what}: the list {path[:200]} has {len(items)} items, and one at place {max(items)}")
     holes += [f"{path}.{at}" for at in range(max(items)) if at not in items]

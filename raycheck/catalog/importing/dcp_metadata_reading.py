@@ -1,7 +1,7 @@
-"""Reads the `.metadata` of a torch DCP directory, a pickle, without letting it call anything of its own choice.
+"""Reads the `.metadata` of a torch DCP directory, a pickle, without letting it call arbitrary code.
 
-Only the classes of which DCP makes its metadata are found by name; they hold values and do nothing else. The result is
-judged afterwards, since even these may hold anything.
+Only the classes of DCP's metadata can be looked up by name; they hold values and do nothing else. The result is
+validated afterwards, since even these may contain anything.
 """
 
 import io
@@ -44,7 +44,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValuePlace:
-    """Says where a torch.save record lies: file, first byte and size in bytes."""
+    """The location of a torch.save record: file, first byte, and size in bytes."""
 
     file: str
     start: int
@@ -53,7 +53,7 @@ class ValuePlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DcpTensor:
-    """Describes a tensor of a DCP directory, and where each of its boxes lies: offsets, sizes, place."""
+    """A tensor of a DCP directory, and the location of each of its boxes: offsets, sizes, place."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class DcpTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DcpContents:
-    """Holds what a DCP directory consists of. paths: the place of each name in the nested state, where it is known."""
+    """The contents of a DCP directory. paths: the path of each name in the nested state, if known."""
 
     tensors: dict[str, DcpTensor]
     values: dict[str, ValuePlace]
@@ -70,8 +70,8 @@ class DcpContents:
 
 
 def read_dcp_metadata(data: bytes, what: str) -> DcpContents:
-    """Read `.metadata`. what: names it in errors. Raises CorruptError for what DCP does not write, ConfigError for what
-    an extension of DCP does."""
+    """Read `.metadata`. what: its name in errors. Raises CorruptError for data that DCP does not write, and ConfigError
+    for data that an extension of DCP wrote."""
     try:
         found = _Reader(io.BytesIO(data)).load()
     except CorruptError as error:
@@ -85,7 +85,7 @@ def read_dcp_metadata(data: bytes, what: str) -> DcpContents:
 
 
 class _Reader(pickle.Unpickler):
-    """Finds the classes of DCP's metadata, and dtypes, and refuses every other name."""
+    """An unpickler that finds only the classes of DCP's metadata and dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = _CLASSES.get((module, name))

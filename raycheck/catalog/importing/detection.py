@@ -1,6 +1,6 @@
-"""Says what kind of source lies at an address, by the names of its files, and reads it.
+"""Determines the kind of source at an address from the names of its files, and reads it.
 
-A folder that only leads to another one, such as an experiment of Ray Train, is followed; each such step is noted.
+A folder that only leads to another one, such as a Ray Train experiment, is followed; each such step becomes a note.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ READERS: dict[str, Callable[[SourceFiles, ReadSettings], SourceState]] = {
     "lightning": read_single_file,
     "fsdp": read_rank_files,
 }
-"""Kinds that --as may name. A Ray Train directory holds one of them, and is found by itself."""
+"""Kinds that --as may name. A Ray Train directory contains one of them and is detected automatically."""
 _TORCH = (".pt", ".pth", ".ckpt", ".bin")
 
 
@@ -54,7 +54,7 @@ def read_source(files: SourceFiles, settings: ReadSettings, *, kind: str | None 
 
 
 def kind_of_source(files: SourceFiles) -> str:
-    """Return the kind of a source: one of READERS, or "ray". Raises ConfigError for a kind that is not imported."""
+    """Return the kind of a source: one of READERS, or "ray". Raises ConfigError for a kind that cannot be imported."""
     if files.only:
         return _kind_of_file(files)
     top = {name for name in files.sizes if "/" not in name}
@@ -111,7 +111,7 @@ def _refuse_others(files: SourceFiles, top: set[str]) -> None:
 
 
 def _leads_on(files: SourceFiles, kind: str) -> bool:
-    """Return whether a kind that was asked for lies further below, in a folder of Ray's."""
+    """Return whether the requested kind is further down, in a folder of Ray's."""
     if files.only or kind == "huggingface":
         is_here = bool(files.only) or any(
             "/" not in name and name.endswith((".safetensors", ".bin")) for name in files.sizes
@@ -126,7 +126,7 @@ def _is_rays(files: SourceFiles) -> bool:
 
 
 def _one_file(files: SourceFiles, kind: str) -> SourceFiles:
-    """Return the one file in a folder that holds a checkpoint of torch.save."""
+    """Return the only torch.save file in a folder."""
     if kind not in ("torch", "lightning") or files.only:
         return files
     found = [name for name in files.sizes if "/" not in name and name.endswith(_TORCH)]

@@ -1,7 +1,7 @@
 """Turns the nested state of a source into entries, by the very classes that save live objects.
 
-Each part of the state is put into an object that has what the entry asks of a live one. So an import is written in the
-form that a save has, whatever that becomes.
+Each part of the state is wrapped in an object with the interface that the entry expects of a live one. So an import is
+always written in the same form as a save.
 """
 
 import json
@@ -32,16 +32,16 @@ NUMBERS_ALONE = (
     "it is the state of an optimizer whose parameters have numbers and no names; get_optimizer_state_dict of torch "
     "writes names"
 )
-"""Why a part is left out."""
+"""Reasons why a part is left out."""
 DDP = "module."
-"""What DistributedDataParallel puts before all names."""
+"""The prefix that DistributedDataParallel adds to all names."""
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Steps of names that torch.compile and activation checkpointing make, and no model has of its own."""
+"""Name components that torch.compile and activation checkpointing add, and that no model has itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportedEntry:
-    """Holds one entry as a save would gather it. kind: module, optimizer, object, value or files, for people."""
+    """One entry as a save would gather it. kind: module, optimizer, object, value, or files, for people."""
 
     name: str
     kind: str
@@ -50,7 +50,7 @@ class ImportedEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportedState:
-    """Holds all entries of an import, and the files that an export needs, by entry. left_out, notes: for people."""
+    """All entries of an import, and the files that an export needs, by entry. left_out, notes: for people."""
 
     entries: tuple[ImportedEntry, ...]
     assets: Mapping[str, Mapping[str, str]]
@@ -145,7 +145,7 @@ def _chosen(state: SourceState, entries: Mapping[str, str] | None) -> tuple[dict
     if isinstance(inner, dict) and not is_part and all(isinstance(part, Mapping) for part in inner.values()):
         notes.append(f"the parts of {next(iter(tree))!r} are the entries")
         tree = dict(inner)
-    tree.pop("progress", None)  # raycheck's own count of steps, when the directory is one of its components
+    tree.pop("progress", None)  # raycheck's step count, if the directory is one of its components
     return {str(name): part for name, part in tree.items()}, notes, left_out
 
 
@@ -192,12 +192,12 @@ def _is_module(part: object) -> bool:
 
 
 def _plain_state_dict(part: Mapping[str, Any], *, keep_names: bool) -> dict[str, Any]:
-    """Return a state dict without the names that DDP and torch.compile put before those of the plain model.
+    """Return a state dict without the prefixes that DDP and torch.compile add to the plain model's names.
 
     Each of them stands there once at most: a second `module.` is the model's own. keep_names: the first one is, too.
     """
     found = dict(part)
-    for wrapper in ("_orig_mod.", DDP, "_orig_mod."):  # either may be around the other
+    for wrapper in ("_orig_mod.", DDP, "_orig_mod."):  # either may wrap the other
         if wrapper == DDP and keep_names:
             continue
         if found and all(name.startswith(wrapper) for name in found):
@@ -225,12 +225,12 @@ def _renamed(name: str, given: Mapping[str, Any], kept: Mapping[str, Any]) -> li
 
 
 def _plain(name: str) -> str:
-    """Return a parameter's name without the steps of torch.compile and activation checkpointing."""
+    """Return a parameter's name without the components added by torch.compile and activation checkpointing."""
     return ".".join(step for step in name.split(".") if step not in _WRAPPERS)
 
 
 def _plain_in(models: Mapping[str, Mapping[str, Any]], *, keep_names: bool) -> Callable[[str], str]:
-    """Return what makes the name that an optimizer has for a parameter that of these models, as far as it is there."""
+    """Return the function that maps an optimizer's parameter names to those of these models, where they exist."""
     known = {name for model in models.values() for name in model}
 
     def plain(name: str) -> str:
@@ -251,7 +251,7 @@ def _optimizer(name: str, given: NamedOptimizer) -> OptimizerEntry:
 
 
 class _GivenModule(torch.nn.Module):
-    """Has the state dict of a module, and no parameters of its own: nothing in it is known to be frozen."""
+    """A module with a given state dict and no parameters: nothing in it is known to be frozen."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class _GivenModule(torch.nn.Module):
 
 
 class _GivenOptimizer:
-    """Has what an entry asks of an optimizer: groups of parameters, and a state_dict with numbers."""
+    """An object with an optimizer's interface: groups of parameters, and a numbered state_dict."""
 
     def __init__(self, given: NamedOptimizer) -> None:
         flat = [name for group in given.names for name in group]
@@ -289,7 +289,7 @@ class _GivenOptimizer:
 
 
 class _GivenNames(NamedParameters):
-    """Knows the names of a given optimizer's parameters, which are in no module."""
+    """The names of a given optimizer's parameters, which belong to no module."""
 
     def __init__(self, optimizer: _GivenOptimizer) -> None:
         super().__init__({})
@@ -311,7 +311,7 @@ class _GivenObject:
 
 
 class _GivenFiles:
-    """Writes files as a tokenizer does."""
+    """An object that writes given files as a tokenizer does."""
 
     def __init__(self, files: Mapping[str, torch.Tensor]) -> None:
         self._files = files

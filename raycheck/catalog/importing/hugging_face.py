@@ -1,6 +1,6 @@
-"""Reads a Hugging Face directory, or a model in the hub's cache: weights, configuration, tokenizer files.
+"""Reads a Hugging Face directory, or a model in the Hub's cache: weights, configuration, tokenizer files.
 
-Of what the Trainer of transformers adds to a checkpoint, the step and the epoch are read.
+Of the files that the transformers Trainer adds to a checkpoint, only the step and the epoch are read.
 """
 
 import re
@@ -34,11 +34,11 @@ _TOKENIZER = re.compile(
 _REVISION = re.compile(r"[0-9a-f]{40}")
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.\w+")
 MAX_NAMED = 3
-"""How many tensors an error names."""
+"""The maximum number of tensors named in an error."""
 
 
 def read_hugging_face(files: SourceFiles, settings: ReadSettings) -> SourceState:
-    """Read a directory with the weights of a model, or one such file.
+    """Read a directory with a model's weights, or one such file.
 
     Raises ConfigError for what is no whole model, such as an adapter alone, CorruptError for files that do not fit.
     """
@@ -76,7 +76,7 @@ def _is_taken(name: str, taken: set[str]) -> bool:
 
 
 def _snapshot(files: SourceFiles) -> tuple[SourceFiles, tuple[str, ...]]:
-    """Return the files of the snapshot that a model's folder in the hub's cache calls main."""
+    """Return the files of the main snapshot in a model's folder in the Hub's cache."""
     if "snapshots" not in files.folders():
         return files, ()
     revisions = sorted({name.split("/")[1] for name in files.sizes if name.startswith("snapshots/")})
@@ -132,7 +132,7 @@ def _index(files: SourceFiles) -> str:
 
 
 def _whole(files: SourceFiles) -> str:
-    """Return the name of the one file that has all weights."""
+    """Return the name of the single file with all weights."""
     others = [name for name in files.sizes if name.endswith(".safetensors") and "/" not in name]
     whole = [name for name, _ in (SAFETENSORS, BINARY) if name in files.sizes] or others
     if whole and (whole != others or len(others) == 1):
@@ -153,7 +153,7 @@ def _weight_map(files: SourceFiles, index: str) -> dict[str, str]:
 
 
 def _indexed(files: SourceFiles, index: str) -> dict[str, str]:
-    """Return the file that an index names for each tensor. Each must be one of the source's, in its own folder."""
+    """Return the file that an index names for each tensor. Each must be one of the source's files, in its folder."""
     what, suffix = files.what(index), index.removesuffix(".index.json").rpartition(".")[2]
     places = _weight_map(files, index)
     named = sorted(set(places.values()))
@@ -172,7 +172,7 @@ def _indexed(files: SourceFiles, index: str) -> dict[str, str]:
 
 
 def _refuse_other_places(what: str, named: Mapping[str, str], place: Mapping[str, str]) -> None:
-    """Raise CorruptError unless each tensor is in the file that the index names for it, and no other one is there.
+    """Raise CorruptError unless each tensor is in the file that the index names for it, and there are no others.
 
     what: names the index. named: the file of each tensor, as the index has it. place: the file in which it is.
     """

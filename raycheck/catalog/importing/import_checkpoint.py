@@ -1,4 +1,4 @@
-"""Makes a run of a checkpoint that something else has written: the public `import_checkpoint`."""
+"""Creates a run from a checkpoint that another program wrote: the public `import_checkpoint`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from raycheck.storage_settings import StorageSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportedEntryReport:
-    """Describes one entry of an import. kind: module, optimizer, object, value or files. size_bytes: of its tensors."""
+    """One entry of an import. kind: module, optimizer, object, value, or files. size_bytes: of its tensors."""
 
     name: str
     kind: str
@@ -34,7 +34,7 @@ class ImportedEntryReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imported:
-    """Describes what was imported, or would be.
+    """The result of an import, or its preview.
 
     uri: of the run. checkpoint: its name; "" for a dry run. kind: of the source. left_out: the parts of the source that
     are not imported, by name. notes: what was chosen, and why something is left out. is_new: False for a dry run, and
@@ -120,13 +120,13 @@ def _written(  # noqa: PLR0917
     save: int,
     told: ShowProgress,
 ) -> tuple[Latest, bool]:
-    """Write the checkpoint and create the run. Returns the body that is there, and whether this very call made it."""
+    """Write the checkpoint and create the run. Returns the run's body, and whether this call created it."""
     mine = Origin(run_id=uuid4().hex, uri=origin, source_run_id="", checkpoint="")
     name = reserve_name(register.store, mine, step=progress.step, save=save)
     body = write_run(
         register, state, shards, run_id=mine.run_id, name=name, progress=progress, restored_from=origin, told=told
     )
-    return body, body.run_id == mine.run_id  # somebody else's may have been faster
+    return body, body.run_id == mine.run_id  # another writer may have been faster
 
 
 def _check_same(
@@ -139,13 +139,13 @@ def _check_same(
     restored_from: str,
     told: ShowProgress,
 ) -> None:
-    """Raise ConfigError when the run that is there is not what is imported now. This reads the source."""
+    """Raise ConfigError if the existing run differs from the import. This reads the source."""
     head = body.entry(body.head or "")
     if head is None or not is_written(
         Checkpoint(register.store, head), state, shards, progress=progress, restored_from=restored_from, told=told
     ):
         raise ConfigError(
-            f"{register.store}: there is a run already, and it is not what is imported now. Import into a new one"
+            f"{register.store}: there is already a run, and it differs from this import. Import into a new run"
         )
 
 
@@ -157,7 +157,7 @@ def _step(given: int | None, said: int | None) -> int:
 
 
 def _reports(state: ImportedState, shards: Sequence[Sequence[Piece]]) -> tuple[ImportedEntryReport, ...]:
-    """Describe the entries. A tied tensor counts for the entry that has it first."""
+    """Return a report per entry. A tied tensor counts for the first entry that has it."""
     sizes: dict[str, int] = {}
     for shard in shards:
         for piece in shard:

@@ -1,8 +1,8 @@
-"""Writes the entries of an import as the one checkpoint of a new run, by the machinery of a save.
+"""Writes the entries of an import as the only checkpoint of a new run, with the code of a save.
 
-The tensors are cut into shards of a bounded size. One after another is read, staged and uploaded, as if a rank held it:
-so a checkpoint larger than memory passes through. `latest` is created last (new_run.py), and a crash before that leaves
-a run that does not exist yet.
+The tensors are divided into shards of bounded size. Each in turn is read, staged, and uploaded as if a rank held it, so
+a checkpoint may be larger than memory. `latest` is created last (new_run.py), and a crash before that leaves a run that
+does not exist yet.
 """
 
 from collections import deque
@@ -33,13 +33,13 @@ from raycheck.transfer.stage.local_box import TRAIN, LocalBox
 from raycheck.transfer.stage.stager import Stager
 
 SHARD_BYTES = 1 << 30
-"""The size of a shard, and so about half of the memory that an import needs. A box of DCP is never cut."""
+"""The size of a shard, about half of the memory that an import needs. A box of DCP is never split."""
 PART_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Describes a box that is written: its place in the checkpoint, and the source's tensor of which it is read."""
+    """A box to write: its place in the checkpoint, and the source tensor from which it is read."""
 
     box: LocalBox
     source: SourceTensor
@@ -50,10 +50,10 @@ class Piece:
 
 
 def planned(state: ImportedState, tensors: SourceTensors) -> list[list[Piece]]:
-    """Return the pieces of each shard, which has one component. Tied tensors are one, under all their names.
+    """Return the pieces of each shard, which belongs to one component. Tied tensors are one piece with all their names.
 
-    Models that come without any optimizer are components of their own, as what gets no gradient is: a run that trains
-    only an adapter can use them as they are. The first shard is of `train`, and may have no pieces.
+    Models without an optimizer become separate components, like modules without gradients, so a run that trains only an
+    adapter can use them directly. The first shard belongs to `train` and may have no pieces.
     """
     tied: dict[int, list[tuple[str, tuple[str | int, ...]]]] = {}
     by_id: dict[int, torch.Tensor] = {}
@@ -83,7 +83,7 @@ def planned(state: ImportedState, tensors: SourceTensors) -> list[list[Piece]]:
 
 
 def component_of(pieces: Sequence[Piece]) -> str:
-    """Return the component of a shard's pieces: `train` where there are none."""
+    """Return the component of a shard's pieces: `train` if there are none."""
     return pieces[0].box.component if pieces else TRAIN
 
 
@@ -117,7 +117,7 @@ def write_run(
     restored_from: str,
     told: ShowProgress,
 ) -> Latest:
-    """Write the checkpoint and create the run. Returns the body that is there, another run's if that was faster.
+    """Write the checkpoint and create the run. Returns the body at the place: another run's if that was faster.
 
     name: of attempt 0, and reserved.
 
@@ -142,7 +142,7 @@ def write_run(
                 restored_from=restored_from,
             )
         )
-        del staged  # its buffer is given back before the next one is claimed
+        del staged  # its buffer is released before the next one is claimed
     try:
         made = assemble(register.store, reports)
     except SaveFailedError as error:
@@ -163,7 +163,7 @@ def is_written(
     restored_from: str,
     told: ShowProgress,
 ) -> bool:
-    """Return whether a checkpoint is what `write_run` would write, by its names and the checksums of its shards.
+    """Return whether a checkpoint equals what `write_run` would write, by its names and the checksums of its shards.
 
     Reads all of the source, whose bytes may have changed since they were imported, and writes nothing.
     """
@@ -193,7 +193,7 @@ def is_written(
 
 
 def _staged(state: ImportedState, pieces: Sequence[Piece], rank: int, progress: Progress) -> StagedState:
-    """Read the pieces of a shard and put them into its buffer. Rank 0 has all values; no rank has random state."""
+    """Read the pieces of a shard into its buffer. Rank 0 has all values; no rank has random state."""
     values: dict[str, Any] = {}
     leaves: Leaves = {}
     also: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """Reads the weights that FSDP2 trainers such as SkyRL's write with torch.save, one file per rank, with DTensors in it.
 
 `model_world_size_4_rank_0.pt` and so on. Every rank's file has a part of each tensor, and its mesh and placements say
-which. The files `optim_...` have numbers for parameters, and `extra_state_...` is each rank's own: both are left out.
+which. The files `optim_...` number their parameters, and `extra_state_...` differs per rank: both are left out.
 """
 
 import math
@@ -25,7 +25,7 @@ _STEP = re.compile(r"(?:global_)?step_?(\d{1,9})")
 def read_rank_files(files: SourceFiles, settings: ReadSettings) -> SourceState:
     """Read the files of all ranks.
 
-    Raises CorruptError when one is missing or the parts do not fit, ConfigError for a placement that is not known.
+    Raises CorruptError if one is missing or the parts do not fit, and ConfigError for an unknown placement.
     """
     matches = [match for name in files.sizes if (match := RANK_FILE.fullmatch(name))]
     sizes = {int(match[2]) for match in matches}
@@ -49,7 +49,7 @@ def _configs(files: SourceFiles) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
-    """Holds the parts of one tensor, by their box: what each rank has."""
+    """The parts of one tensor on all ranks, by box."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class _Parts:
 def _joined(
     files: SourceFiles, names: Mapping[int, str], world_size: int, tensors: SourceTensors, settings: ReadSettings
 ) -> Any:
-    """Return the state that all ranks hold together: rank 0's, with every tensor put together from its parts."""
+    """Return the full state: rank 0's, with every tensor assembled from its parts."""
     missing = sorted(set(range(world_size)) - set(names))
     if missing:
         raise CorruptError(f"{files}: the files of ranks {missing[:10]} of {world_size} are missing")
@@ -87,7 +87,7 @@ def _collector(found: dict[str, _Parts], rank: int, what: str) -> Callable[[torc
         if (known.dtype, known.shape) != (local.dtype, shape):
             raise CorruptError(f"{what}: {path} is {local.dtype}{list(shape)} here, and other ranks have another one")
         if box.count or not math.prod(shape):
-            known.parts.setdefault(box, local)  # of replicas the lowest rank's is taken, as at a save
+            known.parts.setdefault(box, local)  # of replicas, the lowest rank's is used, as in a save
         return local
 
     return collect
@@ -108,7 +108,7 @@ def _tensor(parts: _Parts, name: str) -> SourceTensor:
 
 
 def _part_of(tensor: torch.Tensor, rank: int, what: str) -> tuple[tuple[int, ...], Box, torch.Tensor]:
-    """Return the shape of a tensor, and the box of it that this rank holds."""
+    """Return the shape of a tensor, and this rank's box of it."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     if not isinstance(tensor, DTensor):
@@ -137,7 +137,8 @@ def _part_of(tensor: torch.Tensor, rank: int, what: str) -> tuple[tuple[int, ...
 
 
 def _cut(offsets: list[int], sizes: list[int], dim: int, at: int, count: int) -> None:
-    """Take the part `at` of `count` along a dimension, as torch.chunk cuts it: all parts but the last ones are full."""
+    """Select the part `at` of `count` along a dimension, as torch.chunk splits it: all parts but the last ones are
+    full."""
     full = -(-sizes[dim] // count)
     start = min(at * full, sizes[dim])
     offsets[dim], sizes[dim] = offsets[dim] + start, min(full, sizes[dim] - start)

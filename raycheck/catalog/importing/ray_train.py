@@ -1,4 +1,4 @@
-"""Finds the newest checkpoint in a Ray Train experiment's directory, and what lies in a checkpoint's directory.
+"""Finds the newest checkpoint in a Ray Train experiment's directory, and the contents of a checkpoint's directory.
 
 Ray's callbacks write `checkpoint.pt`, `checkpoint.ckpt` (Lightning) or a folder `checkpoint/` (transformers) there.
 """
@@ -10,14 +10,14 @@ from raycheck.catalog.importing.source_files import SourceFiles
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
-"""Ray Train's own record of its checkpoints, of which it calls one the latest."""
+"""Ray Train's record of its checkpoints, which names the latest one."""
 _FOLDER = re.compile(r"checkpoint_(?:\d{1,12}|\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d\.\d{1,9})")
-"""A name that Ray gives: a number, or since its second version a time."""
+"""A name given by Ray: a number, or in Ray 2 a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundCheckpoint:
-    """Holds the files of one checkpoint in an experiment, and how it was chosen, for people."""
+    """The files of one checkpoint in an experiment, and how it was chosen, for people."""
 
     files: SourceFiles
     note: str
@@ -25,16 +25,16 @@ class FoundCheckpoint:
 
 
 def has_checkpoints(files: SourceFiles) -> bool:
-    """Return whether this is an experiment's directory, or that of one of Ray's trials."""
+    """Return whether this is the directory of an experiment or of one of Ray's trials."""
     return SNAPSHOT in files.sizes or any(
         _FOLDER.fullmatch(part) for name in files.sizes for part in name.split("/")[:2]
     )
 
 
 def latest_checkpoint(files: SourceFiles) -> FoundCheckpoint:
-    """Choose the newest checkpoint: the one that Ray's record names, or else the last by number or time.
+    """Choose the newest checkpoint: the one named by Ray's record, else the last by number or time.
 
-    Raises ConfigError when several trials have checkpoints, NotFoundError when the one that is recorded is gone.
+    Raises ConfigError if several trials have checkpoints, and NotFoundError if the recorded one is gone.
     """
     by_trial: dict[str, set[str]] = {}
     for name in files.sizes:

@@ -1,4 +1,4 @@
-"""Reads the header of a safetensors file and ranges of its tensors: a file in a bucket is never copied whole."""
+"""Reads the header of a safetensors file and ranges of its tensors; a file in a bucket is never copied completely."""
 
 import json
 import math
@@ -18,7 +18,7 @@ _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 def tensors_of(files: SourceFiles, name: str) -> Iterator[tuple[str, SourceTensor]]:
-    """Yield each tensor of a file, by its name. Raises CorruptError for a file that the format does not allow."""
+    """Yield each tensor of a file with its name. Raises CorruptError for a file that violates the format."""
     what = files.what(name)
     header, at = _header(files, name, what)
     end = files.check(name) - at

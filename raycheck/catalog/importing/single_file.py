@@ -1,4 +1,4 @@
-"""Reads one file of torch.save: a state dict, a dict that has some, or a checkpoint of Lightning."""
+"""Reads one torch.save file: a state dict, a dict of several, or a Lightning checkpoint."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ _SUFFIXES = ("_state_dict", "_state")
 
 
 def read_single_file(files: SourceFiles, settings: ReadSettings) -> SourceState:
-    """Read a file of torch.save. Raises ConfigError when it holds anything but a dict."""
+    """Read a torch.save file. Raises ConfigError if it contains anything but a dict."""
     tensors = SourceTensors()
     loaded = read_torch_file(files, files.only, tensors, verify=settings.verify)
     if not isinstance(loaded, Mapping) or not loaded:
@@ -39,7 +39,7 @@ def read_single_file(files: SourceFiles, settings: ReadSettings) -> SourceState:
 
 
 def _of_lightning(loaded: Mapping[Any, Any], tensors: SourceTensors) -> SourceState:
-    """Take the model, the step and the epoch out of Lightning's checkpoint."""
+    """Return the model, the step, and the epoch of a Lightning checkpoint."""
     taken = {"state_dict", "epoch", "global_step", LIGHTNING_VERSION}
     return SourceState(
         kind="lightning",
@@ -52,5 +52,5 @@ def _of_lightning(loaded: Mapping[Any, Any], tensors: SourceTensors) -> SourceSt
 
 
 def _plain(key: str) -> str:
-    """Return the name of an entry for a key such as model_state_dict."""
+    """Return the entry's name for a key such as model_state_dict."""
     return next((key.removesuffix(end) for end in _SUFFIXES if key.endswith(end) and key != end), key)

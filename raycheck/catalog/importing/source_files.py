@@ -1,7 +1,7 @@
-"""Reads the files of a source, on this machine or in a bucket, by their names below it.
+"""Reads the files of a source, on this machine or in a bucket, by their relative names.
 
-Names in a source's own documents are hostile: only a name that the listing has is ever read. On this machine a link
-may lead to another place in the source, or, in Hugging Face's cache, to a blob of the same model; nowhere else.
+Names in a source's documents are untrusted: only names in the listing are ever read. On this machine a link may point
+to another place in the source or, in Hugging Face's cache, to a blob of the same model, and nowhere else.
 """
 
 import json
@@ -27,7 +27,7 @@ BLOCK_BYTES = 16 * 1024 * 1024
 
 
 class SourceFiles:
-    """Lists and reads files below one folder or prefix. Close it: copies on this machine are removed then.
+    """The files under one folder or prefix. Close it to remove copies on this machine.
 
     uri: the address, for people. only: the name of the one file that was given as the source, "" for a folder. sizes:
     bytes by name, for every file; names are relative and have "/" between their parts.
@@ -47,15 +47,15 @@ class SourceFiles:
         self._scratch.close()
 
     def __str__(self) -> str:
-        """Return the address as messages show it."""
+        """Return the address for messages."""
         return shown_uri(self.uri)
 
     def range(self, name: str, start: int, stop: int) -> Buffer:
-        """Return exactly the bytes start..stop of a file. Raises CorruptError when it is shorter."""
+        """Return exactly the bytes start..stop of a file. Raises CorruptError if it is shorter."""
         raise NotImplementedError
 
     def local(self, name: str) -> Path:
-        """Return a file on this machine that has the bytes of this one: itself, or a copy on disk."""
+        """Return a file on this machine with the bytes of this one: itself, or a copy on disk."""
         self.check(name)
         if name not in self._copies:
             self._copies[name] = self._copy(name)
@@ -66,7 +66,7 @@ class SourceFiles:
         return f"{self}: {name}" if name and not self.only else str(self)
 
     def check(self, name: str) -> int:
-        """Return a file's size in bytes. Raises CorruptError for a name that is none of the source's files."""
+        """Return a file's size in bytes. Raises CorruptError for a name that is not one of the source's files."""
         if name not in self.sizes:
             raise CorruptError(f"{self}: {name!r} is named by the source's own documents, and is none of its files")
         return self.sizes[name]
@@ -86,15 +86,15 @@ class SourceFiles:
             raise CorruptError(f"{self.what(name)} is not JSON: {error}") from None
 
     def below(self, prefix: str) -> "SourceFiles":
-        """Return the files below `prefix`, which ends in "/", under their names there."""
+        """Return the files under `prefix`, which ends in "/", with names relative to it."""
         return PartialFiles(self, prefix)
 
     def one(self, name: str) -> "SourceFiles":
-        """Return the source that is this one file."""
+        """Return a source with only this file."""
         return PartialFiles(self, "", only=name)
 
     def folders(self) -> list[str]:
-        """Return the names of the folders directly below, in order."""
+        """Return the names of the direct subfolders, in order."""
         return sorted({name.partition("/")[0] for name in self.sizes if "/" in name})
 
     def _copy(self, name: str) -> Path:
@@ -102,7 +102,7 @@ class SourceFiles:
         size, free = self.sizes[name], shutil.disk_usage(folder).free
         if size > free:
             raise ConfigError(
-                f"{self.what(name)} has {size} bytes, which must lie on this machine's disk while they are read; "
+                f"{self.what(name)} has {size} bytes, which must be on this machine's disk while they are read; "
                 f"{folder.parent} has {free} left. Set TMPDIR to a larger disk"
             )
         path = folder / "file"
@@ -113,7 +113,7 @@ class SourceFiles:
 
 
 class LocalFiles(SourceFiles):
-    """Reads a folder of this machine, or one file in it."""
+    """The files of a folder on this machine, or one file in it."""
 
     def __init__(self, uri: str, path: Path) -> None:
         path = path.resolve()
@@ -158,14 +158,14 @@ class LocalFiles(SourceFiles):
 
 
 def _cache_of(folder: Path) -> Path | None:
-    """Return the model's folder in Hugging Face's cache, when `folder` is one of its snapshots; its files are links to
-    blobs beside it."""
+    """Return the model's folder in Hugging Face's cache if `folder` is one of its snapshots, whose files are links to
+    the model's blobs."""
     model = folder.parent.parent
     return model if folder.parent.name == "snapshots" and model.name.startswith(("models--", "datasets--")) else None
 
 
 class BucketFiles(SourceFiles):
-    """Reads what lies below a prefix in a bucket."""
+    """The files under a prefix in a bucket."""
 
     def __init__(self, uri: str, store: Store, *, only: str = "") -> None:
         self._store = store
@@ -185,7 +185,7 @@ class BucketFiles(SourceFiles):
 
 
 class PartialFiles(SourceFiles):
-    """Reads the files of another source below one prefix, or one file of it."""
+    """The files of another source under one prefix, or one file of it."""
 
     def __init__(self, whole: SourceFiles, prefix: str, *, only: str = "") -> None:
         self._whole, self._prefix = whole, prefix

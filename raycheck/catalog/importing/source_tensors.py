@@ -1,7 +1,7 @@
-"""Describes the tensors of a source, whose bytes are read box by box and only when their shard is staged.
+"""The tensors of a source, whose bytes are read box by box and only when their shard is staged.
 
-While the state is put into its form, a tensor is represented by one on the meta device. So a checkpoint larger than
-memory passes through the entries as a live state does.
+While the state is converted, each tensor is represented by one on the meta device. So a checkpoint may be larger than
+memory, and the entries treat it like a live state.
 """
 
 import math
@@ -19,7 +19,7 @@ MAX_ALIKE = 4
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Describes a box of a tensor: offsets and sizes, in elements."""
+    """A box of a tensor: offsets and sizes, in elements."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -32,11 +32,11 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceTensor:
-    """Describes one tensor of a source.
+    """One tensor of a source.
 
-    boxes: in which it lies there; together they cover it exactly once. can_split: `read` takes a part of such a box, by
-    rows, without reading more than that. read: returns the elements of a box, in memory or mapped from a file. place:
-    is equal for names of the same tensor (tied weights).
+    boxes: its boxes in the source, which cover it exactly once. can_split: whether `read` accepts a part of such a box,
+    by rows, without reading more than that. read: returns the elements of a box, in memory or mapped from a file.
+    place: the same for all names of one tensor (tied weights).
     """
 
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class SourceTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def pieces(self, max_bytes: int) -> Iterator[Box]:
-        """Yield boxes of at most `max_bytes`, as far as rows are that small and boxes can be split."""
+        """Yield boxes of at most `max_bytes`, if rows are that small and boxes can be split."""
         for box in self.boxes:
             rows = box.sizes[0] if box.sizes else 1
             row_bytes = max(1, box.count // max(rows, 1) * self.dtype.itemsize)
@@ -64,17 +64,17 @@ class SourceTensor:
 
 
 class SourceTensors:
-    """Remembers which tensor of the source each tensor on the meta device represents."""
+    """The mapping from tensors on the meta device to the source tensors that they represent."""
 
     def __init__(self) -> None:
         self._by_place: dict[Hashable, torch.Tensor] = {}
         self._by_storage: dict[int, SourceTensor] = {}
-        self._made: list[torch.Tensor] = []  # kept alive, since a storage is known by its address
+        self._made: list[torch.Tensor] = []  # kept alive, because a storage is identified by its address
 
     def add(self, tensor: SourceTensor, name: str) -> torch.Tensor:
-        """Return the tensor on the meta device that represents `tensor`; one for all names of tied ones.
+        """Return the tensor on the meta device that represents `tensor`; tied tensors share one.
 
-        Raises CorruptError, which says `name`, for boxes that do not cover the shape.
+        Raises CorruptError, naming `name`, for boxes that do not cover the shape.
         """
         _check(tensor, name)
         known = self._by_place.get(tensor.place)
@@ -88,15 +88,15 @@ class SourceTensors:
         return made
 
     def of(self, represented: torch.Tensor) -> SourceTensor:
-        """Return the source's tensor that `represented` stands for."""
+        """Return the source tensor that `represented` stands for."""
         return self._by_storage[_storage(represented)]
 
 
 def with_ties(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
-    """Return the tensors with one place for those that hold equal bytes: tied weights, which the source has twice.
+    """Return the tensors with one place for those with equal bytes: tied weights stored twice in the source.
 
-    Only weights of which few have the same shape are compared, as an embedding and the head that is tied to it. The
-    slots of optimizers are not.
+    Only weights whose shape few others share are compared, such as an embedding and its tied head. Optimizer slots are
+    not compared.
     """
     alike: dict[object, list[str]] = {}
     for name, tensor in tensors.items():

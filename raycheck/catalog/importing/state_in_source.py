@@ -1,4 +1,4 @@
-"""Defines what each kind of source is turned into: a nested state, and what is known of its training."""
+"""The common result of reading any kind of source: a nested state and facts about its training."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from raycheck.catalog.importing.source_tensors import SourceTensors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceState:
-    """Holds what was found in a source.
+    """The contents of a source.
 
     kind: of the source, as --as names it. tree: the state by the names that the source gives to its parts; tensors in
     it are on the meta device, and `tensors` knows them. files: tokenizer files, as tensors of bytes, by name.
@@ -42,6 +42,6 @@ class ReadSettings:
 
 
 def count_in(tree: Mapping[str, Any], *names: str) -> int | None:
-    """Return the first of these values that is a plausible count of steps or epochs; None when there is none."""
+    """Return the first of these values that is a plausible count of steps or epochs, or None."""
     found = (tree.get(name) for name in names)
     return next((value for value in found if type(value) is int and 0 <= value < 10**9), None)

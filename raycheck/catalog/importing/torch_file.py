@@ -1,6 +1,6 @@
-"""Reads what torch.save wrote, by torch's restricted loader and mapped from disk. No other pickle is ever loaded.
+"""Reads torch.save files with torch's restricted loader, mapped from disk. No other pickle is ever loaded.
 
-The file is judged as an archive first: a compressed member may unpack to any size, and torch writes none.
+The file is first validated as an archive: a compressed member may decompress to any size, and torch writes none.
 """
 
 import pickle
@@ -21,11 +21,11 @@ MAX_MEMBERS = 4_000_000
 MAX_VALUES = 10_000_000
 MAX_DEPTH = 100
 Represent = Callable[[torch.Tensor, str], torch.Tensor]
-"""Takes a tensor that was loaded and its path. Returns the one on the meta device that represents it."""
+"""A function that takes a loaded tensor and its path, and returns the tensor on the meta device that represents it."""
 
 
 def read_torch_file(files: SourceFiles, name: str, tensors: SourceTensors, *, verify: bool) -> Any:
-    """Return what was saved in a file, with tensors on the meta device in place of its own.
+    """Return the contents of a file, with tensors on the meta device in place of its tensors.
 
     verify: compare all bytes with the checksums that torch wrote. Raises ConfigError for what only pickle could make,
     CorruptError for a file that is truncated, or that torch did not write.
@@ -39,7 +39,7 @@ def read_torch_file(files: SourceFiles, name: str, tensors: SourceTensors, *, ve
 
 
 def load_restricted(path: Path, what: str, *, verify: bool) -> Any:
-    """Load a file by torch's restricted loader. Its tensors are mapped from disk."""
+    """Load a file with torch's restricted loader. Its tensors are mapped from disk."""
     _check_archive(path, what, verify=verify)
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -77,7 +77,7 @@ def represented(value: Any, represent: Represent, what: str) -> Any:
 
 
 def source_tensor(tensor: torch.Tensor, what: str) -> SourceTensor:
-    """Describe a tensor that was loaded. Raises ConfigError for one whose bytes are not its value."""
+    """Return the description of a loaded tensor. Raises ConfigError if its value is not its bytes."""
     tensor = tensor.detach()
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Commands that take a checkpoint out of a bucket, and put it into one: `pack`, `unpack` and `download`."""
+"""Commands that move a checkpoint out of and into a bucket: `pack`, `unpack`, and `download`."""
 
 import sys
 from dataclasses import asdict
@@ -33,12 +33,12 @@ def pack(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Pack a checkpoint into one tar file.
 
-    `tar x` makes a stock DCP directory of each component, and `raycheck unpack` a new run.
+    `tar x` creates a stock DCP directory for each component, and `raycheck unpack` creates a new run.
     """
     if file == "-" and as_json:
         raise ConfigError("--json prints to stdout, where the archive goes; name a file")
     if file == "-" and sys.stdout.isatty():
-        raise ConfigError("an archive is not for a terminal; redirect stdout, or name a file")
+        raise ConfigError("an archive cannot be written to a terminal; redirect stdout, or name a file")
     target: str | IO[bytes] = sys.stdout.buffer if file == "-" else file
     with progress_bar() as progress:
         done = packing.pack(uri, target, step=step, zstd=zstd, storage=settings_of(storage), progress=progress)
@@ -55,9 +55,9 @@ def unpack(
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Begin a new run from an archive.
+    """Create a new run from an archive.
 
-    All of the archive is verified before the run exists. The next training there goes on from its checkpoint.
+    The whole archive is verified before the run exists. The next training there resumes from its checkpoint.
     """
     source: str | IO[bytes] = sys.stdin.buffer if file == "-" else file
     with progress_bar() as progress:
@@ -65,7 +65,7 @@ def unpack(
     if as_json:
         print_json({"run": uri, "dry_run": dry_run} | asdict(done))
         return
-    what = "is whole; nothing was written" if dry_run else f"is the head of the new run {shown_uri(uri)}"
+    what = "is intact; nothing was written" if dry_run else f"is the head of the new run {shown_uri(uri)}"
     out.print(Text(f"{done.checkpoint}, step {done.step}, {size(done.size_bytes)}: {what}"))
 
 
@@ -84,7 +84,7 @@ def download(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Fetch a checkpoint into a folder.
 
-    It can be repeated, and fetches only what is missing. `raycheck export-hf` makes a Hugging Face directory.
+    A repeated download fetches only what is missing. `raycheck export-hf` writes a Hugging Face directory.
     """
     with progress_bar() as progress:
         done = downloads.download(

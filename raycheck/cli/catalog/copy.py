@@ -1,4 +1,4 @@
-"""`raycheck cp`: copies a run or a checkpoint to another place, once or for as long as it is trained."""
+"""`raycheck cp`: copies a run or a checkpoint to another place, once or continuously during training."""
 
 import json
 import signal
@@ -43,14 +43,14 @@ def cp(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Copy a run, or one checkpoint, to another bucket or place.
 
-    The copy of a run is the same run. Repeat the command to bring it up to date, or to go on after it was broken off.
-    Once somebody trains on the copy it is a run of its own, and is not copied to any more.
+    The copy of a run is the same run. Repeat the command to bring it up to date, or to continue after an interruption.
+    Once someone trains on the copy, it is an independent run and no longer a target of copies.
     """
     one, other = settings_of(from_storage), settings_of(to_storage)
     if follow and (step is not None or dry_run):
-        raise ConfigError("--follow goes with neither --step nor --dry-run")
+        raise ConfigError("--follow cannot be combined with --step or --dry-run")
     if until_finished and not follow:
-        raise ConfigError("--until-finished goes with --follow")
+        raise ConfigError("--until-finished needs --follow")
     if dry_run:
         plan = plan_copy(uri, dest, step=step, from_storage=one, to_storage=other)
         if as_json:
@@ -81,7 +81,7 @@ def cp(  # noqa: PLR0917  typer makes options of them
         try:
             done = copy_run(uri, dest, step=step, from_storage=one, to_storage=other, progress=show, stop=stop)
         except StoppedError:
-            raise ConfigError("the copy was stopped; repeat the command to go on with it") from None
+            raise ConfigError("the copy was stopped; repeat the command to continue") from None
     _print_done(done, as_json=as_json)
 
 
@@ -91,7 +91,7 @@ def _print_done(done: CopiedRun, *, as_json: bool) -> None:
         return
     there = f"{len(done.present)} were there, " if done.present else ""
     in_store = f", {size(done.in_store_bytes)} by the store itself" if done.in_store_bytes else ""
-    dropped = f", {len(done.dropped)} were dropped meanwhile" if done.dropped else ""
+    dropped = f", {len(done.dropped)} were dropped in the meantime" if done.dropped else ""
     out.print(
         Text(
             f"{there}{len(done.copied)} checkpoints copied{dropped} "
@@ -110,7 +110,7 @@ def _print_news(bar: ProgressBar, news: FollowNews, *, as_json: bool) -> None:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[threading.Event]:
-    """Yield an event that the first Ctrl-C or SIGTERM sets. The second one ends the process."""
+    """Yield an event that the first Ctrl-C or SIGTERM sets. The second ends the process."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop

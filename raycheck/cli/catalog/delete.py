@@ -28,7 +28,7 @@ def delete(  # noqa: PLR0917  typer makes options of them
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Delete one checkpoint, also a pinned or named one. The head cannot be deleted. A running training goes on."""
+    """Delete one checkpoint, even a pinned or named one. The head cannot be deleted. Running training continues."""
     settings = settings_of(storage)
     entry = deletes.plan_delete_checkpoint(uri, step, storage=settings)
     kept_by = f"{', pinned' if entry.pinned else ''}{f', named {entry.name}' if entry.name else ''}"
@@ -57,9 +57,9 @@ def delete_run(  # noqa: PLR0917  typer makes options of them
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Delete a whole run. What other runs use is not deleted. Repeat it after an interruption."""
+    """Delete a run. Data that other runs use is kept. Repeat the command after an interruption."""
     settings = settings_of(storage)
-    if dry_run or not yes:  # otherwise nobody is told what there is
+    if dry_run or not yes:  # otherwise nothing shows what is there
         with progress_bar("objects") as progress:
             plan = deletes.plan_delete_run(
                 uri,
@@ -75,7 +75,7 @@ def delete_run(  # noqa: PLR0917  typer makes options of them
         if as_json:
             print_json({"objects": plan.num_objects, "size_bytes": plan.size_bytes, "used_by": holds})
         else:
-            shared = f", but for what {', '.join(holds)} use" if holds else ""
+            shared = f", except what {', '.join(holds)} use" if holds else ""
             out.print(
                 Text(f"{shown_uri(uri)}: {plan.num_objects} objects, {size(plan.size_bytes)} would be deleted{shared}")
             )
@@ -100,16 +100,16 @@ def delete_run(  # noqa: PLR0917  typer makes options of them
     else:
         users = ", ".join(hold.holder for hold in done.holds)
         out.print(
-            Text(f"{shown_uri(uri)}: deleted, but for what {users} still use; run this again when they have dropped it")
+            Text(f"{shown_uri(uri)}: deleted, except what {users} still use; run this again when they have dropped it")
         )
 
 
 def _confirm(what: str, word: str, *, yes: bool) -> None:
-    """Have the user type a word. Raises ConfigError when that is not possible, or another word comes."""
+    """Ask the user to type a word. Raises ConfigError if that is not possible, or if the user types another word."""
     if yes:
         return
     if not sys.stdin.isatty():
-        raise ConfigError(f"delete of {what}: this is no terminal to ask at; give --yes")
+        raise ConfigError(f"delete of {what}: cannot ask without a terminal; give --yes")
     if typer.prompt(f"Delete {what}? Type {word!r} to confirm") != word:
         raise ConfigError("not confirmed; nothing was deleted")
 

@@ -1,4 +1,4 @@
-"""The command that begins a run from another one's checkpoint."""
+"""The command that creates a run from another run's checkpoint."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -24,7 +24,7 @@ def fork(  # noqa: PLR0917  typer makes options of them
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Begin a run from a checkpoint of another one. Within one bucket no tensor is copied."""
+    """Create a run from a checkpoint of another one. Within one bucket no tensor is copied."""
     settings = settings_of(storage)
     if dry_run:
         run = open_run(source, settings)
@@ -35,7 +35,7 @@ def fork(  # noqa: PLR0917  typer makes options of them
         if as_json:
             print_json(found | {"is_new": is_new})
         elif not is_new:
-            out.print(Text(f"{shown_uri(target)} is there already; nothing would be done"))
+            out.print(Text(f"{shown_uri(target)} already exists; nothing would be done"))
         else:
             how = "would be copied" if moves else "would stay where they are"
             out.print(Text(f"{checkpoint.entry.key}: {size(checkpoint.entry.size_bytes)} {how}"))
@@ -44,10 +44,10 @@ def fork(  # noqa: PLR0917  typer makes options of them
     if as_json:
         print_json(asdict(done))
     elif not done.is_new:
-        out.print(Text(f"{shown_uri(target)} is there already, with {done.key}; nothing was done"))
+        out.print(Text(f"{shown_uri(target)} already exists, with {done.key}; nothing was done"))
     else:
         sizes = f"{size(done.copied_bytes)} copied, {size(done.borrowed_bytes)} used where they are"
-        out.print(Text(f"{shown_uri(target)} begins with {done.key}, from {done.source}: {sizes}"))
+        out.print(Text(f"{shown_uri(target)} starts with {done.key}, from {done.source}: {sizes}"))
 
 
 COMMANDS = (fork,)

@@ -1,4 +1,4 @@
-"""`raycheck import`: makes a run of a checkpoint that something else has written."""
+"""`raycheck import`: creates a run from a checkpoint that another program wrote."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -43,10 +43,10 @@ def import_(  # noqa: PLR0917  typer makes options of them
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Make a new run from a checkpoint of torch, Hugging Face, Lightning or Ray Train.
+    """Create a new run from a checkpoint of torch, Hugging Face, Lightning, or Ray Train.
 
-    A directory of torch DCP comes whole; from all else come the weights, and what is left out is listed by name.
-    The run's one checkpoint is restored like any other. The source stays as it is.
+    A torch DCP directory is imported completely; from other sources only the weights are imported, and what is left out
+    is listed by name. The run's checkpoint is restored like any other. The source stays unchanged.
     """
     from raycheck.catalog.importing.import_checkpoint import import_checkpoint
 
@@ -70,7 +70,7 @@ def import_(  # noqa: PLR0917  typer makes options of them
 
 
 def _entries(given: list[str] | None) -> dict[str, str] | None:
-    """Return the key in the source of each entry. A name alone means the part of that name."""
+    """Return the key in the source for each entry. A name alone means the part of that name."""
     pairs = [item.partition("=") for item in given or ()]
     return {name: key if mark else name for name, mark, key in pairs} or None
 

@@ -26,9 +26,9 @@ def prune_runs(  # noqa: PLR0917  typer makes options of them
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Prune all runs below a prefix by rules: what finished, failed or abandoned runs keep. Running ones go on.
+    """Prune all runs under a prefix by rules: what finished, failed, or abandoned runs keep. Running ones continue.
 
-    Exit code 1: a run could not be pruned; the others were.
+    Exit code 1: some run could not be pruned; the others were.
     """
     rules = yaml_of(policy, option="--policy")
     with progress_bar("runs") as progress:
@@ -48,7 +48,7 @@ def prune_runs(  # noqa: PLR0917  typer makes options of them
     else:
         for run in found:
             out.print(Text(f"{run.name or shown_uri(run.uri)} ({run.state}): {_said(run)}"))
-        verb = "would be freed" if dry_run else "freed, now or after the grace"
+        verb = "would be freed" if dry_run else "freed, now or after the grace period"
         out.print(Text(f"{size(freed)} {verb}: {cost:.2f} a month at {price_per_gib_month} per GiB"))
     if any(run.problem for run in found):
         raise typer.Exit(1)

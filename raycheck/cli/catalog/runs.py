@@ -30,10 +30,10 @@ def runs(
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """List the runs in a bucket: how each one stands, its last step, its size and what that costs.
+    """List the runs in a bucket: the state, last step, size, and storage cost of each.
 
-    Nothing in a run is listed; its pointer `latest` is read, and the record of its attempt. The exit code is 1 when a
-    run's `latest` is lost or damaged.
+    Nothing in a run is listed; only its pointer `latest` and the record of its attempt are read. The exit code is 1 if
+    a run's `latest` is lost or damaged.
     """
     with _progress() as on_look:
         found = list_runs(prefix, settings_of(storage), depth=depth, sort=cast("Sort", sort), on_look=on_look)
@@ -46,7 +46,7 @@ def runs(
             }
         )
     elif not found:
-        out.print(Text(f"{shown_uri(prefix)}: no runs here, nor in the folders below it (--depth {depth})"))
+        out.print(Text(f"{shown_uri(prefix)}: no runs here or in the folders under it (--depth {depth})"))
     else:
         _print_table(found, price_per_gib_month)
     if any(run.state in ("lost", "damaged") for run in found):
@@ -79,7 +79,7 @@ def _print_table(found: Sequence[RunSummary], price: float) -> None:
     out.print(
         Text(
             f"\n{len(found)} runs, {total}; {cost_of_all} a month, assuming {price:g} per GiB and month "
-            "(--price-per-gib-month) for the bytes of live checkpoints alone"
+            "(--price-per-gib-month) for the bytes of live checkpoints only"
         )
     )
 
@@ -97,7 +97,7 @@ def _range(least: str, most: str) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Shows on a terminal's stderr how far the listing is. Says nothing where stderr is no terminal."""
+    """Show the listing's progress on stderr if it is a terminal."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield lambda *_: None

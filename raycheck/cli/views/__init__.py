@@ -1,1 +1,1 @@
-"""Commands that look into checkpoints: their tensors, and how two of them differ."""
+"""Commands that inspect checkpoints and watch runs: `tensors`, `diff`, `top`, `page`."""

@@ -1,4 +1,4 @@
-"""`raycheck page`: a web page over the runs below a prefix."""
+"""`raycheck page`: a web page with the runs under a prefix."""
 
 from pathlib import Path
 from typing import Annotated
@@ -36,7 +36,7 @@ def page(  # noqa: PLR0917  typer makes options of them
     edit: Edit = False,
     storage: Storage = None,
 ) -> None:
-    """Serve a web page over all runs below a prefix, or over one run. Without --edit it changes nothing.
+    """Serve a web page with all runs under a prefix, or with one run. Without --edit it changes nothing.
 
     It shows each run's attempts and why they ended, its commits and metrics, why each checkpoint is kept, every tensor
     with its statistics, and what changed between two checkpoints. Open the address that it prints.

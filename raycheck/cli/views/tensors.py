@@ -1,4 +1,4 @@
-"""`raycheck tensors` and `raycheck diff`: what a checkpoint holds, and what changed between two."""
+"""`raycheck tensors` and `raycheck diff`: the tensors of a checkpoint, and what changed between two."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -31,9 +31,9 @@ def tensors(  # noqa: PLR0917  typer makes options of them
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """List a checkpoint's tensors: shape, type, size, ranks, and the moments of each parameter under it.
+    """List a checkpoint's tensors: shape, type, size, and ranks, with moments under their parameter.
 
-    The checkpoint is the head, or that of --step. No tensor is read. With --values TENSOR some of its values are.
+    The checkpoint is the head, or the one of --step. No tensor is read, except some values of TENSOR with --values.
     """
     checkpoint = open_run(uri, settings_of(storage)).head_or(step)
     if values is not None:
@@ -84,9 +84,9 @@ def diff(  # noqa: PLR0917  typer makes options of them
     show_all: All = False,
     storage: Storage = None,
 ) -> None:
-    """Compare two checkpoints by their checksums alone: which tensors changed. No tensor is read.
+    """Show which tensors changed between two checkpoints, by their checksums. No tensor is read.
 
-    With --values TENSOR some of its values are, from both: norms, and how far it has moved.
+    With --values TENSOR some of its values are read from both: norms, and the size of the change.
     """
     run = open_run(uri, settings_of(storage))
     if values is not None:

@@ -1,4 +1,4 @@
-"""`raycheck top`: a run as it goes on, in a terminal."""
+"""`raycheck top`: a live view of a run in a terminal."""
 
 import sys
 import time
@@ -27,7 +27,7 @@ BAR_WIDTH = 30
 def top(uri: Uri, once: Once = False, every: Every = 2.0, as_json: Json = False, storage: Storage = None) -> None:
     """Watch a run: its step and speed, goodput, the save under way, the last commit, and its attempts.
 
-    It asks again every few seconds until Ctrl-C. With --json, as with --once, it prints the run once and ends.
+    It refreshes every few seconds until Ctrl-C. With --json or --once, it prints the run once and ends.
     """
     watch = RunWatch(open_store(uri, settings_of(storage)))
     seen = watch.look()
@@ -44,7 +44,7 @@ def top(uri: Uri, once: Once = False, every: Every = 2.0, as_json: Json = False,
                 time.sleep(every)
                 try:
                     seen, problem = watch.look(), ""
-                except StoreError as error:  # it may answer again
+                except StoreError as error:  # the bucket may recover
                     problem = str(error)
                 live.update(_shown(seen, problem), refresh=True)
         except KeyboardInterrupt:
@@ -67,7 +67,7 @@ def _shown(seen: LiveRun, problem: str) -> RenderableType:
 
 
 def table_of_facts(seen: LiveRun) -> Table:
-    """Return what is so now: a name and a value per row."""
+    """Return the current facts: a name and a value per row."""
     history, now = seen.history, seen.history.status.now
     table = Table.grid(padding=(0, 2))
     speed = "-" if seen.steps_per_s is None else f"{short_number(float(f'{seen.steps_per_s:.3g}'))} a second"
@@ -85,7 +85,7 @@ def table_of_facts(seen: LiveRun) -> Table:
 
 def table_of_attempts(seen: LiveRun) -> Table:
     """Return the newest attempts, the live one first."""
-    columns = ("attempt", "ranks", "began", "went on at", "commits", "lost before", "why it ended")
+    columns = ("attempt", "ranks", "began", "resumed at", "commits", "lost before", "why it ended")
     table = Table(*columns, box=None, pad_edge=False)
     for item in seen.history.attempts[: -MAX_ATTEMPTS - 1 : -1]:
         table.add_row(*map(Text, _attempt(item, seen.history.status.now)))

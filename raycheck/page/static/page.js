@@ -53,7 +53,7 @@ for (const form of document.querySelectorAll("form[data-act]")) {
     };
     const ask = async (path, more) => {
       const answer = await fetch(path, more).catch(() => null);
-      if (answer === null) return { error: "no answer; look at the run whether it was done" };
+      if (answer === null) return { error: "no answer; check the run to see whether it was done" };
       return answer.json().catch(() => ({ error: `the page refused it (${answer.status}); open its address anew` }));
     };
     let found = await ask("act", {

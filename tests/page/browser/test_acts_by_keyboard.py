@@ -38,7 +38,7 @@ def test_a_checkpoint_is_pinned_unpinned_and_verified(editing: tuple[Watched, st
         assert raycheck.open_run(run).at(KEYS[0]).entry.pinned is not is_pinned, "nothing is done by the question"
         tab_to(page, label)
         page.keyboard.press("Enter")
-        expect(page.get_by_role("status")).to_contain_text("is pinned" if is_pinned else "is left to the rules")
+        expect(page.get_by_role("status")).to_contain_text("is pinned" if is_pinned else "follows the retention rules")
         assert raycheck.open_run(run).at(KEYS[0]).entry.pinned is is_pinned
 
     page.goto(f"{address}act?name={REAL}&kind=verify&at={KEYS[0]}")
@@ -46,7 +46,7 @@ def test_a_checkpoint_is_pinned_unpinned_and_verified(editing: tuple[Watched, st
     page.get_by_role("button", name="Verify").focus()
     page.keyboard.press("Enter")
     expect(page.get_by_role("status")).to_contain_text("objects of", timeout=60_000)
-    expect(page.get_by_role("status")).to_contain_text("are right")
+    expect(page.get_by_role("status")).to_contain_text("are intact")
     watched.assert_harmless()
 
 
