@@ -103,7 +103,7 @@ class Group(ABC):
 
     @abstractmethod
     def ask(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
-        """Call the coordinator until it answers; it may be restarted in the meantime. Raise StoreError at the deadline.
+        """Call the coordinator until it answers; it may be restarted meanwhile. Raises StoreError at the deadline.
 
         what: names the call in errors.
         """

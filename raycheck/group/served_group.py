@@ -131,9 +131,7 @@ class ServedGroup(Group):
         return pickle.dumps(OfRankZero(group=self.id, name=name))
 
     def tell_failure(self, error: Exception, *, saves: int = 0) -> bool:
-        """Tell the other ranks; on rank 0, wait a while until they have received it, since the coordinator ends with
-        rank 0.
-        """
+        """Tell the other ranks. On rank 0, wait a while until they know, since the coordinator ends with rank 0."""
         is_told = super().tell_failure(error, saves=saves)
         if is_told and self.rank == 0:
             with suppress(Exception):

@@ -23,9 +23,7 @@ class BackgroundDeletes:
         self._task: asyncio.Task[None] | None = None
 
     def claimed(self) -> None:
-        """Start a pass with a sweep, because the previous attempt may have left incomplete saves. Call it in the event
-        loop.
-        """
+        """Start a pass with a sweep: the previous attempt may have left incomplete saves. Call it in the event loop."""
         self._must_sweep = True
         self.start()
 

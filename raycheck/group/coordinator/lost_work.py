@@ -1,5 +1,4 @@
-"""Keep what the coordinator learns about the live group between saves, to report what work was lost when an attempt
-ends.
+"""Keep what the coordinator learns about the live group between saves, to report what the end of an attempt lost.
 
 Rank 0's newest heartbeat says how far the group is, and Ray Train's controller says what happened to it. At the next
 start, the two show how many steps were trained and lost, and why. All of this is in memory only, and only informs
@@ -40,9 +39,7 @@ class LostWork:
 
     @property
     def now(self) -> float:
-        """Return the store's time in unix seconds: the time of the claim plus the time since then by this process's
-        clock.
-        """
+        """Return the store's time in unix seconds: that of the claim, plus what this process's clock has added."""
         return self._began + self._clock()
 
     def claimed(
@@ -84,8 +81,7 @@ class LostWork:
     def resume(
         self, entry: Entry | None, arrivals: Sequence[Arrival], *, is_from_memory: bool = False
     ) -> ResumeRecord | None:
-        """Return how the live attempt resumes, once all its ranks have restored `entry`; None for a run's first
-        attempt.
+        """Return how the live attempt resumes, once all its ranks have restored `entry`; None for a run's first.
 
         arrivals: of the ranks, in order. is_from_memory: it is a memory checkpoint.
         """

@@ -290,9 +290,7 @@ class ProtocolCalls:
 
 
 def _why_unnamed(entry: Entry, report: Report) -> str:
-    """Return why a committed checkpoint did not get the name that its save asked for; "" when there is nothing to
-    report.
-    """
+    """Return why a committed checkpoint did not get the name that its save asked for; "" when it did."""
     wanted = report.label.name
     if wanted is None or entry.name == wanted:
         return ""

@@ -59,8 +59,10 @@ class Checkpointer:
 
     state: maps names to modules, optimizers, schedulers, Batches, RayData, or anything with state_dict and
     load_state_dict. Pass what exists already; add the rest with `add`. raycheck adds the random state and the progress
-    automatically. settings: when and how to save. group: this rank's place in a group outside Ray Train; by default Ray
-    Train's. position: the counts of progress, if a driver keeps them instead of these calls.
+    automatically.
+    settings: when and how to save.
+    group: this rank's place in a group outside Ray Train; by default Ray Train's.
+    position: the counts of progress, if a driver keeps them instead of these calls.
 
     With SaveSettings(enabled=False), and under fit(enabled=False), it only counts steps. Raises ConfigError, naming the
     entry, for a state that cannot be saved.
@@ -129,9 +131,7 @@ class Checkpointer:
 
     @property
     def uri(self) -> str:
-        """Return the URI of the run that this saves to, in the form that `raycheck.open_run` accepts; "" when turned
-        off.
-        """
+        """Return the URI of the run that this saves to, as `raycheck.open_run` accepts it; "" when turned off."""
         return self._group.uri
 
     @property
@@ -146,8 +146,7 @@ class Checkpointer:
 
     @property
     def is_repeating(self) -> bool:
-        """Return whether an attempt whose work was lost had already trained the newest step, as far as this driver
-        knows.
+        """Return whether a lost attempt had already trained the newest step, as far as this driver knows.
 
         A logger that skips such steps never goes backwards. The driver knows only what rank 0 last reported to the
         coordinator, about a second earlier: after a hard kill, the last steps before it may be logged twice.
@@ -209,12 +208,13 @@ class Checkpointer:
         only, skip: names of entries to restore, or to leave unchanged. "rng" and "progress" (the step count) are names
         too, and so is a part of a module ("model.head"). only=["model"] starts from trained weights at step 0. A
         selection is applied once: a checkpoint that was saved after it is restored whole by the same call, so that a
-        restart continues from where training was. strict: whether a tensor or entry that only one side has is refused,
-        or just reported. on_corrupt: what to do if a checkpoint turns out to be damaged. "previous" marks it and keeps
-        it for inspection, and all ranks restore the newest good checkpoint before it in this training's history, never
-        step 0; the report lists the damaged one under `refused`. "raise" changes nothing. cast: whether to convert
-        floating-point tensors of modules and optimizers that were saved in another floating-point type, as stock DCP
-        does; the report lists them under `cast`. By default they are refused.
+        restart continues from where training was.
+        strict: whether a tensor or entry that only one side has is refused, or just reported.
+        on_corrupt: what to do if a checkpoint turns out to be damaged. "previous" marks it and keeps it for inspection,
+        and all ranks restore the newest good checkpoint before it in this training's history, never step 0; the report
+        lists the damaged one under `refused`. "raise" changes nothing.
+        cast: whether to convert floating-point tensors of modules and optimizers that were saved in another
+        floating-point type, as stock DCP does; the report lists them under `cast`. By default they are refused.
 
         Tensors on the meta device get memory on their module's device and remain the same objects.
 
@@ -372,8 +372,7 @@ class Checkpointer:
         self._live().end_step(metrics, tokens=tokens, episodes=episodes)
 
     def end_epoch(self) -> None:
-        """Call this when an epoch is complete, including what the script does at its end (evaluation, a scheduler's
-        step).
+        """Call this when an epoch is complete, including the script's work at its end (evaluation, a scheduler's step).
 
         It saves when a save is due. Later saves belong to the next epoch. Raises as end_step does.
         """
@@ -398,14 +397,17 @@ class Checkpointer:
         If this step is already saved in this way, is being saved, or was restored whole, it only logs that. All ranks
         must pass the same arguments, except metrics, of which rank 0's are used.
 
-        metrics: as for end_step; None: those of the newest end_step. is_rolling: keep it only as one of the newest
-        `rolling_keep_last` rolling saves. after_commit: run these tasks of `SaveSettings.after_commit` on this step's
-        checkpoint once it is committed, even if the step is saved already: "export", the name of a function, or several
-        of them. name: a name by which the checkpoint can be restored, and under which retention keeps it. If a
-        checkpoint of another step already has the name, this one is committed without it, and pinned; an error in the
-        log and `save_status.unnamed` say so. overwrite: move the name from that checkpoint to this one. note: a few
-        facts to store with it (text, int, float, bool by name, 4 KiB at most). expire_after_s: from this many seconds
-        after the commit, nothing keeps it; None: as the settings say, and never if it has a name.
+        metrics: as for end_step; None: those of the newest end_step.
+        is_rolling: keep it only as one of the newest `rolling_keep_last` rolling saves.
+        after_commit: run these tasks of `SaveSettings.after_commit` on this step's checkpoint once it is committed,
+        even if the step is saved already: "export", the name of a function, or several of them.
+        name: a name by which the checkpoint can be restored, and under which retention keeps it. If a checkpoint of
+        another step already has the name, this one is committed without it, and pinned; an error in the log and
+        `save_status.unnamed` say so.
+        overwrite: move the name from that checkpoint to this one.
+        note: a few facts to store with it (text, int, float, bool by name, 4 KiB at most).
+        expire_after_s: from this many seconds after the commit, nothing keeps it; None: as the settings say, and never
+        if it has a name.
 
         Raises as end_step does, and ConfigError for a task that is not in the settings.
         """

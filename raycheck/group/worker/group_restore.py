@@ -74,9 +74,7 @@ class RestoreResult:
     def of(
         cls, done: Restored, progress: Progress, *, claim: Claim, resume: ResumeRecord | None, seconds: float, rng: str
     ) -> "RestoreResult":
-        """Return the result of a restore. progress: the counts from which training resumes, including those of the
-        data.
-        """
+        """Return the result of a restore. progress: the counts from which training resumes, the data's included."""
         return cls(
             **asdict(progress),
             checkpoint=done.manifest.key,

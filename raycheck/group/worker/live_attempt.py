@@ -206,8 +206,7 @@ class LiveAttempt:
         tasks: Collection[str] = (),
         is_by_notice: bool = False,
     ) -> None:
-        """Begin a save, unless this step is already saved as this kind, or as one that includes it, with the same
-        label.
+        """Begin a save, unless this step is saved already as this kind or as one that includes it, with the same label.
 
         tasks: what follows the commit, of this save or of the one that this step has. is_by_notice: see Manifest.
         """

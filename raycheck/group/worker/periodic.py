@@ -16,8 +16,9 @@ from raycheck.settings import check_triggers
 
 
 class Periodic:
-    """Decide when the script's own work is due. Put it into the state, and call `take_turn` after `end_step` and
-    `end_epoch`.
+    """Decide when the script's own work is due.
+
+    Put it into the state, and call `take_turn` after `end_step` and `end_epoch`.
 
     every_steps: due at each multiple of this number of steps, or at the first call after it. every_epochs: the same for
     completed epochs. every_seconds: due once this many seconds of training have passed since the last turn or the

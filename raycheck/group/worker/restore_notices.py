@@ -33,9 +33,7 @@ def warn_of_differences(group: Group, report: RestoreReport) -> None:
 
 
 def warn_of_other_position(group: Group, preview: Preview, restored: Progress) -> None:
-    """Warn when training resumes at a different position than `peek` has told the script: its Batches were not
-    restored.
-    """
+    """Warn when training resumes elsewhere than `peek` has told the script: its Batches were not restored."""
     differences = [
         f"{name}: peek() said {getattr(preview, name)}, restore() {count}"
         for name, count in asdict(restored).items()

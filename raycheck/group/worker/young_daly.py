@@ -58,9 +58,7 @@ class Interval:
         (self._beside if is_saving else self._alone).append(seconds)
 
     def saved(self, blocked_s: float) -> None:
-        """Record how long a save has blocked training. The steps recorded as `is_saving` so far ran during the last
-        save.
-        """
+        """Record how long a save has blocked training. The steps with `is_saving` so far ran during the last save."""
         slowed_s = 0.0
         if self._alone:
             usual_s = statistics.median(self._alone)  # not the mean: first steps and evaluations take long
