@@ -3,11 +3,10 @@
 from functools import cache
 from typing import Any
 
+from raycheck.adapters import Group, SaveSettings
 from raycheck.errors import ConfigError
 from raycheck.frameworks.lightning.fit_session import FitSession
 from raycheck.frameworks.lightning.packages import imported_package, named, package_of
-from raycheck.group.group import Group
-from raycheck.settings import SaveSettings
 
 
 def Callback(  # noqa: N802  to the user it is the class of a callback, made for whichever package is imported

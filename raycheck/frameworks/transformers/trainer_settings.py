@@ -7,8 +7,8 @@ save, but not save_strategy. Retention is always raycheck's, with the Trainer's 
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from raycheck.adapters import SaveSettings
 from raycheck.errors import ConfigError
-from raycheck.settings import SaveSettings
 
 _TRIGGERS = (
     "every_seconds",

@@ -46,7 +46,7 @@ class _OfARank(RemoteState):
 
 
 class ActorState(RankZero):
-    """Puts a Ray actor's state into the checkpoint: `{"prep": raycheck.ActorState(actor)}`.
+    """Puts a Ray actor's state into the checkpoint: `{"prep": raycheck.adapters.ActorState(actor)}`.
 
     The actor needs the methods state_dict and load_state_dict. Rank 0 calls state_dict at the start, to see whether the
     state can be saved, and while a save copies the state; it calls load_state_dict at a restore. If the actor does not

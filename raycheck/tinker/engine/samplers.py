@@ -5,7 +5,8 @@ A few stay in memory, the latest ones asked for. They hold no state, so that a d
 
 from collections import OrderedDict
 
-from raycheck import NotFoundError, open_run
+from raycheck import open_run
+from raycheck.errors import NotFoundError
 from raycheck.tinker.engine.base_model import Adapter, BaseModel
 from raycheck.tinker.engine.generation import sample
 from raycheck.tinker.engine.lora_model import LoraModel

@@ -45,6 +45,6 @@ def test_bare_values_go_on_in_the_dict_that_the_script_holds(uri: str) -> None:
 
 def test_a_bare_number_that_is_added_is_refused_since_nobody_would_see_it_restored(uri: str) -> None:
     with pytest.raises(
-        raycheck.ConfigError, match=r"state\['more'\] is a float .*hold it in a dict or list of your own"
+        raycheck.errors.ConfigError, match=r"state\['more'\] is a float .*hold it in a dict or list of your own"
     ):
         Rank(uri).ckpt.add("more", 0.5)
