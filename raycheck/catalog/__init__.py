@@ -1,13 +1,77 @@
-"""Works with many runs in one bucket, one file per task.
+"""Works with whole runs, and with their files. Everything loads on first use.
 
-- listing.py finds the runs under a prefix: `raycheck runs`. - forks.py creates a run from another run's checkpoint:
-`raycheck fork`. - policy.py prunes many runs by the rules of a file: `raycheck prune-runs`. - deletes.py deletes
-checkpoints and runs: `raycheck delete`, `raycheck delete-run`. - archive/ packs a checkpoint into one tar file, and
-creates a new run from such a file. - download.py fetches a checkpoint into a folder, as stock DCP directories or
-safetensors files. - download_safetensors.py is the part of download.py that needs torch. - local_files.py writes files
-that appear under their names only when complete. - stored_objects.py finds a checkpoint and its objects, wherever they
-are stored. - read_ahead.py streams bytes from and to stores, in bounded memory. - importing/ creates a run from a
-checkpoint that another program wrote: `raycheck import`. - copy.py copies a run, or one checkpoint into a new run, to
-another place: `raycheck cp`. - follow.py keeps a copy of a run up to date while it is trained. - copier.py makes a
-mirror show what its source has; both of the above use it.
+- listing.py finds the runs under a prefix: `raycheck runs`.
+- forks.py creates a run from another run's checkpoint: `raycheck fork`.
+- policy.py prunes many runs by the rules of a file: `raycheck prune-runs`.
+- deletes.py deletes checkpoints and runs: `raycheck delete`, `raycheck delete-run`.
+- archive/ packs a checkpoint into one tar file, and creates a new run from such a file.
+- download_checkpoint.py fetches a checkpoint into a folder, as stock DCP directories or safetensors files.
+- download_safetensors.py is the part of it that needs torch.
+- local_files.py writes files that appear under their names only when complete.
+- stored_objects.py finds a checkpoint and its objects, wherever they are stored.
+- read_ahead.py streams bytes from and to stores, in bounded memory.
+- importing/ creates a run from a checkpoint that another program wrote: `raycheck import`.
+- copy.py copies a run, or one checkpoint into a new run, to another place: `raycheck cp`.
+- follow.py keeps a copy of a run up to date while it is trained.
+- copier.py makes a mirror show what its source has; both of the above use it.
 """
+
+from typing import TYPE_CHECKING
+
+from raycheck.public_names import on_first_use
+
+if TYPE_CHECKING:
+    from raycheck.bucket.protocol.removal.delete import DeletedRun
+    from raycheck.bucket.protocol.sharing.fork import Forked
+    from raycheck.catalog.archive.layout import Archived
+    from raycheck.catalog.archive.pack import pack
+    from raycheck.catalog.archive.tar import TarStream
+    from raycheck.catalog.archive.unpack import unpack
+    from raycheck.catalog.copy import CopiedRun, copy_run
+    from raycheck.catalog.deletes import delete_checkpoint, delete_run
+    from raycheck.catalog.download_checkpoint import Downloaded, download
+    from raycheck.catalog.follow import FollowNews, follow_run
+    from raycheck.catalog.forks import fork_run
+    from raycheck.catalog.importing.import_checkpoint import Imported, import_checkpoint
+    from raycheck.catalog.policy import PrunedRun, prune_runs
+
+__all__ = [
+    "Archived",
+    "CopiedRun",
+    "DeletedRun",
+    "Downloaded",
+    "FollowNews",
+    "Forked",
+    "Imported",
+    "PrunedRun",
+    "TarStream",
+    "copy_run",
+    "delete_checkpoint",
+    "delete_run",
+    "download",
+    "follow_run",
+    "fork_run",
+    "import_checkpoint",
+    "pack",
+    "prune_runs",
+    "unpack",
+]
+
+__getattr__, __dir__ = on_first_use(
+    __name__,
+    {
+        "raycheck.bucket.protocol.removal.delete": ("DeletedRun",),
+        "raycheck.bucket.protocol.sharing.fork": ("Forked",),
+        "raycheck.catalog.archive.layout": ("Archived",),
+        "raycheck.catalog.archive.pack": ("pack",),
+        "raycheck.catalog.archive.tar": ("TarStream",),
+        "raycheck.catalog.archive.unpack": ("unpack",),
+        "raycheck.catalog.copy": ("CopiedRun", "copy_run"),
+        "raycheck.catalog.deletes": ("delete_checkpoint", "delete_run"),
+        "raycheck.catalog.download_checkpoint": ("Downloaded", "download"),
+        "raycheck.catalog.follow": ("FollowNews", "follow_run"),
+        "raycheck.catalog.forks": ("fork_run",),
+        "raycheck.catalog.importing.import_checkpoint": ("Imported", "import_checkpoint"),
+        "raycheck.catalog.policy": ("PrunedRun", "prune_runs"),
+    },
+)

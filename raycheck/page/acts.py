@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raycheck import ConfigError, Run, delete_checkpoint, export_hf
+from raycheck import Run, export_hf
+from raycheck.catalog import delete_checkpoint
+from raycheck.errors import ConfigError
 from raycheck.page.pages import PageScope
 from raycheck.views.in_words import size
 

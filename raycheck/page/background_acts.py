@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from raycheck import ConfigError, RaycheckError
+from raycheck.errors import ConfigError, RaycheckError
 
 
 @dataclass

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 import raycheck
-from raycheck import ConfigError, NotFoundError, Run, StorageSettings, list_runs, open_run
+from raycheck import Run, StorageSettings, list_runs, open_run
+from raycheck.errors import ConfigError, NotFoundError
 from raycheck.views.charts import curves_of, timeline_of
 from raycheck.views.difference import compare_indexes
 from raycheck.views.in_words import goodput_text

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 from aiohttp import web
 
-from raycheck import ConfigError, NotFoundError, RaycheckError
+from raycheck.errors import ConfigError, NotFoundError, RaycheckError
 from raycheck.http_callers import is_local, known_hosts
 from raycheck.http_server import HttpLimits, listen
 from raycheck.page import acts, pages

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from raycheck import ConfigError, NotFoundError, RaycheckError
+from raycheck.errors import ConfigError, NotFoundError, RaycheckError
 from raycheck.http_callers import host_name, is_local, is_of_other_site
 from raycheck.tinker.journal import ReplacedError
 from raycheck.tinker.wire.fields import RefusedRequestError

@@ -10,17 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raycheck import (
-    NotFoundError,
-    Run,
-    StorageSettings,
-    delete_checkpoint,
-    delete_run,
-    export_hf,
-    fork_run,
-    list_runs,
-    open_run,
-)
+from raycheck import Run, StorageSettings, export_hf, list_runs, open_run
+from raycheck.catalog import delete_checkpoint, delete_run, fork_run
+from raycheck.errors import NotFoundError
 from raycheck.tinker.checkpoint_paths import CheckpointPath, below, folder_of, is_borrowed, path_of, run_in_folder
 from raycheck.tinker.wire.fields import RefusedRequestError
 

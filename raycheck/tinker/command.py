@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
-from raycheck import ConfigError, StorageSettings
+from raycheck import StorageSettings
+from raycheck.errors import ConfigError
 from raycheck.tinker.access import check_bind
 from raycheck.tinker.checkpoint_store import CheckpointStore
 from raycheck.tinker.engine.actor import RayEngine

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from raycheck import ConfigError
+from raycheck.errors import ConfigError
 
 logger = logging.getLogger("raycheck.tinker")
 T = TypeVar("T")

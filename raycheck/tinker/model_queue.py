@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from uuid import uuid4
 
-from raycheck import ConfigError, RaycheckError
+from raycheck.errors import ConfigError, RaycheckError
 from raycheck.tinker.engine.actor import Category, EngineGoneError, EngineRefusalError
 from raycheck.tinker.journal import Journal, LoggedRequest, ReplacedError, when_there_is_room
 from raycheck.tinker.operations import OPERATIONS, Context, Result, as_json, save_for_recovery

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 from uuid import uuid4
 
-from raycheck import RaycheckError
+from raycheck.errors import RaycheckError
 from raycheck.tinker.checkpoint_paths import CheckpointPath
 from raycheck.tinker.engine.actor import EngineGoneError, EngineRefusalError
 from raycheck.tinker.engine.lora_shape import LoraShape

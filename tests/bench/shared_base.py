@@ -39,7 +39,7 @@ def main() -> None:
         folder = Path(text)
         llama(**LARGE).save_pretrained(folder)
         base = join_uri(proxy.uri, "base")
-        raycheck.import_checkpoint(str(folder), base)
+        raycheck.catalog.import_checkpoint(str(folder), base)
         for label, given in (("uploads its own base model", None), ("base=, which lies in the bucket", base)):
             heads = run_once(proxy, folder, base=given)
             counts = Counter(head.method for head in heads)

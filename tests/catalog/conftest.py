@@ -31,7 +31,7 @@ class Sample:
 
     def pack(self, **options) -> bytes:
         sink = io.BytesIO()
-        raycheck.pack(self.uri, sink, **options)
+        raycheck.catalog.pack(self.uri, sink, **options)
         return sink.getvalue()
 
 

@@ -92,7 +92,7 @@ def test_tarfile_finds_every_object_of_the_checkpoint_with_its_bytes(sample: Sam
 @pytest.mark.parametrize("size", [0, 1, 512, (8 << 30) - 1, 8 << 30, 1 << 50])
 @pytest.mark.parametrize("name", ["train/__0_0.distcp", f"{'c' * 100}/__12345_0.distcp"])
 def test_tarfile_reads_the_header_of_any_size_and_name_and_so_do_we(size: int, name: str) -> None:
-    whole = raycheck.TarStream(sizes={f"step-000000009-a1-s2/{name}": size}, modified_at=1_700_000_000)
+    whole = raycheck.catalog.TarStream(sizes={f"step-000000009-a1-s2/{name}": size}, modified_at=1_700_000_000)
     header, *padding, end = map(bytes, whole.chunks([[]]))
 
     with tarfile.open(fileobj=io.BytesIO(header + end), mode="r:") as archive:
@@ -109,7 +109,7 @@ def test_tarfile_reads_the_header_of_any_size_and_name_and_so_do_we(size: int, n
 
 def test_gnu_tar_reads_a_stream_of_any_files_whose_length_was_known(tmp_path: Path) -> None:
     files = {"empty": b"", "a" * 120: b"x" * 513, "\u00fc/two": b"y" * 1024}
-    whole = raycheck.TarStream(sizes={name: len(data) for name, data in files.items()})
+    whole = raycheck.catalog.TarStream(sizes={name: len(data) for name, data in files.items()})
 
     data = b"".join(whole.chunks([item[:100], item[100:]] for item in files.values()))
 
@@ -125,7 +125,7 @@ def test_an_archive_that_gnu_tar_has_packed_again_is_accepted(sample: Sample, tm
         names = archive.getnames()
     packed = subprocess.run(["tar", "-c", *names], cwd=tmp_path, capture_output=True, check=True, timeout=60).stdout
 
-    raycheck.unpack(io.BytesIO(packed), f"{tmp_path}/new")
+    raycheck.catalog.unpack(io.BytesIO(packed), f"{tmp_path}/new")
 
     assert_holds(f"{tmp_path}/new", sample)
 
@@ -133,14 +133,14 @@ def test_an_archive_that_gnu_tar_has_packed_again_is_accepted(sample: Sample, tm
 def test_zstd_reads_a_compressed_archive_and_we_read_what_zstd_has_compressed(sample: Sample, tmp_path: Path) -> None:
     plain = sample.pack()
     (tmp_path / "a.tar").write_bytes(plain)
-    raycheck.pack(sample.uri, str(tmp_path / "b.tar.zst"), zstd=True)
+    raycheck.catalog.pack(sample.uri, str(tmp_path / "b.tar.zst"), zstd=True)
 
     subprocess.run(["zstd", "-q", "a.tar"], cwd=tmp_path, check=True, timeout=60)
     theirs = subprocess.run(["zstd", "-dc", "b.tar.zst"], cwd=tmp_path, capture_output=True, check=True, timeout=60)
 
     assert theirs.stdout == plain
     for name in ("a.tar.zst", "b.tar.zst"):
-        raycheck.unpack(str(tmp_path / name), f"{tmp_path}/from-{name}")
+        raycheck.catalog.unpack(str(tmp_path / name), f"{tmp_path}/from-{name}")
         assert_holds(f"{tmp_path}/from-{name}", sample)
 
 
@@ -151,8 +151,8 @@ def test_a_packed_checkpoint_begins_a_run_that_holds_all_of_it(place: str) -> No
     sample = make_sample(join_uri(place, "run"))
     file, new = join_uri(place, "archives/mine.tar"), join_uri(place, "new")
 
-    packed = raycheck.pack(sample.uri, file)
-    done = raycheck.unpack(file, new)
+    packed = raycheck.catalog.pack(sample.uri, file)
+    done = raycheck.catalog.unpack(file, new)
 
     assert packed == done
     assert_holds(new, sample)
@@ -166,7 +166,7 @@ def test_a_packed_checkpoint_begins_a_run_that_holds_all_of_it(place: str) -> No
 
 def test_the_next_training_goes_on_from_an_unpacked_checkpoint(sample: Sample) -> None:
     new = open_store(f"memory://{uuid4().hex}")
-    raycheck.unpack(io.BytesIO(sample.pack(step=4)), new.uri)
+    raycheck.catalog.unpack(io.BytesIO(sample.pack(step=4)), new.uri)
 
     claimed = claim(
         Register(new), Identity(owner="me", coordinator="one"), group="g", world_size=1, resume=AUTO, run_id="other"
@@ -179,7 +179,7 @@ def test_the_next_training_goes_on_from_an_unpacked_checkpoint(sample: Sample) -
 
 @pytest.mark.parametrize("step", [9, "9", "step-000000009-a1-s2", "HEAD", None])
 def test_a_checkpoint_is_named_by_step_name_or_head(sample: Sample, step: int | str | None) -> None:
-    assert raycheck.pack(sample.uri, io.BytesIO(), step=step).checkpoint == "step-000000009-a1-s2"
+    assert raycheck.catalog.pack(sample.uri, io.BytesIO(), step=step).checkpoint == "step-000000009-a1-s2"
 
 
 def test_an_archive_is_the_same_bytes_each_time(sample: Sample) -> None:
@@ -191,7 +191,9 @@ def test_what_is_told_of_the_progress_ends_at_the_whole(sample: Sample) -> None:
     unpacked: list[tuple[int, int]] = []
 
     data = sample.pack(progress=lambda *at: packed.append(at))
-    raycheck.unpack(io.BytesIO(data), f"memory://{uuid4().hex}", dry_run=True, progress=lambda *at: unpacked.append(at))
+    raycheck.catalog.unpack(
+        io.BytesIO(data), f"memory://{uuid4().hex}", dry_run=True, progress=lambda *at: unpacked.append(at)
+    )
 
     assert packed[-1] == (len(data), len(data))
     assert unpacked[-1][0] == unpacked[-1][1] < len(data)
@@ -204,7 +206,7 @@ def test_a_place_with_a_run_is_refused_and_stays_as_it_is(sample: Sample) -> Non
     before = read_latest(sample.store)
 
     with pytest.raises(ConfigError, match="there is already a run"):
-        raycheck.unpack(io.BytesIO(sample.pack()), sample.uri)
+        raycheck.catalog.unpack(io.BytesIO(sample.pack()), sample.uri)
 
     assert read_latest(sample.store) == before
     assert_invariants(sample.store, before)
@@ -214,12 +216,12 @@ def test_a_dry_run_verifies_and_writes_nothing(sample: Sample) -> None:
     new = open_store(f"memory://{uuid4().hex}")
     data = bytearray(sample.pack())
 
-    done = raycheck.unpack(io.BytesIO(data), new.uri, dry_run=True)
+    done = raycheck.catalog.unpack(io.BytesIO(data), new.uri, dry_run=True)
     data[-3000] ^= 1
 
     assert done.checkpoint == "step-000000009-a1-s2"
     with pytest.raises(CorruptError, match="checksum"):
-        raycheck.unpack(io.BytesIO(data), new.uri, dry_run=True)
+        raycheck.catalog.unpack(io.BytesIO(data), new.uri, dry_run=True)
     assert list(new.list_objects("")) == []
 
 
@@ -228,20 +230,20 @@ def test_a_file_that_exists_is_not_written_over(sample: Sample, tmp_path: Path) 
 
     for zstd in (False, True):
         with pytest.raises(ConfigError, match=r"a\.tar exists"):
-            raycheck.pack(sample.uri, str(tmp_path / "a.tar"), zstd=zstd)
+            raycheck.catalog.pack(sample.uri, str(tmp_path / "a.tar"), zstd=zstd)
 
     assert (tmp_path / "a.tar").read_bytes() == b"mine"
 
 
 def test_a_compressed_archive_whose_size_nobody_knows_does_not_go_to_a_bucket(sample: Sample) -> None:
     with pytest.raises(ConfigError, match="no known size"):
-        raycheck.pack(sample.uri, f"memory://{uuid4().hex}/a.tar.zst", zstd=True)
+        raycheck.catalog.pack(sample.uri, f"memory://{uuid4().hex}/a.tar.zst", zstd=True)
 
 
 @pytest.mark.parametrize("file", ["s3://bucket", "s3://bucket/", "s3://bucket/folder/", "memory://name"])
 def test_a_uri_that_names_no_file_is_refused(sample: Sample, file: str) -> None:
     with pytest.raises(ConfigError, match="name a file"):
-        raycheck.pack(sample.uri, file)
+        raycheck.catalog.pack(sample.uri, file)
 
 
 def test_settings_in_a_uri_and_escapes_in_a_name_are_kept(tmp_path: Path) -> None:
@@ -262,7 +264,7 @@ def test_a_damaged_source_makes_no_file(sample: Sample, tmp_path: Path) -> None:
     sample.store.put(key, data)
 
     with pytest.raises(CorruptError, match="checksum"):
-        raycheck.pack(sample.uri, str(tmp_path / "a.tar"))
+        raycheck.catalog.pack(sample.uri, str(tmp_path / "a.tar"))
 
     assert list(tmp_path.iterdir()) == []
 
@@ -270,7 +272,7 @@ def test_a_damaged_source_makes_no_file(sample: Sample, tmp_path: Path) -> None:
 def test_a_checkpoint_whose_object_is_gone_is_called_damaged_and_an_evicted_one_is_not(sample: Sample) -> None:
     sample.store.delete(object_keys.shard_key("step-000000009-a1-s2", "train", 0))
 
-    with pytest.raises(raycheck.DamagedError, match="missing although latest lists"):
+    with pytest.raises(raycheck.errors.DamagedError, match="missing although latest lists"):
         sample.pack()
     with pytest.raises(NotFoundError, match="no checkpoint of step 5"):
         sample.pack(step=5)
@@ -404,7 +406,7 @@ def test_a_compressed_archive_that_was_cut_or_added_to_is_refused(sample: Sample
     new = open_store(f"memory://{uuid4().hex}")
 
     with pytest.raises(CorruptError):
-        raycheck.unpack(io.BytesIO(change(sample.pack(zstd=True))), new.uri)
+        raycheck.catalog.unpack(io.BytesIO(change(sample.pack(zstd=True))), new.uri)
 
     assert assert_invariants(new) is None
 
@@ -415,7 +417,7 @@ def test_the_stream_is_not_read_before_its_place_was_looked_at(sample: Sample) -
             raise AssertionError("it was read")
 
     with pytest.raises(ConfigError, match="there is a run"):
-        raycheck.unpack(Untouched(), sample.uri)
+        raycheck.catalog.unpack(Untouched(), sample.uri)
 
 
 def test_the_record_has_the_layout_that_is_documented(sample: Sample) -> None:
@@ -446,7 +448,7 @@ def test_an_archive_opened_from_a_pipe_may_come_in_pieces(sample: Sample) -> Non
 
     with ThreadPoolExecutor(1) as pool, os.fdopen(reading, "rb", buffering=0) as source:
         fed = pool.submit(feed)
-        raycheck.unpack(source, new)
+        raycheck.catalog.unpack(source, new)
         fed.result(timeout=60)
 
     assert_holds(new, sample)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import raycheck
-from raycheck import ConfigError, CorruptError, DamagedError, NotFoundError, StorageSettings, copy_run
+from raycheck import StorageSettings
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.latest import Latest
@@ -28,8 +28,10 @@ from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri, parse_uri
 from raycheck.bucket.store.part_sizes import MIN_PART_BYTES, PART_SIZES, PartSizes
+from raycheck.catalog import copy_run
 from raycheck.catalog.copy import plan_copy
 from raycheck.demo.server import s3_server
+from raycheck.errors import ConfigError, CorruptError, DamagedError, NotFoundError
 from raycheck.settings import Retention
 from tests.support.histories.invariants import assert_invariants
 from tests.support.processes.save_without_ray import save_state
@@ -189,7 +191,7 @@ def test_a_driver_of_the_source_is_fenced_on_the_copy() -> None:
     trained(source)
     copy_run(source, target)
 
-    with pytest.raises(raycheck.FencedError):
+    with pytest.raises(raycheck.errors.FencedError):
         Driver(open_store(target)).claim("group")
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from raycheck import ConfigError, copy_run, delete_run, fork_run, open_run
+from raycheck import open_run
 from raycheck.bucket.format.label import Label
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.protocol import name_and_score
@@ -13,7 +13,9 @@ from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
+from raycheck.catalog import copy_run, delete_run, fork_run
 from raycheck.catalog.copy import plan_copy
+from raycheck.errors import ConfigError
 from tests.support.histories.invariants import assert_invariants
 from tests.support.samples.sample_checkpoints import Driver, everything
 

@@ -36,7 +36,7 @@ def test_stock_torch_loads_every_component_of_a_download_from_any_store(place: s
     sample = make_sample(join_uri(place, "run"))
     folder = tmp_path / "here"
 
-    done = raycheck.download(sample.uri, folder)
+    done = raycheck.catalog.download(sample.uri, folder)
 
     assert {name: len(data) for name, data in files_in(folder).items()} == done.files
     found = {}
@@ -60,7 +60,7 @@ def flat(tree: dict, prefix: str = "") -> list[str]:
 
 
 def test_safetensors_hold_every_tensor_and_values_json_all_else(sample: Sample, tmp_path: Path) -> None:
-    done = raycheck.download(sample.uri, tmp_path / "here", format="safetensors")
+    done = raycheck.catalog.download(sample.uri, tmp_path / "here", format="safetensors")
 
     assert set(done.files) == {"manifest.json", "model.safetensors", "optimizer.safetensors", "values.json"}
     found = load_file(tmp_path / "here/model.safetensors")
@@ -81,7 +81,7 @@ def test_entries_that_are_large_lie_in_several_safetensors_files(
 ) -> None:
     monkeypatch.setattr(download_safetensors, "MAX_FILE_BYTES", 5000)
 
-    done = raycheck.download(sample.uri, tmp_path / "here", format="safetensors")
+    done = raycheck.catalog.download(sample.uri, tmp_path / "here", format="safetensors")
 
     index = json.loads((tmp_path / "here/model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == {f"model.{name}" for name in sample.model.state_dict()}
@@ -97,14 +97,14 @@ def test_entries_that_are_large_lie_in_several_safetensors_files(
 
 
 def test_a_repeat_fetches_nothing_and_a_lost_or_changed_file_again(sample: Sample, tmp_path: Path) -> None:
-    raycheck.download(sample.uri, tmp_path / "here")
+    raycheck.catalog.download(sample.uri, tmp_path / "here")
     before = files_in(tmp_path / "here")
     shard = tmp_path / "here/train/__0_0.distcp"
 
-    again = raycheck.download(sample.uri, tmp_path / "here")
+    again = raycheck.catalog.download(sample.uri, tmp_path / "here")
     shard.write_bytes(before["train/__0_0.distcp"][:-1] + b"x")
     (tmp_path / "here/train/.metadata").unlink()
-    mended = raycheck.download(sample.uri, tmp_path / "here")
+    mended = raycheck.catalog.download(sample.uri, tmp_path / "here")
 
     assert again.fetched_bytes == 0
     assert mended.fetched_bytes == len(before["train/__0_0.distcp"]) + len(before["train/.metadata"])
@@ -112,12 +112,12 @@ def test_a_repeat_fetches_nothing_and_a_lost_or_changed_file_again(sample: Sampl
 
 
 def test_a_repeat_of_safetensors_fetches_only_what_is_missing_or_changed(sample: Sample, tmp_path: Path) -> None:
-    raycheck.download(sample.uri, tmp_path / "here", format="safetensors")
+    raycheck.catalog.download(sample.uri, tmp_path / "here", format="safetensors")
     before = files_in(tmp_path / "here")
-    again = raycheck.download(sample.uri, tmp_path / "here", format="safetensors")
+    again = raycheck.catalog.download(sample.uri, tmp_path / "here", format="safetensors")
     (tmp_path / "here/model.safetensors").write_bytes(before["model.safetensors"][:-1] + b"\x01")
 
-    mended = raycheck.download(sample.uri, tmp_path / "here", format="safetensors")
+    mended = raycheck.catalog.download(sample.uri, tmp_path / "here", format="safetensors")
 
     assert (again.fetched_bytes, mended.fetched_bytes) == (0, len(before["model.safetensors"]))
     assert files_in(tmp_path / "here") == before
@@ -130,9 +130,9 @@ def test_a_download_that_broke_off_anywhere_is_taken_up_again(
     """At every read of the store; files are cut into many reads. Nothing under its own name is ever not whole."""
     monkeypatch.setattr(read_ahead, "SPAN_BYTES", 700)
     monkeypatch.setattr(read_ahead, "SPANS_IN_FLIGHT", 2)
-    raycheck.download(sample.uri, tmp_path / "whole", format=form)
+    raycheck.catalog.download(sample.uri, tmp_path / "whole", format=form)
     whole = files_in(tmp_path / "whole")
-    opened, left, reads = raycheck.catalog.download.open_run, [0], [0]
+    opened, left, reads = raycheck.catalog.download_checkpoint.open_run, [0], [0]
 
     def failing(uri: str, storage: object) -> raycheck.Run:
         run = opened(uri, storage)
@@ -148,20 +148,20 @@ def test_a_download_that_broke_off_anywhere_is_taken_up_again(
         run.store.get_range = get_range
         return run
 
-    monkeypatch.setattr("raycheck.catalog.download.open_run", failing)
+    monkeypatch.setattr("raycheck.catalog.download_checkpoint.open_run", failing)
     broken = 0
     for number in range(1, 60):
         folder = tmp_path / str(number)
         left[0] = number
         try:
-            raycheck.download(sample.uri, folder, format=form)
+            raycheck.catalog.download(sample.uri, folder, format=form)
         except StoreError:
             broken += 1
             found = {name: data for name, data in files_in(folder).items() if not name.endswith(".partial")}
             assert {
                 name: data for name, data in found.items() if name != "raycheck-download.json"
             }.items() <= whole.items()
-            done = raycheck.download(sample.uri, folder, format=form)
+            done = raycheck.catalog.download(sample.uri, folder, format=form)
             assert done.fetched_bytes < sum(done.files.values())
         assert files_in(folder) == whole
 
@@ -169,33 +169,33 @@ def test_a_download_that_broke_off_anywhere_is_taken_up_again(
 
 
 def test_what_has_come_of_a_file_is_not_fetched_again(sample: Sample, tmp_path: Path) -> None:
-    raycheck.download(sample.uri, tmp_path / "here")
+    raycheck.catalog.download(sample.uri, tmp_path / "here")
     shard = tmp_path / "here/train/__0_0.distcp"
     data = shard.read_bytes()
     shard.unlink()
     shard.with_name("__0_0.distcp.partial").write_bytes(data[:-100])
 
-    done = raycheck.download(sample.uri, tmp_path / "here")
+    done = raycheck.catalog.download(sample.uri, tmp_path / "here")
 
     assert (done.fetched_bytes, shard.read_bytes()) == (100, data)
 
 
 @pytest.mark.parametrize("change", [lambda data: b"x" * 1000, lambda data: data + b"more", lambda data: b""])
 def test_what_somebody_put_into_a_partial_file_is_not_believed(sample: Sample, tmp_path: Path, change) -> None:
-    raycheck.download(sample.uri, tmp_path / "here")
+    raycheck.catalog.download(sample.uri, tmp_path / "here")
     whole = files_in(tmp_path / "here")
     shard = tmp_path / "here/train/__0_0.distcp"
     shard.with_name("__0_0.distcp.partial").write_bytes(change(shard.read_bytes()))
     shard.unlink()
 
-    raycheck.download(sample.uri, tmp_path / "here")
+    raycheck.catalog.download(sample.uri, tmp_path / "here")
 
     assert files_in(tmp_path / "here") == whole
 
 
 def test_only_the_components_asked_for_are_fetched_and_others_later(sample: Sample, tmp_path: Path) -> None:
-    one = raycheck.download(sample.uri, tmp_path / "here", components=["model.frozen"])
-    both = raycheck.download(sample.uri, tmp_path / "here")
+    one = raycheck.catalog.download(sample.uri, tmp_path / "here", components=["model.frozen"])
+    both = raycheck.catalog.download(sample.uri, tmp_path / "here")
 
     assert set(one.files) == {"manifest.json", "model.frozen/.metadata", "model.frozen/__0_0.distcp"}
     assert set(both.files) - set(one.files) == {"train/.metadata", "train/__0_0.distcp"}
@@ -204,15 +204,15 @@ def test_only_the_components_asked_for_are_fetched_and_others_later(sample: Samp
 
 @pytest.mark.parametrize("step", [4, "4", "step-000000004-a1-s1"])
 def test_a_checkpoint_is_named_by_step_or_name(sample: Sample, tmp_path: Path, step: int | str) -> None:
-    assert raycheck.download(sample.uri, tmp_path / "here", step=step).step == 4
+    assert raycheck.catalog.download(sample.uri, tmp_path / "here", step=step).step == 4
 
 
 def test_what_is_told_of_the_progress_begins_with_what_is_there(sample: Sample, tmp_path: Path) -> None:
     first: list[tuple[int, int]] = []
     second: list[tuple[int, int]] = []
 
-    raycheck.download(sample.uri, tmp_path / "here", progress=lambda *at: first.append(at))
-    raycheck.download(sample.uri, tmp_path / "here", progress=lambda *at: second.append(at))
+    raycheck.catalog.download(sample.uri, tmp_path / "here", progress=lambda *at: first.append(at))
+    raycheck.catalog.download(sample.uri, tmp_path / "here", progress=lambda *at: second.append(at))
 
     assert first[0][0] == 0
     assert first[-1][0] == first[-1][1]
@@ -226,23 +226,23 @@ def test_a_folder_with_other_files_is_refused_and_left_alone(sample: Sample, tmp
     (tmp_path / "thesis.txt").write_text("mine")
 
     with pytest.raises(ConfigError, match="is not empty"):
-        raycheck.download(sample.uri, tmp_path)
+        raycheck.catalog.download(sample.uri, tmp_path)
 
     assert files_in(tmp_path) == {"thesis.txt": b"mine"}
 
 
 def test_the_folder_of_another_checkpoint_is_refused(sample: Sample, tmp_path: Path) -> None:
-    raycheck.download(sample.uri, tmp_path, step=4)
+    raycheck.catalog.download(sample.uri, tmp_path, step=4)
     before = files_in(tmp_path)
 
     with pytest.raises(ConfigError, match="holds another checkpoint than step-000000009-a1-s2"):
-        raycheck.download(sample.uri, tmp_path, step=9)
+        raycheck.catalog.download(sample.uri, tmp_path, step=9)
 
     assert files_in(tmp_path) == before
 
 
 def test_links_in_the_folder_are_replaced_and_not_followed(sample: Sample, tmp_path: Path) -> None:
-    raycheck.download(sample.uri, tmp_path / "here")
+    raycheck.catalog.download(sample.uri, tmp_path / "here")
     shard = tmp_path / "here/train/__0_0.distcp"
     data = shard.read_bytes()
     (tmp_path / "victim").write_bytes(b"mine")
@@ -250,7 +250,7 @@ def test_links_in_the_folder_are_replaced_and_not_followed(sample: Sample, tmp_p
         (shard.parent / name).unlink(missing_ok=True)
         (shard.parent / name).symlink_to(tmp_path / "victim")
 
-    raycheck.download(sample.uri, tmp_path / "here")
+    raycheck.catalog.download(sample.uri, tmp_path / "here")
 
     assert (tmp_path / "victim").read_bytes() == b"mine"
     assert not shard.is_symlink()
@@ -265,14 +265,14 @@ def test_a_disk_without_room_is_noticed_before_anything_is_fetched(
 
     for form in ("dcp", "safetensors"):
         with pytest.raises(ConfigError, match="the disk has room for 100"):
-            raycheck.download(sample.uri, tmp_path / form, format=form)
+            raycheck.catalog.download(sample.uri, tmp_path / form, format=form)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(sample: Sample, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
 
     with pytest.raises(StoreError, match="file"):
-        raycheck.download(sample.uri, tmp_path / "file" / "below")
+        raycheck.catalog.download(sample.uri, tmp_path / "file" / "below")
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(sample: Sampl
 )
 def test_what_cannot_be_done_is_said_before_the_folder_is_made(sample: Sample, tmp_path: Path, options, match) -> None:
     with pytest.raises(ConfigError, match=match):
-        raycheck.download(sample.uri, tmp_path / "here", **options)
+        raycheck.catalog.download(sample.uri, tmp_path / "here", **options)
 
     assert not (tmp_path / "here").exists()
 
@@ -308,7 +308,7 @@ def test_a_damaged_object_never_gets_its_own_name(sample: Sample, tmp_path: Path
         data[:] = bytes(byte ^ 1 for byte in data)  # every tensor, not what lies between them
         sample.store.put(key, bytes(data))
     with pytest.raises(DamagedError):
-        raycheck.download(sample.uri, tmp_path, format=form)
+        raycheck.catalog.download(sample.uri, tmp_path, format=form)
 
     assert not (tmp_path / "train/__0_0.distcp").exists()
     assert not (tmp_path / "model.safetensors").exists()
@@ -318,7 +318,7 @@ def test_a_checkpoint_that_retention_drops_meanwhile_is_called_dropped(
     sample: Sample, tmp_path: Path, monkeypatch
 ) -> None:
     checkpoint = raycheck.open_run(sample.uri).at_step(4)
-    opened = raycheck.catalog.download.open_run
+    opened = raycheck.catalog.download_checkpoint.open_run
 
     def late(uri: str, storage: object) -> raycheck.Run:
         run = opened(uri, storage)
@@ -336,14 +336,14 @@ def test_a_checkpoint_that_retention_drops_meanwhile_is_called_dropped(
         return run
 
     evict_now = [1]
-    monkeypatch.setattr("raycheck.catalog.download.open_run", late)
+    monkeypatch.setattr("raycheck.catalog.download_checkpoint.open_run", late)
 
     with pytest.raises(NotFoundError, match="dropped by retention"):
-        raycheck.download(sample.uri, tmp_path, step=4)
+        raycheck.catalog.download(sample.uri, tmp_path, step=4)
 
 
 def test_bytes_that_changed_on_their_way_are_asked_for_again(sample: Sample, tmp_path: Path, monkeypatch) -> None:
-    opened, flips = raycheck.catalog.download.open_run, [1]
+    opened, flips = raycheck.catalog.download_checkpoint.open_run, [1]
 
     def flipping(uri: str, storage: object) -> raycheck.Run:
         run = opened(uri, storage)
@@ -358,9 +358,9 @@ def test_bytes_that_changed_on_their_way_are_asked_for_again(sample: Sample, tmp
         run.store.get_range = get_range
         return run
 
-    monkeypatch.setattr("raycheck.catalog.download.open_run", flipping)
+    monkeypatch.setattr("raycheck.catalog.download_checkpoint.open_run", flipping)
 
-    raycheck.download(sample.uri, tmp_path)
+    raycheck.catalog.download(sample.uri, tmp_path)
 
     assert flips == []
     assert (tmp_path / "train/__0_0.distcp").exists()

@@ -9,7 +9,6 @@ from uuid import uuid4
 
 import pytest
 
-from raycheck import ConfigError
 from raycheck.bucket.attempt_records import record_failure
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune
@@ -19,7 +18,7 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.interface import Buffer
 from raycheck.catalog.copier import MirrorCopier
 from raycheck.catalog.follow import Follower, FollowNews, follow_run
-from raycheck.errors import CorruptError, NotFoundError, StoreError
+from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError
 from tests.support.histories.invariants import assert_invariants
 from tests.support.samples.sample_checkpoints import Around, Driver, everything, write_checkpoint
 

@@ -55,7 +55,7 @@ def assert_refused(data: bytes, match: str = ".", *, size_is_known: bool = True)
     for source in sources:
         new = open_store(f"memory://{uuid4().hex}/new")
         with pytest.raises(CorruptError, match=match):
-            raycheck.unpack(source, new.uri)
+            raycheck.catalog.unpack(source, new.uri)
         written = {item.key for item in new.list_objects("")}
         assert all(key.startswith("checkpoints/step-000000009-a0-s1/") for key in written)
         assert not {key for key in written if key.endswith("manifest.json")}
@@ -106,7 +106,7 @@ def test_no_byte_can_be_changed_unseen(packed: bytes) -> None:
         changed = bytearray(packed)
         changed[place] ^= 0x55
         try:
-            raycheck.unpack(io.BytesIO(changed), f"memory://{uuid4().hex}", dry_run=True)
+            raycheck.catalog.unpack(io.BytesIO(changed), f"memory://{uuid4().hex}", dry_run=True)
         except CorruptError:
             continue
         accepted.append(place)
@@ -257,7 +257,7 @@ def test_a_manifest_that_names_what_cannot_be_is_refused(packed: bytes, name: st
 
 
 def test_the_archives_these_lies_are_made_of_is_accepted(packed: bytes) -> None:
-    done = raycheck.unpack(io.BytesIO(lying(packed, lambda manifest: manifest)), f"memory://{uuid4().hex}/new")
+    done = raycheck.catalog.unpack(io.BytesIO(lying(packed, lambda manifest: manifest)), f"memory://{uuid4().hex}/new")
 
     assert done.step == 9
 
@@ -297,6 +297,6 @@ def test_a_source_that_says_where_to_go_is_only_noted(sample: Sample) -> None:
     record = replace(load_record(parts[0][1], what="record"), uri="s3://evil/\x1b[31m")
     new = open_store(f"memory://{uuid4().hex}/new")
 
-    raycheck.unpack(io.BytesIO(with_record(parts, record, parts[1][1])), new.uri)
+    raycheck.catalog.unpack(io.BytesIO(with_record(parts, record, parts[1][1])), new.uri)
 
     assert raycheck.open_run(new.uri).head.read_manifest().restored_from == f"s3://evil/\x1b[31m {FOLDER}"

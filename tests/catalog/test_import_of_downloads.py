@@ -42,10 +42,10 @@ def trained() -> tuple[str, Net]:
 
 def test_a_download_of_several_components_is_imported_whole(trained: tuple[str, Net], tmp_path: Path) -> None:
     uri, model = trained
-    raycheck.download(uri, tmp_path / "here")
+    raycheck.catalog.download(uri, tmp_path / "here")
     assert len(raycheck.open_run(uri).head.manifest().components) == 2
 
-    done = raycheck.import_checkpoint(str(tmp_path / "here"), f"memory://{uuid4().hex}")
+    done = raycheck.catalog.import_checkpoint(str(tmp_path / "here"), f"memory://{uuid4().hex}")
 
     fresh = Net()
     state = state_of(fresh)
@@ -62,24 +62,24 @@ def test_a_part_of_a_download_is_refused_by_name_and_a_folder_of_it_is_not(
 ) -> None:
     uri, _ = trained
     folder, dest = tmp_path / "here", f"memory://{uuid4().hex}"
-    raycheck.download(uri, folder)
+    raycheck.catalog.download(uri, folder)
     (other,) = {path.name for path in folder.iterdir() if path.is_dir()} - {"train"}
     shutil.rmtree(folder / other)
 
     with pytest.raises(ConfigError, match=f"no component {other}"):
-        raycheck.import_checkpoint(str(folder), dest)
+        raycheck.catalog.import_checkpoint(str(folder), dest)
 
-    assert raycheck.import_checkpoint(str(folder / "train"), dest).step == 3
+    assert raycheck.catalog.import_checkpoint(str(folder / "train"), dest).step == 3
 
 
 def test_a_download_as_safetensors_is_refused_since_only_one_entry_of_it_would_come(
     trained: tuple[str, Net], tmp_path: Path
 ) -> None:
     uri, _ = trained
-    raycheck.download(uri, tmp_path / "here", format="safetensors")
+    raycheck.catalog.download(uri, tmp_path / "here", format="safetensors")
 
     with pytest.raises(ConfigError, match="format dcp"):
-        raycheck.import_checkpoint(str(tmp_path / "here"), f"memory://{uuid4().hex}")
+        raycheck.catalog.import_checkpoint(str(tmp_path / "here"), f"memory://{uuid4().hex}")
 
     (file,) = (tmp_path / "here").glob("model*.safetensors")
-    assert raycheck.import_checkpoint(str(file), f"memory://{uuid4().hex}").entries[0].num_tensors == 4
+    assert raycheck.catalog.import_checkpoint(str(file), f"memory://{uuid4().hex}").entries[0].num_tensors == 4

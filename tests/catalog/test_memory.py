@@ -24,7 +24,7 @@ as much again that Python has not given back."""
 
 CHILD = """
 import json, os, resource, sys, time
-import raycheck, raycheck.catalog.archive.pack, raycheck.catalog.archive.unpack, raycheck.catalog.download
+import raycheck, raycheck.catalog.archive.pack, raycheck.catalog.archive.unpack, raycheck.catalog.download_checkpoint
 from raycheck.run import open_run
 work, *arguments = sys.argv[1:]
 open_run(os.environ["WARM"]).head.read_manifest()  # the client is loaded
@@ -37,9 +37,9 @@ with open("/proc/self/clear_refs", "w") as file:
     file.write("5")
 before, began = peak(), time.monotonic()
 {
-    "pack": lambda uri, file: raycheck.pack(uri, file),
-    "unpack": lambda file, uri: raycheck.unpack(file, uri),
-    "download": lambda uri, folder, form="dcp": raycheck.download(uri, folder, format=form),
+    "pack": lambda uri, file: raycheck.catalog.pack(uri, file),
+    "unpack": lambda file, uri: raycheck.catalog.unpack(file, uri),
+    "download": lambda uri, folder, form="dcp": raycheck.catalog.download(uri, folder, format=form),
 }[work](*arguments)
 print(json.dumps({"memory": peak() - before, "seconds": time.monotonic() - began}))
 """

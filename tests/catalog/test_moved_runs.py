@@ -23,7 +23,7 @@ KEY = "step-000000007-a1-s1"
 def runs(tmp_path: Path) -> Path:
     """A folder with the run "base" and its fork "variant", which uses its directory."""
     save_state(open_store(f"{tmp_path}/runs/base"), {"model": torch.nn.Linear(30, 20)}, step=7)
-    raycheck.fork_run(f"{tmp_path}/runs/base", f"{tmp_path}/runs/variant")
+    raycheck.catalog.fork_run(f"{tmp_path}/runs/base", f"{tmp_path}/runs/variant")
     return tmp_path / "runs"
 
 
@@ -40,9 +40,9 @@ def trains(uri: str) -> None:
 READERS: dict[str, Callable[[str], object]] = {
     "restore": restores,
     "training": trains,
-    "download": lambda uri: raycheck.download(uri, f"{uri}-here"),
-    "pack": lambda uri: raycheck.pack(uri, f"{uri}.tar"),
-    "cp": lambda uri: raycheck.copy_run(uri, f"{uri}-copy", step=7),
+    "download": lambda uri: raycheck.catalog.download(uri, f"{uri}-here"),
+    "pack": lambda uri: raycheck.catalog.pack(uri, f"{uri}.tar"),
+    "cp": lambda uri: raycheck.catalog.copy_run(uri, f"{uri}-copy", step=7),
 }
 
 

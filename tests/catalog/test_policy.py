@@ -38,9 +38,9 @@ def steps(uri: str) -> list[int]:
 def test_the_first_rule_that_fits_decides_and_others_are_left_alone(runs: str) -> None:
     policy = {"rules": [{"states": ["finished"], "keep_last": 1}, {"name": "a", "keep_last": 4}]}
 
-    planned = raycheck.prune_runs(runs, policy, dry_run=True)
+    planned = raycheck.catalog.prune_runs(runs, policy, dry_run=True)
     assert steps(f"{runs}/a/done") == [10, 20, 30, 40, 50]
-    done = raycheck.prune_runs(runs, policy, grace_s=0.0)
+    done = raycheck.catalog.prune_runs(runs, policy, grace_s=0.0)
 
     assert [(run.name, run.rule, len(run.names), run.problem) for run in done] == [
         ("a/done", 1, 4, ""),
@@ -55,19 +55,19 @@ def test_the_first_rule_that_fits_decides_and_others_are_left_alone(runs: str) -
 def test_what_is_not_old_enough_stays(runs: str) -> None:
     rules = [{"states": ["finished", "died"], "idle_days": 30, "delete": True}]
 
-    assert [run.rule for run in raycheck.prune_runs(runs, {"rules": rules})] == [None, None]
+    assert [run.rule for run in raycheck.catalog.prune_runs(runs, {"rules": rules})] == [None, None]
     assert len(steps(f"{runs}/a/done")) == 5
 
 
 def test_an_abandoned_run_is_deleted_and_one_that_others_use_is_named(runs: str, tmp_path: Path) -> None:
-    raycheck.fork_run(f"{runs}/a/done", f"file://{tmp_path}/other/fork")
+    raycheck.catalog.fork_run(f"{runs}/a/done", f"file://{tmp_path}/other/fork")
     rules = [{"states": ["finished", "running"], "idle_days": 1e-9, "keep_last": 5}]
-    assert [run.rule for run in raycheck.prune_runs(runs, {"rules": rules})] == [1, 1]
+    assert [run.rule for run in raycheck.catalog.prune_runs(runs, {"rules": rules})] == [1, 1]
     delete = {"rules": [{"states": ["finished"], "idle_days": 1e-9, "delete": True}]}
 
-    (refused, _) = raycheck.prune_runs(runs, delete)
-    raycheck.delete_run(f"file://{tmp_path}/other/fork", live=True)
-    (done, _) = raycheck.prune_runs(runs, delete)
+    (refused, _) = raycheck.catalog.prune_runs(runs, delete)
+    raycheck.catalog.delete_run(f"file://{tmp_path}/other/fork", live=True)
+    (done, _) = raycheck.catalog.prune_runs(runs, delete)
 
     assert "fork" in refused.problem
     assert (done.problem, done.is_deleted) == ("", True)
@@ -83,7 +83,7 @@ def test_a_run_that_is_started_after_the_listing_is_not_deleted(runs: str, monke
         return listed
 
     monkeypatch.setattr("raycheck.catalog.policy.list_runs", list_runs)
-    done = raycheck.prune_runs(runs, {"rules": [{"states": ["finished"], "idle_days": 1e-9, "delete": True}]})
+    done = raycheck.catalog.prune_runs(runs, {"rules": [{"states": ["finished"], "idle_days": 1e-9, "delete": True}]})
 
     assert [(run.name, run.state, run.is_deleted) for run in done] == [
         ("a/done", "finished", True),
@@ -99,8 +99,8 @@ def test_a_run_without_a_checkpoint_counts_as_idle_since_its_claim(tmp_path: Pat
     trained(uri, 0)
     rule = {"states": ["uncommitted"], "delete": True}
 
-    (kept,) = raycheck.prune_runs(f"file://{tmp_path}/runs", {"rules": [rule | {"idle_days": 1}]})
-    (gone,) = raycheck.prune_runs(f"file://{tmp_path}/runs", {"rules": [rule | {"idle_days": 1e-9}]})
+    (kept,) = raycheck.catalog.prune_runs(f"file://{tmp_path}/runs", {"rules": [rule | {"idle_days": 1}]})
+    (gone,) = raycheck.catalog.prune_runs(f"file://{tmp_path}/runs", {"rules": [rule | {"idle_days": 1e-9}]})
 
     assert (kept.rule, gone.is_deleted) == (None, True)
     assert not (tmp_path / "runs/empty/latest").exists()
@@ -121,7 +121,7 @@ def test_a_run_without_a_checkpoint_counts_as_idle_since_its_claim(tmp_path: Pat
 )
 def test_a_policy_that_makes_no_sense_is_refused_before_anything_is_read(policy, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        raycheck.prune_runs("s3://nowhere/at-all", policy)
+        raycheck.catalog.prune_runs("s3://nowhere/at-all", policy)
 
 
 def test_the_command_says_what_it_would_free(runs: str, tmp_path: Path) -> None:

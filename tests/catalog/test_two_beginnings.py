@@ -36,16 +36,16 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sources")
     for number in (1, 2):
         save_state(open_store(f"{folder}/run-{number}"), {"model": model(number)}, step=STEP)
-        raycheck.pack(f"{folder}/run-{number}", f"{folder}/{number}.tar")
+        raycheck.catalog.pack(f"{folder}/run-{number}", f"{folder}/{number}.tar")
         torch.save(model(number).state_dict(), folder / f"{number}.pt")
     return folder
 
 
 BEGINNINGS: dict[str, Callable[[Path, int, str], Any]] = {
-    "fork": lambda folder, number, dest: raycheck.fork_run(f"{folder}/run-{number}", dest, copy=True),
-    "copy": lambda folder, number, dest: raycheck.copy_run(f"{folder}/run-{number}", dest, step=STEP),
-    "unpack": lambda folder, number, dest: raycheck.unpack(f"{folder}/{number}.tar", dest),
-    "import": lambda folder, number, dest: raycheck.import_checkpoint(f"{folder}/{number}.pt", dest, step=STEP),
+    "fork": lambda folder, number, dest: raycheck.catalog.fork_run(f"{folder}/run-{number}", dest, copy=True),
+    "copy": lambda folder, number, dest: raycheck.catalog.copy_run(f"{folder}/run-{number}", dest, step=STEP),
+    "unpack": lambda folder, number, dest: raycheck.catalog.unpack(f"{folder}/{number}.tar", dest),
+    "import": lambda folder, number, dest: raycheck.catalog.import_checkpoint(f"{folder}/{number}.pt", dest, step=STEP),
 }
 
 
@@ -93,7 +93,7 @@ def test_two_that_begin_a_run_in_one_place_at_once_never_write_to_one_key(
     assert 5 < write < 30
 
 
-@pytest.mark.parametrize("begin", [*BEGINNINGS.values(), lambda folder, number, dest: raycheck.copy_run(
+@pytest.mark.parametrize("begin", [*BEGINNINGS.values(), lambda folder, number, dest: raycheck.catalog.copy_run(
     f"{folder}/run-{number}", dest)], ids=[*BEGINNINGS, "copy of the whole run"])  # fmt: skip
 def test_a_folder_of_runs_does_not_become_a_run(sources: Path, tmp_path: Path, begin: Callable[..., Any]) -> None:
     BEGINNINGS["fork"](sources, 1, f"{tmp_path}/runs/first")

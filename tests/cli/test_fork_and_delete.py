@@ -50,8 +50,8 @@ def test_a_fork_is_restored_and_the_base_can_only_go_after_it(base, tmp_path) ->
 
 def test_a_deleted_run_that_others_use_is_listed_as_deleted(base, tmp_path) -> None:
     variant = f"file://{tmp_path}/variant"
-    raycheck.fork_run(base, variant)
-    assert not raycheck.delete_run(base, keep_shared=True, live=True).is_gone
+    raycheck.catalog.fork_run(base, variant)
+    assert not raycheck.catalog.delete_run(base, keep_shared=True, live=True).is_gone
 
     found = {run.name: run for run in raycheck.list_runs(f"file://{tmp_path}")}
     listed = done_with(0, "runs", f"file://{tmp_path}").stdout
@@ -60,8 +60,8 @@ def test_a_deleted_run_that_others_use_is_listed_as_deleted(base, tmp_path) -> N
     assert found["variant"].state == "idle"
     for text in (found["base"].text, " ".join(listed.split()), done_with(0, "show", base).stdout):
         assert "kept for other runs, which use checkpoints of it: ../variant." in text
-    raycheck.delete_run(variant, live=True)
-    assert raycheck.delete_run(base, live=True).is_gone
+    raycheck.catalog.delete_run(variant, live=True)
+    assert raycheck.catalog.delete_run(base, live=True).is_gone
 
 
 def test_who_is_not_asked_before_a_delete_does_not_wait_for_a_count(wire: FaultProxy) -> None:
@@ -83,7 +83,7 @@ def test_the_head_is_not_deleted(base) -> None:
 def test_a_dry_run_refuses_what_the_delete_would_refuse(base, tmp_path) -> None:
     assert "rewind" in done_with(2, "delete", base, "7", "--dry-run").stderr
     assert "--live" in done_with(2, "delete-run", base, "--dry-run").stderr
-    raycheck.fork_run(base, f"file://{tmp_path}/variant")
+    raycheck.catalog.fork_run(base, f"file://{tmp_path}/variant")
     assert "--keep-shared" in done_with(2, "delete-run", base, "--dry-run", "--live").stderr
 
     plan = json.loads(done_with(0, "delete-run", base, "--dry-run", "--live", "--keep-shared", "--json").stdout)

@@ -29,8 +29,8 @@ CALLS: dict[str, list[Callable[..., object]]] = {
     "Checkpointer": [raycheck.Checkpointer],
     "AfterCommit": [raycheck.AfterCommit],
     "FailureConfig": [ray.train.FailureConfig],
-    "Group": [raycheck.Group],
-    "Periodic": [raycheck.Periodic],
+    "Group": [raycheck.adapters.Group],
+    "Periodic": [raycheck.adapters.Periodic],
     "Retention": [Retention],
     "RunConfig": [ray.train.RunConfig],
     "SaveSettings": [raycheck.SaveSettings],
@@ -42,7 +42,7 @@ CALLS: dict[str, list[Callable[..., object]]] = {
     "peek": [raycheck.Checkpointer.peek],
     "restore": [raycheck.Checkpointer.restore, raycheck.ActorCheckpointer.restore, raycheck.Run.restore],
     "save": [raycheck.Checkpointer.save, raycheck.ActorCheckpointer.save],
-    "start_coordinator": [raycheck.start_coordinator],
+    "start_coordinator": [raycheck.adapters.start_coordinator],
     "wait": [raycheck.Checkpointer.wait, raycheck.ActorCheckpointer.wait],
 }
 ELSEWHERE = {"--lr", "--follow", "--standalone", "--rdzv-backend"}
@@ -137,7 +137,9 @@ def test_a_message_on_the_command_line_names_flags_and_no_arguments(run, tmp_pat
 def test_a_restore_outside_of_training_does_what_its_message_recommends(run) -> None:
     uri, _ = run
     here = {"model": torch.nn.Linear(40, 30, bias=False)}
-    with pytest.raises(raycheck.StateMismatchError, match=r"only in the checkpoint: model.bias[\s\S]*strict=False"):
+    with pytest.raises(
+        raycheck.errors.StateMismatchError, match=r"only in the checkpoint: model.bias[\s\S]*strict=False"
+    ):
         raycheck.open_run(uri).restore(into=here)
 
     assert raycheck.open_run(uri).restore(3, into=here, strict=False) == 3

@@ -98,8 +98,8 @@ def repaired(store: Store) -> None:
 
 
 def packed_and_unpacked(uri: str, file: str) -> None:
-    raycheck.pack(uri, file)
-    raycheck.unpack(file, f"memory://{uuid4().hex}")
+    raycheck.catalog.pack(uri, file)
+    raycheck.catalog.unpack(file, f"memory://{uuid4().hex}")
 
 
 FACES: dict[str, Callable[[Checkpoint, Path], object]] = {
@@ -111,8 +111,10 @@ FACES: dict[str, Callable[[Checkpoint, Path], object]] = {
     "export": lambda it, folder: raycheck.export_hf(it, f"{folder}/hf"),
     "fork": lambda it, _: fork(it.store, open_store(f"memory://{uuid4().hex}"), run_id="a-forked-run"),
     "pack and unpack": lambda it, folder: packed_and_unpacked(it.store.uri, f"{folder}/a.tar"),
-    "download": lambda it, folder: raycheck.download(it.store.uri, folder / "dcp"),
-    "download of safetensors": lambda it, folder: raycheck.download(it.store.uri, folder / "st", format="safetensors"),
+    "download": lambda it, folder: raycheck.catalog.download(it.store.uri, folder / "dcp"),
+    "download of safetensors": lambda it, folder: raycheck.catalog.download(
+        it.store.uri, folder / "st", format="safetensors"
+    ),
     "repair": lambda it, _: repaired(it.store),
 }
 

@@ -31,6 +31,7 @@ from raycheck.state.restore_result import RestoreReport
 from tests.cli.test_hints import CALLS
 from tests.support.processes.coordinator_in_thread import group_of
 from tests.support.processes.save_without_ray import save_state
+from tests.support.public_names import PUBLIC_MODULE, is_public, public_value
 from tests.support.samples import hf_models
 from tests.support.samples.documents import (
     GUIDES,
@@ -341,7 +342,7 @@ def test_every_argument_that_a_text_names_is_one_of_the_call_it_names(path: Path
     text = "\n".join([*spans(path), *(block.text for block in blocks(path) if block.kind != "text")])
 
     for call, arguments in re.findall(r"\b(\w+)\(((?:[^()]*\b\w+=[^()]*)+)", text):
-        targets = CALLS.get(call) or ([getattr(raycheck, call)] if call in raycheck.__all__ else [])
+        targets = CALLS.get(call) or ([public_value(call)] if call in PUBLIC_MODULE else [])
         known = {name for target in targets for name in inspect.signature(target).parameters}
         for argument in re.findall(r"(?:^|,)\s*(\w+)=", arguments):
             assert not targets or argument in known or call == "loader", f"{call}({argument}=...)"
@@ -360,15 +361,15 @@ def test_every_attribute_that_a_guide_names_is_there() -> None:
         text = "\n".join([*spans(path), *(block.text for block in of_kind(path, "python"))])
         for name, attribute in re.findall(r"(?<![\w.])(ckpt|at|at\.report|start|data|run)\.([a-z_]+)", text):
             assert any(hasattr(owner, attribute) for owner in owners[name]), f"{path.name}: {name}.{attribute}"
-        for name in re.findall(r"(?<![\w./])raycheck\.([a-zA-Z_]+)", text.replace("raycheck.json", "")):
-            assert name in (*raycheck.__all__, *raycheck._FRAMEWORKS), f"{path.name}: raycheck.{name}"
+        for name in re.findall(r"(?<![\w./])raycheck((?:\.[a-zA-Z_]+)+)", text.replace("raycheck.json", "")):
+            assert is_public(name.split(".")[1:]), f"{path.name}: raycheck{name}"
 
 
 def test_every_setting_error_and_public_name_is_in_a_guide() -> None:
     text = "\n".join(path.read_text() for path in GUIDES)
     settings = (raycheck.SaveSettings, raycheck.AfterCommit, HFExport, raycheck.StorageSettings)
 
-    for name in (*raycheck.__all__, *(field.name for kind in settings for field in fields(kind))):
+    for name in (*PUBLIC_MODULE, *(field.name for kind in settings for field in fields(kind))):
         assert re.search(rf"\b{name}\b", text), f"no guide names {name}"
 
 

@@ -319,7 +319,7 @@ def test_damage_in_what_hooks_are_shown_early_leads_to_the_checkpoint_before(tmp
     head = raycheck.open_run(memory(tmp_path)).head
     damage(open_store(memory(tmp_path)), head.step, "lightning._extra_state.checkpoint.counted.sums")
 
-    with pytest.raises(raycheck.SupersededError, match="damaged"):
+    with pytest.raises(raycheck.errors.SupersededError, match="damaged"):
         training.run(*group_of(memory(tmp_path)))
     module, trainer = training.run(*group_of(memory(tmp_path)))
 
@@ -392,7 +392,7 @@ def test_fit_adds_the_callback_and_evaluation_is_left_alone(tmp_path: Any) -> No
 
     assert raycheck.open_run(memory(tmp_path)).at(30).step == 30
     assert trainer.validate(module, DataLoader(samples()), verbose=False)[0]["val_loss"] >= 0
-    with pytest.raises(raycheck.ConfigError, match="settings of its own"):
+    with pytest.raises(raycheck.errors.ConfigError, match="settings of its own"):
         raycheck.lightning.fit(trainer, module, settings=raycheck.SaveSettings())
 
 
@@ -400,7 +400,7 @@ def test_a_turned_off_callback_trains_as_if_it_were_not_there(tmp_path: Any) -> 
     _, trainer = Training(settings={"enabled": False}).run(group_of(memory(tmp_path))[0])
 
     assert trainer.global_step == 30
-    with pytest.raises(raycheck.NotFoundError):
+    with pytest.raises(raycheck.errors.NotFoundError):
         raycheck.open_run(memory(tmp_path))
 
 
@@ -485,7 +485,7 @@ def test_what_could_not_be_restored_whole_is_refused_before_the_first_step(tmp_p
     steps: list[Any] = []
     training.module = functools.partial(_noted, training.module, steps)
 
-    with pytest.raises(raycheck.ConfigError, match=match):
+    with pytest.raises(raycheck.errors.ConfigError, match=match):
         training.run(*group_of(memory(tmp_path)))
 
     assert not steps

@@ -128,7 +128,7 @@ def refused(rank: int, world_size: int, uri: str, averages: bool) -> str:
     options = {"strategy": raycheck.lightning.strategy("fsdp2")} if averages else {}
     callbacks = [EMAWeightAveraging(decay=0.9)] if averages else []
     training = Training(module=Sharded, options=options, callbacks=lambda: callbacks)
-    with pytest.raises(raycheck.ConfigError) as error:
+    with pytest.raises(raycheck.errors.ConfigError) as error:
         training.run(raycheck.torchrun_group(uri))
     return str(error.value)
 

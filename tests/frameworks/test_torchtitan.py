@@ -84,7 +84,7 @@ def weights(uri: str, step: int, folder: Path) -> dict[str, torch.Tensor]:
     """Returns all tensors of a checkpoint's model, as stock torch reads them. folder: a new one, for files."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    raycheck.download(uri, folder, step=step)
+    raycheck.catalog.download(uri, folder, step=step)
     dcp_to_torch_save(folder / "train", folder / "all.pt")
     return dict(torch.load(folder / "all.pt", weights_only=False)["model"])
 
@@ -398,7 +398,7 @@ def test_first_weights_come_from_hugging_face_files_in_a_folder_or_imported_into
     folder = hugging_face_folder(tmp_path / "files", source, adapter)
     path = {"folder": str(folder), "run": f"file://{tmp_path}/run", "bucket": join_uri(s3, uuid4().hex)}[place]
     if place != "folder":
-        raycheck.import_checkpoint(str(folder), path)
+        raycheck.catalog.import_checkpoint(str(folder), path)
     model, adapter = debug_model(seed=1)
 
     load_hugging_face(path, model, adapter)
@@ -451,7 +451,7 @@ def test_sharded_ranks_begin_alike_from_hugging_face_files_and_from_a_run_of_the
 ) -> None:
     folder = hugging_face_folder(tmp_path / "files", *debug_model(seed=3))
     imported = f"file://{tmp_path}/imported"
-    raycheck.import_checkpoint(str(folder), imported)
+    raycheck.catalog.import_checkpoint(str(folder), imported)
     fresh = ["--training.steps", "2", "--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path"]
     losses = {name: tmp_path / f"{name}.json" for name in ("folder", "run", "random")}
 

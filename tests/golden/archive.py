@@ -30,4 +30,4 @@ if __name__ == "__main__":
     store = open_store("memory://golden/run")
     save_state(store, {ENTRY: model(0.0)}, save_number=1, step=STEP, metrics={"loss": 0.5})
     FILE.unlink(missing_ok=True)
-    raycheck.pack("memory://golden/run", str(FILE))
+    raycheck.catalog.pack("memory://golden/run", str(FILE))

@@ -14,7 +14,7 @@ from tests.support.histories.invariants import assert_invariants
 def test_it_is_unpacked_to_the_state_that_was_packed() -> None:
     new = f"memory://{uuid4().hex}/new"
 
-    done = raycheck.unpack(str(FILE), new)
+    done = raycheck.catalog.unpack(str(FILE), new)
 
     live = model(100.0)
     assert raycheck.open_run(new).restore(into={ENTRY: live}) == done.step == STEP

@@ -72,7 +72,7 @@ class Rank:
         self._model = torch.nn.Linear(PARAMETERS, 1, bias=False)
 
     def round(self, group: str) -> Held:
-        place = raycheck.RayGroup(
+        place = raycheck.adapters.RayGroup(
             id=group, uri=self._uri, rank=self._rank, world_size=RANKS, coordinator=self._coordinator
         )
         weight = self._model.weight
@@ -118,7 +118,7 @@ def soak(
 ) -> Soaked:
     """Rounds until so many saves, or minutes. Needs a running Ray. pause_s: after each step."""
     uri = join_uri(bucket, uuid4().hex)
-    coordinator = raycheck.start_coordinator(uri, owner="soak")
+    coordinator = raycheck.adapters.start_coordinator(uri, owner="soak")
     ranks = [Rank.remote(rank, uri, coordinator, engine, pause_s) for rank in range(RANKS)]
     names = [*(f"rank {rank}" for rank in range(RANKS)), "coordinator"]
     held: dict[str, list[Held]] = {name: [] for name in names}

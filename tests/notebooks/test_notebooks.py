@@ -10,8 +10,8 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 
-import raycheck
 from tests.notebooks.execute import FOLDER, executed, notebooks
+from tests.support.public_names import is_public
 
 MAX_BYTES = 300_000
 NEEDS_RAY = {"kill_it_and_watch", "trainer_with_lora_to_generation"}
@@ -80,8 +80,8 @@ def test_it_uses_public_names_only(path: Path) -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("raycheck"):
                 assert (node.module, [alias.name for alias in node.names]) == ("raycheck.demo.server", ["s3_server"])
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "raycheck":
-                assert node.attr in (*raycheck.__all__, *raycheck._FRAMEWORKS), node.attr
+            if isinstance(node, ast.Attribute) and re.fullmatch(r"raycheck(\.\w+)+", ast.unparse(node)):
+                assert is_public(ast.unparse(node).split(".")[1:]), ast.unparse(node)
             if isinstance(node, ast.Attribute):
                 assert not node.attr.startswith("_"), node.attr
 

@@ -165,12 +165,12 @@ def test_settings_that_were_changed_hold_and_are_named(cluster: None, tmp_path: 
     uri = f"file://{tmp_path}/run"
 
     def train(**settings) -> None:
-        place = raycheck.RayGroup(
+        place = raycheck.adapters.RayGroup(
             id=uuid4().hex,
             uri=uri,
             rank=0,
             world_size=1,
-            coordinator=raycheck.start_coordinator(uri, owner=uuid4().hex),
+            coordinator=raycheck.adapters.start_coordinator(uri, owner=uuid4().hex),
         )
         with raycheck.Checkpointer(
             {"x": torch.nn.Linear(1, 1)}, raycheck.SaveSettings(**settings), group=place

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from raycheck import fork_run
 from raycheck.bucket.format.object_keys import checkpoint_prefix, manifest_key
 from raycheck.bucket.store import open_store
+from raycheck.catalog import fork_run
 from raycheck.errors import ConfigError
 from raycheck.page.pages import PageScope, freed_view, run_view, runs_view
 from raycheck.page.rendering import render

@@ -168,12 +168,12 @@ def test_7_state_that_is_missing_or_damaged_is_an_error_and_never_a_silent_resta
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     live = a_model(5.0)
 
-    with pytest.raises(raycheck.StateMismatchError, match=r"missing in the checkpoint: schedule"):
+    with pytest.raises(raycheck.errors.StateMismatchError, match=r"missing in the checkpoint: schedule"):
         restore_state(head(memory), {"model": live, "optimizer": optimizer, "schedule": schedule})
     assert live.weight[0, 0].item() == 5.0, "nothing was changed"
 
     memory.put(object_keys.LATEST_KEY, b"{ torn")
-    with pytest.raises(raycheck.CorruptError, match="latest"):
+    with pytest.raises(raycheck.errors.CorruptError, match="latest"):
         Driver(memory, "another").claim("group")
 
 
@@ -195,7 +195,7 @@ def test_8_training_does_not_wait_for_the_store(s3: str, wire: FaultProxy) -> No
 
 def test_9_retention_deletes_neither_what_is_pointed_to_nor_the_newest_after_going_back(memory: Store) -> None:
     for count in (0, -1):
-        with pytest.raises(raycheck.ConfigError, match=f"keep_last={count}"):
+        with pytest.raises(raycheck.errors.ConfigError, match=f"keep_last={count}"):
             SaveSettings(keep_last=count)
     ann = Driver(memory)
     ann.claim("g1")
@@ -212,7 +212,7 @@ def test_9_retention_deletes_neither_what_is_pointed_to_nor_the_newest_after_goi
 
 
 def test_10_no_code_comes_out_of_a_checkpoint(memory: Store) -> None:
-    with pytest.raises(raycheck.ConfigError, match=r"state at own\.bomb"):
+    with pytest.raises(raycheck.errors.ConfigError, match=r"state at own\.bomb"):
         save_state(memory, {"own": {"bomb": Bomb()}}, step=1)
     calls = {
         f"{node.value.id}.{node.attr}"

@@ -245,7 +245,7 @@ def test_a_deleted_copy_is_gone_with_its_run_and_gives_its_source_back(server, c
         rest.list_checkpoints(run_id_in(copied)).result()
     with pytest.raises(tinker.NotFoundError):
         rest.delete_checkpoint_from_tinker_path(copied).result()
-    with pytest.raises(raycheck.NotFoundError):
+    with pytest.raises(raycheck.errors.NotFoundError):
         run_of(bucket, copied)
     assert run_of(bucket, path).lent == {}
 

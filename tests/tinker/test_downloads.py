@@ -108,9 +108,9 @@ def test_a_packed_state_has_the_optimizer_too_and_goes_on_at_another_server(
     undisturbed = train(model, range(2, 4))
     folder, file = folder_of(model.model_id), str(tmp_path / "two.tar")
 
-    raycheck.pack(join_uri(bucket, folder), file, step="weights.two")
+    raycheck.catalog.pack(join_uri(bucket, folder), file, step="weights.two")
     unpacked = f"file://{tmp_path}/bucket/{folder}"
-    raycheck.unpack(file, unpacked)
+    raycheck.catalog.unpack(file, unpacked)
     raycheck.open_run(unpacked).name_checkpoint(2, "weights.two")
 
     with tinker_server(base, f"file://{tmp_path}/bucket", tmp_path / "s.sqlite") as other:
@@ -165,7 +165,7 @@ def test_the_adapter_of_a_checkpoint_that_is_gone_goes_with_the_next_export(serv
     model.save_weights_for_sampler("second").result(TIMEOUT_S)
     run = raycheck.open_run(f"{bucket}/{folder_of(model.model_id)}")
     key = next(item.entry.key for item in run.checkpoints if item.name == "sampler_weights.first")
-    raycheck.delete_checkpoint(
+    raycheck.catalog.delete_checkpoint(
         f"{bucket}/{folder_of(model.model_id)}", key
     )  # which leaves the export, as an expiry does
 

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import pytest
 
-from raycheck import ConfigError
+from raycheck.errors import ConfigError
 from raycheck.tinker.journal import Journal, LoggedRequest
 from tests.support.frameworks.tinker_client import TIMEOUT_S, ask, new_model, train
 from tests.support.servers.tinker_server import tinker_server, wait_until

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from raycheck import ConfigError
+from raycheck.errors import ConfigError
 from raycheck.tinker.journal import Journal, LoggedRequest, ReplacedError
 
 

@@ -7,7 +7,7 @@ from typing import IO, Annotated, cast
 import typer
 
 from raycheck.bucket.store.address import shown_uri
-from raycheck.catalog import download as downloads
+from raycheck.catalog import download_checkpoint as downloads
 from raycheck.catalog.archive import pack as packing
 from raycheck.catalog.archive import unpack as unpacking
 from raycheck.cli.options import Json, Storage, Text, Uri, complete_step, out, print_json, settings_of

@@ -12,14 +12,11 @@ from typing import Any, Self
 
 from accelerate import Accelerator
 
+from raycheck.adapters import Checkpointer, Group, PerRank, SaveSettings
 from raycheck.errors import ConfigError
 from raycheck.frameworks.accelerate.loaders import FetchedAhead, Loaders
 from raycheck.frameworks.accelerate.process_count import ProcessCount
 from raycheck.frameworks.accelerate.state import check_supported, state_of, streams_in
-from raycheck.group.group import Group
-from raycheck.group.worker.checkpointer import Checkpointer
-from raycheck.settings import SaveSettings
-from raycheck.state.entries.per_rank_entries import PerRank
 
 RESTORE_FIRST = (
     "raycheck.accelerate: restore before the first step, even in a fresh run: call accelerator.load_state() after "

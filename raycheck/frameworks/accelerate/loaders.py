@@ -11,7 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.data_loader import skip_first_batches
 
-from raycheck.data.data_stream import DataStream
+from raycheck.adapters import DataStream
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.frameworks.accelerate.order import FetchRandom, LoaderOrder
 

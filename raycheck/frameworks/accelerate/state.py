@@ -5,7 +5,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from raycheck.data.data_stream import DataStream
+from raycheck.adapters import DataStream
 from raycheck.errors import ConfigError
 
 REFUSED = {

@@ -4,11 +4,10 @@ it."""
 from functools import cache
 from typing import Any
 
+from raycheck.adapters import Group, SaveSettings
 from raycheck.errors import ConfigError
 from raycheck.frameworks.lightning.fit_session import FitSession
 from raycheck.frameworks.lightning.packages import imported_package, named, package_of
-from raycheck.group.group import Group
-from raycheck.settings import SaveSettings
 
 
 def Callback(  # noqa: N802  users see a callback class, built for whichever package is imported

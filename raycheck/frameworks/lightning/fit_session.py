@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from raycheck.adapters import Checkpointer, Group, PerRank, SaveSettings, open_run
 from raycheck.errors import ConfigError, DamagedError
 from raycheck.frameworks.lightning.lightning_state import LightningState, weight_averagings
 from raycheck.frameworks.lightning.logged_values import LoggedValues
@@ -20,11 +21,6 @@ from raycheck.frameworks.lightning.refusals import check_data, check_optimizers,
 from raycheck.frameworks.lightning.strategies import is_fsdp2
 from raycheck.frameworks.lightning.training_data import ConvertedSource, LoaderConversion
 from raycheck.frameworks.shaped_module import ShapedModule
-from raycheck.group.group import Group
-from raycheck.group.worker.checkpointer import Checkpointer
-from raycheck.run import open_run
-from raycheck.settings import SaveSettings
-from raycheck.state.entries.per_rank_entries import PerRank
 
 logger = logging.getLogger("raycheck")
 

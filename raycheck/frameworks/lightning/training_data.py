@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from raycheck.data.batches import Batches
+from raycheck.adapters import Batches
 from raycheck.errors import ConfigError
 from raycheck.frameworks.lightning.packages import named, package_of
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torchtitan.tools import filesystem
 
+from raycheck.adapters import Run, open_run
 from raycheck.errors import ConfigError, NotFoundError
 from raycheck.frameworks.shaped_module import ShapedModule
-from raycheck.run import Run, open_run
 
 
 def load_first_weights(config: Any, model: nn.Module, parts: list[nn.Module], adapter: Any) -> bool:

@@ -15,15 +15,12 @@ from torch import nn
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.tools import filesystem
 
+from raycheck.adapters import Checkpointer, PerRank, SaveSettings, torchrun_group
 from raycheck.errors import ConfigError
 from raycheck.frameworks.torchtitan.first_weights import load_first_weights
 from raycheck.frameworks.torchtitan.parts import Counters, is_trainer, whole
 from raycheck.frameworks.torchtitan.position import ENTRY, LoaderPosition, Steps
 from raycheck.frameworks.torchtitan.resplit import Resplit
-from raycheck.group.served_group import torchrun_group
-from raycheck.group.worker.checkpointer import Checkpointer
-from raycheck.settings import SaveSettings
-from raycheck.state.entries.per_rank_entries import PerRank
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """An environment variable that torchrun sets, and Ray Train does not."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from raycheck.data.data_stream import DataStream
+from raycheck.adapters import DataStream
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.frameworks.torchtitan.resplit import Resplit
 

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar
 
+from raycheck.adapters import Group, SaveSettings
 from raycheck.frameworks.versions import require
-from raycheck.group.group import Group
-from raycheck.settings import SaveSettings
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback
 
+from raycheck.adapters import Checkpointer, Group, PerRank, RankZero, SaveSettings, open_run
 from raycheck.errors import ConfigError, NotFoundError
 from raycheck.frameworks.transformers.generation_data import generates, generation_layout, hold_generation_batch
 from raycheck.frameworks.transformers.refusals import refuse_callbacks
@@ -30,14 +31,9 @@ from raycheck.frameworks.transformers.training_data import (
     plain_layout,
     training_data,
 )
-from raycheck.group.group import Group
-from raycheck.group.worker.checkpointer import Checkpointer
-from raycheck.run import open_run
-from raycheck.settings import SaveSettings
-from raycheck.state.entries.per_rank_entries import PerRank, RankZero
 
 if TYPE_CHECKING:
-    from raycheck.data.batches import Batches
+    from raycheck.adapters import Batches
 
 logger = logging.getLogger("raycheck")
 

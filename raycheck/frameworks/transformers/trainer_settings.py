@@ -8,8 +8,8 @@ them open.
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from raycheck.adapters import SaveSettings
 from raycheck.errors import ConfigError
-from raycheck.settings import SaveSettings
 
 _TRIGGERS = (
     "every_seconds",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from raycheck.data.batches import Batches
+from raycheck.adapters import Batches
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.frameworks.transformers.refusals import refuse_dataset
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 from uuid import uuid4
 
-from raycheck import ConfigError, FencedError, RaycheckError, RayGroup, SupersededError, start_coordinator
+from raycheck.adapters import RayGroup, start_coordinator
+from raycheck.errors import ConfigError, FencedError, RaycheckError, SupersededError
 from raycheck.tinker.engine.ranks import Ranks
 
 logger = logging.getLogger("raycheck.tinker")

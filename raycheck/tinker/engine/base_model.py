@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raycheck import ConfigError
+from raycheck.errors import ConfigError
 from raycheck.tinker.engine.ranks import ALONE, Ranks
 
 _ATTENTION = ("attn", "attention")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raycheck import ConfigError
+from raycheck.errors import ConfigError
 from raycheck.tinker.engine.base_model import Adapter, BaseModel
 from raycheck.tinker.engine.orders import SampleOrder
 from raycheck.tinker.wire.samples import (

@@ -5,7 +5,8 @@ The few most recently used stay in memory. They hold no state, so a death of the
 
 from collections import OrderedDict
 
-from raycheck import NotFoundError, open_run
+from raycheck import open_run
+from raycheck.errors import NotFoundError
 from raycheck.tinker.engine.base_model import Adapter, BaseModel
 from raycheck.tinker.engine.generation import sample
 from raycheck.tinker.engine.lora_model import LoraModel

@@ -7,16 +7,10 @@ checkpoint, or initializes the model, and reports which requests that covers. So
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from raycheck import (
-    Checkpointer,
-    ConfigError,
-    Group,
-    NotFoundError,
-    SaveFailedError,
-    SaveSettings,
-    fork_run,
-    open_run,
-)
+from raycheck import Checkpointer, SaveSettings, open_run
+from raycheck.adapters import Group
+from raycheck.catalog import fork_run
+from raycheck.errors import ConfigError, NotFoundError, SaveFailedError
 from raycheck.tinker.checkpoint_paths import is_borrowed
 from raycheck.tinker.engine.base_model import BaseModel
 from raycheck.tinker.engine.lora_model import LoraModel

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from raycheck import TarStream
+from raycheck.catalog import TarStream
 from raycheck.tinker.access import DOWNLOADS
 from raycheck.tinker.checkpoint_paths import CheckpointPath
 from raycheck.tinker.checkpoint_store import AdapterFiles, CheckpointStore

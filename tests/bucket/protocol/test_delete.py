@@ -193,14 +193,14 @@ def test_what_is_left_of_a_run_without_latest_is_deleted_only_when_asked_to(tmp_
     store.delete(object_keys.LATEST_KEY)
     before = everything(store)
     with pytest.raises(NotFoundError, match="raycheck repair"):
-        raycheck.delete_run(uri)
+        raycheck.catalog.delete_run(uri)
     assert everything(store) == before
 
-    assert raycheck.delete_run(uri, lost=True).is_gone
+    assert raycheck.catalog.delete_run(uri, lost=True).is_gone
 
     assert everything(store) == {}
     with pytest.raises(NotFoundError, match="no run here"):
-        raycheck.delete_run(uri, lost=True)
+        raycheck.catalog.delete_run(uri, lost=True)
 
 
 def test_what_is_left_of_a_run_that_others_use_is_not_deleted() -> None:

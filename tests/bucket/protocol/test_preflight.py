@@ -10,10 +10,11 @@ from uuid import uuid4
 
 import pytest
 
-from raycheck import ConfigError, StorageSettings, StoreError
+from raycheck import StorageSettings
 from raycheck.bucket.protocol.preflight import probe, probe_node
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
+from raycheck.errors import ConfigError, StoreError
 from tests.support.servers.http_fault_proxy import fault_proxy
 from tests.support.servers.ports import free_ports, wait_until_up
 

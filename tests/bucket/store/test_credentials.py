@@ -8,9 +8,10 @@ from uuid import uuid4
 
 import pytest
 
-from raycheck import ConfigError, StorageSettings, StoreError
+from raycheck import StorageSettings
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
+from raycheck.errors import ConfigError, StoreError
 from tests.support.servers.http_fault_proxy import FaultProxy
 
 ROLE = "arn:aws:iam::123456789012:role/train"

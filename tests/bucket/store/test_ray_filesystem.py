@@ -8,9 +8,10 @@ import pytest
 import s3fs
 from pyarrow import fs
 
-from raycheck import ConfigError, StorageSettings
+from raycheck import StorageSettings
 from raycheck.bucket.store.address import parse_uri, with_settings
 from raycheck.bucket.store.ray_filesystem import ray_filesystem, uri_of
+from raycheck.errors import ConfigError
 
 
 def name_of(value: object) -> str:

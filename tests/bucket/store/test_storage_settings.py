@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import settings as profile
 from hypothesis import strategies as st
 
-from raycheck import ConfigError, StorageSettings
+from raycheck import StorageSettings
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import is_same_place, join_uri, parse_uri, with_settings
+from raycheck.errors import ConfigError
 
 FIELDS = [field.name for field in fields(StorageSettings)]
 texts = st.text(st.characters(categories=["L", "N"], include_characters=" /&=?#+%:@é"), min_size=1)

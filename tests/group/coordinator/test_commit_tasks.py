@@ -62,7 +62,7 @@ class Trainer:
         self.model = small_model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.store = open_store(uri)
-        place = raycheck.RayGroup(
+        place = raycheck.adapters.RayGroup(
             id=uuid4().hex, uri=uri, rank=0, world_size=1, coordinator=coordinator, broadcast=lambda value: value
         )
         state = {"model": self.model, "optimizer": self.optimizer, "tokenizer": Tokenizer()}
@@ -88,7 +88,7 @@ class Trainer:
 
 def trainer_of(uri: str, **exports):
     settings = SaveSettings(every_steps=4, keep_last=1, after_commit=AfterCommit.export(**exports))
-    return Trainer.remote(uri, raycheck.start_coordinator(uri, owner=uuid4().hex), settings)
+    return Trainer.remote(uri, raycheck.adapters.start_coordinator(uri, owner=uuid4().hex), settings)
 
 
 def loaded_logits(folder: Path) -> torch.Tensor:
@@ -155,7 +155,7 @@ class Shard:
         torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
         self.model = small_model()
         fully_shard(self.model)
-        place = raycheck.RayGroup(id="shards", uri=uri, rank=rank, world_size=2, coordinator=coordinator)
+        place = raycheck.adapters.RayGroup(id="shards", uri=uri, rank=rank, world_size=2, coordinator=coordinator)
         export = AfterCommit.export(every_steps=2, at_end=False, max_shard_bytes=4000)
         self.ckpt = raycheck.Checkpointer({"model": self.model}, SaveSettings(after_commit=export), group=place)
 
@@ -172,7 +172,7 @@ class Shard:
 @pytest.mark.filterwarnings("ignore")  # Ray itself warns
 def test_as_many_tasks_as_ranks_write_the_shards_of_all(cluster: None, tmp_path) -> None:
     uri = f"file://{tmp_path}/run"
-    coordinator = raycheck.start_coordinator(uri, owner="me")
+    coordinator = raycheck.adapters.start_coordinator(uri, owner="me")
     ranks = [Shard.remote(uri, coordinator, rank, f"{tmp_path}/rendezvous") for rank in range(2)]
 
     logits = ray.get([rank.train.remote() for rank in ranks])
@@ -374,7 +374,7 @@ def test_each_node_is_dealt_about_as_many_bytes() -> None:
 
 @pytest.mark.parametrize(("entry", "which"), [(None, "one model"), ("critic", "'critic'")])
 def test_exports_need_a_model_that_says_what_it_is(entry: str | None, which: str) -> None:
-    place = raycheck.RayGroup(id="g", uri=f"memory://{uuid4().hex}", rank=0, world_size=1, coordinator=None)
+    place = raycheck.adapters.RayGroup(id="g", uri=f"memory://{uuid4().hex}", rank=0, world_size=1, coordinator=None)
 
     settings = SaveSettings(after_commit=AfterCommit.export(entry=entry))
     with pytest.raises(ConfigError, match=f"{which} with a Hugging Face configuration"):
@@ -457,13 +457,13 @@ def test_a_task_that_cannot_run_is_refused_before_training(task, message: str) -
 
 
 def begin_with(function) -> None:
-    place = raycheck.RayGroup(id="g", uri=f"memory://{uuid4().hex}", rank=0, world_size=1, coordinator=None)
+    place = raycheck.adapters.RayGroup(id="g", uri=f"memory://{uuid4().hex}", rank=0, world_size=1, coordinator=None)
     settings = SaveSettings(after_commit=AfterCommit(function))
     raycheck.Checkpointer({"model": torch.nn.Linear(2, 2)}, settings, group=place).restore()
 
 
 def test_a_task_on_demand_must_be_in_the_settings() -> None:
-    place = raycheck.RayGroup(id="g", uri=f"memory://{uuid4().hex}", rank=0, world_size=1, coordinator=None)
+    place = raycheck.adapters.RayGroup(id="g", uri=f"memory://{uuid4().hex}", rank=0, world_size=1, coordinator=None)
 
     with pytest.raises(ConfigError, match=r"save\(after_commit='export'\).*tasks \['print'\]"):
         raycheck.Checkpointer(

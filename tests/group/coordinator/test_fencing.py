@@ -50,9 +50,9 @@ def test_a_second_driver_fences_the_first_which_ends_and_stays_ended(job, s3: st
 
     second = start(job(storage, "run", folder=str(folders[1]), epochs=30, every=40))
 
-    with pytest.raises(raycheck.FencedError if start is by_raycheck else TrainingFailedError) as ended:
+    with pytest.raises(raycheck.errors.FencedError if start is by_raycheck else TrainingFailedError) as ended:
         first.join()
-    assert isinstance(final_error(ended.value), raycheck.FencedError)
+    assert isinstance(final_error(ended.value), raycheck.errors.FencedError)
     assert len(story(folders[0], "start")) == 1, "the fenced driver restarted its workers"
     assert story(folders[1], "start")[0]["at"] >= 8
     assert raycheck.open_checkpoint(second.checkpoint).entry.step == 360
@@ -129,13 +129,13 @@ def test_wrong_settings_end_the_run_before_any_worker_starts(job, tmp_path: Path
     storage = f"file://{tmp_path}/runs"
     raycheck.fit(job(storage, "run", epochs=1, workers=1, mode="plain"))
 
-    with pytest.raises(raycheck.ConfigError, match="resume='never'"):
+    with pytest.raises(raycheck.errors.ConfigError, match="resume='never'"):
         raycheck.fit(job(storage, "run", epochs=1, workers=1, mode="plain", max_failures=-1), resume="never")
-    with pytest.raises(raycheck.ConfigError, match="resume='must'"):
+    with pytest.raises(raycheck.errors.ConfigError, match="resume='must'"):
         raycheck.fit(job(storage, "other", epochs=1, workers=1, mode="plain"), resume="must")
-    with pytest.raises(raycheck.ConfigError, match="name"):
+    with pytest.raises(raycheck.errors.ConfigError, match="name"):
         raycheck.fit(job(storage, ""))
-    with pytest.raises(raycheck.ConfigError, match="resume="):
+    with pytest.raises(raycheck.errors.ConfigError, match="resume="):
         raycheck.fit(job(storage, "run"), resume="yesterday")
 
     assert_invariants(open_store(f"{storage}/run"))

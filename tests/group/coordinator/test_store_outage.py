@@ -50,7 +50,7 @@ def close(pair: list[Holder]) -> list:
     for call in start_on_all(pair, "close"):
         try:
             ends.append(call.join(BOUND_S))
-        except raycheck.SaveFailedError as error:
+        except raycheck.errors.SaveFailedError as error:
             ends.append(error)
     return [end or holder.threads_left() for end, holder in zip(ends, pair, strict=True)]
 
@@ -93,7 +93,8 @@ def test_a_store_that_stays_away_ends_training_with_rank_step_and_object(s3: str
     wire.chaos(1, seed=2)
 
     with pytest.raises(
-        raycheck.SaveFailedError, match=r"3 failed save\(s\) in a row.*rank \d: upload of checkpoints/step-000000008"
+        raycheck.errors.SaveFailedError,
+        match=r"3 failed save\(s\) in a row.*rank \d: upload of checkpoints/step-000000008",
     ):
         train(pair, 6)
 

@@ -45,7 +45,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, *, after: Event | None = None) ->
     def fails(*args: Any, **options: Any) -> bool:
         monkeypatch.setattr(protocol, "commit", commit)
         assert after is None or after.wait(60)
-        raise raycheck.StoreError("the store is away")
+        raise raycheck.errors.StoreError("the store is away")
 
     monkeypatch.setattr(protocol, "commit", fails)
 
@@ -54,7 +54,7 @@ def test_a_step_whose_save_failed_is_saved_when_it_is_asked_for_again(uri: str, 
     (ckpt,) = ranks_of(uri)
     fail_once(monkeypatch)
     ckpt.save()
-    with pytest.raises(raycheck.SaveFailedError, match="the store is away"):
+    with pytest.raises(raycheck.errors.SaveFailedError, match="the store is away"):
         ckpt.wait()
 
     ckpt.save()
@@ -98,7 +98,7 @@ def test_a_rank_that_has_heard_of_a_failed_save_before_is_told_like_the_others(u
 
     said = []
     for rank in [InThread(ckpt.wait) for ckpt in ranks]:
-        with pytest.raises(raycheck.SaveFailedError, match="the store is away") as error:
+        with pytest.raises(raycheck.errors.SaveFailedError, match="the store is away") as error:
             rank.join()
         said.append(str(error.value).partition(": ")[2])
 
@@ -111,7 +111,10 @@ def test_a_save_that_fails_before_its_upload_is_not_made_again_for_the_failure_b
     """The other ranks are told of that failure, and make no further save either."""
     (ckpt,) = ranks_of(uri)
     commit, take = protocol.commit, TrainState.stage
-    fails: list[raycheck.RaycheckError] = [ReferenceLostError("an object is missing"), raycheck.StoreError("away")]
+    fails: list[raycheck.RaycheckError] = [
+        ReferenceLostError("an object is missing"),
+        raycheck.errors.StoreError("away"),
+    ]
 
     def fail(*_: Any, **__: Any) -> Any:
         monkeypatch.setattr(protocol, "commit", commit)
@@ -121,11 +124,11 @@ def test_a_save_that_fails_before_its_upload_is_not_made_again_for_the_failure_b
 
     monkeypatch.setattr(protocol, "commit", fail)
     ckpt.save()
-    with pytest.raises(raycheck.SaveFailedError, match="an object is missing"):
+    with pytest.raises(raycheck.errors.SaveFailedError, match="an object is missing"):
         ckpt.wait()
     monkeypatch.setattr(TrainState, "stage", fail)
 
-    with pytest.raises(raycheck.SaveFailedError, match="away"):
+    with pytest.raises(raycheck.errors.SaveFailedError, match="away"):
         ckpt.close()
 
     assert not fails

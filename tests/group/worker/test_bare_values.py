@@ -44,5 +44,7 @@ def test_bare_values_go_on_in_the_dict_that_the_script_holds(uri: str) -> None:
 
 
 def test_a_bare_number_that_is_added_is_refused_since_nobody_would_see_it_restored(uri: str) -> None:
-    with pytest.raises(raycheck.ConfigError, match=r"state\['more'\] is a float .*keep it in your own dict or list"):
+    with pytest.raises(
+        raycheck.errors.ConfigError, match=r"state\['more'\] is a float .*keep it in your own dict or list"
+    ):
         Rank(uri).ckpt.add("more", 0.5)

@@ -50,7 +50,7 @@ def lora(folder: Path, seed: int, **changes: Any) -> Any:
 def train(uri: str, model_of: Any, *, steps: int = 1, world_size: int = 1, **settings: Any) -> list[Any]:
     """Train on every rank. Returns the ranks' models."""
 
-    def rank(group: raycheck.Group, model: Any) -> Any:
+    def rank(group: raycheck.adapters.Group, model: Any) -> Any:
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         chosen = raycheck.SaveSettings(every_steps=1, **settings)
         with raycheck.Checkpointer({"model": model, "optimizer": optimizer}, chosen, group=group) as ckpt:
@@ -87,7 +87,7 @@ def assert_restores(uri: str, wanted: Any, blank: Any) -> None:
 
 def test_two_lora_runs_on_one_imported_base_upload_their_adapters_alone(bucket: str, weights: Path) -> None:
     base = f"{bucket}/base"
-    raycheck.import_checkpoint(str(weights), base)
+    raycheck.catalog.import_checkpoint(str(weights), base)
     whole = stored(base)
 
     trained = {
@@ -106,14 +106,14 @@ def test_two_lora_runs_on_one_imported_base_upload_their_adapters_alone(bucket: 
     assert not same(trained["one"], trained["two"])
     assert len(read_latest(open_store(base)).holds) == 2
     with pytest.raises(ConfigError, match="2 other runs use"):
-        raycheck.delete_run(base)
+        raycheck.catalog.delete_run(base)
 
 
 def test_a_layer_that_is_trained_beside_the_adapter_leaves_the_base_s_own_in_the_base(
     bucket: str, weights: Path
 ) -> None:
     base, uri = f"{bucket}/base", f"{bucket}/run"
-    raycheck.import_checkpoint(str(weights), base)
+    raycheck.catalog.import_checkpoint(str(weights), base)
 
     (model,) = train(uri, lambda: lora(weights, 0, modules_to_save=["lm_head"]), base=base)
 
@@ -123,7 +123,7 @@ def test_a_layer_that_is_trained_beside_the_adapter_leaves_the_base_s_own_in_the
 
 def test_a_restart_at_another_world_size_goes_on_referring_to_the_base(bucket: str, weights: Path) -> None:
     base, uri = f"{bucket}/base", f"{bucket}/run"
-    raycheck.import_checkpoint(str(weights), base)
+    raycheck.catalog.import_checkpoint(str(weights), base)
     train(uri, lambda: lora(weights, 0), base=base, world_size=2)
     train(uri, lambda: lora(weights, 5), base=base, world_size=3)  # the restore has found all that is frozen
 
@@ -138,7 +138,7 @@ def test_a_restart_at_another_world_size_goes_on_referring_to_the_base(bucket: s
 
 def test_the_command_line_says_which_run_a_run_uses_and_refuses_to_delete_that(bucket: str, weights: Path) -> None:
     base, uri = f"{bucket}/base", f"{bucket}/run"
-    raycheck.import_checkpoint(str(weights), base)
+    raycheck.catalog.import_checkpoint(str(weights), base)
     train(uri, lambda: lora(weights, 0), base=base)
     (name,) = raycheck.open_run(uri).borrowed["../base"]
 
@@ -167,7 +167,7 @@ def test_another_lora_run_is_a_base_too(bucket: str, weights: Path) -> None:
 
 def test_a_base_that_has_borrowed_hands_on_what_it_borrowed(bucket: str, weights: Path) -> None:
     base, first, second = (f"{bucket}/{name}" for name in ("base", "first", "second"))
-    raycheck.import_checkpoint(str(weights), base)
+    raycheck.catalog.import_checkpoint(str(weights), base)
     train(first, lambda: lora(weights, 0), base=base)
 
     (model,) = train(second, lambda: lora(weights, 1), base=first)
@@ -186,7 +186,7 @@ def changed(weights: Path, seed: int) -> Any:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_one_other_bit_is_another_base(bucket: str, weights: Path, world_size: int, caplog: Any) -> None:
     base, uri = f"{bucket}/base", f"{bucket}/run"
-    raycheck.import_checkpoint(str(weights), base)
+    raycheck.catalog.import_checkpoint(str(weights), base)
 
     model = train(uri, lambda: changed(weights, 0), base=base, world_size=world_size)[0]
 
@@ -198,7 +198,7 @@ def test_one_other_bit_is_another_base(bucket: str, weights: Path, world_size: i
 
 def test_what_changes_after_the_comparison_is_uploaded(bucket: str, weights: Path) -> None:
     base, uri = f"{bucket}/base", f"{bucket}/run"
-    raycheck.import_checkpoint(str(weights), base)
+    raycheck.catalog.import_checkpoint(str(weights), base)
     model = lora(weights, 0)
     settings = raycheck.SaveSettings(every_steps=1, base=base)
     with raycheck.Checkpointer({"model": model}, settings, group=group_of(uri)[0]) as ckpt:
@@ -224,7 +224,7 @@ def test_a_base_that_cannot_be_used_costs_an_upload_and_says_why(
     if problem == "unreadable":
         open_store(base).put("latest", b"{}")
     elif problem != "gone":
-        raycheck.import_checkpoint(str(tmp_path), base)
+        raycheck.catalog.import_checkpoint(str(tmp_path), base)
     if problem == "damaged":
         store = open_store(base)
         key = next(it.key for it in store.list_objects("checkpoints/") if "frozen" in it.key and it.key.endswith("cp"))
@@ -258,7 +258,7 @@ def test_a_run_that_has_nothing_frozen_says_so_and_trains(
 ) -> None:
     llama().save_pretrained(tmp_path)
     base, uri = f"{bucket}/base", f"{bucket}/run"
-    raycheck.import_checkpoint(str(tmp_path), base)
+    raycheck.catalog.import_checkpoint(str(tmp_path), base)
 
     (model, *_) = train(uri, llama, base=base, world_size=world_size)
 

@@ -49,15 +49,15 @@ def wired(wire: FaultProxy) -> str:
 def test_a_group_of_plain_actors_saves_and_another_world_size_restores(cluster: None, s3: str) -> None:
     actors = reused(Holder)
 
-    def group(name: str, world_size: int) -> list[raycheck.Group]:
+    def group(name: str, world_size: int) -> list[raycheck.adapters.Group]:
         return [
-            raycheck.RayGroup(id=name, uri=uri, rank=rank, world_size=world_size, coordinator=coordinator)
+            raycheck.adapters.RayGroup(id=name, uri=uri, rank=rank, world_size=world_size, coordinator=coordinator)
             for rank in range(world_size)
         ]
 
     with fault_proxy(s3) as proxy:
         uri = join_uri(proxy.uri, uuid4().hex)
-        coordinator = raycheck.start_coordinator(uri, owner="me")
+        coordinator = raycheck.adapters.start_coordinator(uri, owner="me")
         pair = [actors.remote(place) for place in group("pair", 2)]
         ray.get([holder.restore.remote() for holder in pair])
         ray.get([pair[rank].set_number.remote(10 + rank) for rank in range(2)])
@@ -90,7 +90,7 @@ def test_a_replaced_group_is_told_that_its_attempt_is_over(uri: str) -> None:
     (place,) = again(places)
     claim_run(place)
 
-    with pytest.raises(raycheck.SupersededError):
+    with pytest.raises(raycheck.errors.SupersededError):
         train_and_close(old, 2)
     new = Holder(place)
     new.restore()
@@ -110,7 +110,7 @@ def test_a_replaced_group_is_told_so_between_its_saves_too(uri: str, monkeypatch
     claim_run(place)
     assert old.wait_until_over() == 0
 
-    with pytest.raises(raycheck.SupersededError):
+    with pytest.raises(raycheck.errors.SupersededError):
         old.ckpt.end_step()
     assert old.ckpt._counter.step == 1, "the second step would have saved"
 
@@ -118,7 +118,7 @@ def test_a_replaced_group_is_told_so_between_its_saves_too(uri: str, monkeypatch
 def test_steps_before_restore_are_refused(uri: str) -> None:
     holder = alone_at(uri)
 
-    with pytest.raises(raycheck.ConfigError, match="restore"):
+    with pytest.raises(raycheck.errors.ConfigError, match="restore"):
         holder.train(1)
 
     assert_invariants(open_store(uri))
@@ -145,7 +145,9 @@ def test_replicas_that_differ_are_refused_by_name_before_anything_is_committed(u
     on_all(pair, "restore")
 
     for training in start_on_all(pair, "train", 2):
-        with pytest.raises(raycheck.ConfigError, match=r"tensor model\.(weight|bias) is not the same on ranks 0 and 1"):
+        with pytest.raises(
+            raycheck.errors.ConfigError, match=r"tensor model\.(weight|bias) is not the same on ranks 0 and 1"
+        ):
             training.join()
 
     assert assert_invariants(open_store(uri)).live == ()
@@ -180,7 +182,7 @@ def test_a_partial_restore_is_done_once_and_a_restart_goes_on_from_where_trainin
 def test_two_open_checkpointers_of_a_run_in_one_process_are_refused(uri: str) -> None:
     holder = alone_at(uri)
 
-    with pytest.raises(raycheck.ConfigError, match="open Checkpointer of this run"):
+    with pytest.raises(raycheck.errors.ConfigError, match="open Checkpointer of this run"):
         holder.make_another()
     holder.restore()
     holder.train(2)
@@ -195,7 +197,7 @@ def test_a_rank_that_sees_another_place_than_the_driver_is_told_so() -> None:
     (place,) = group_of(f"memory://{uuid4().hex}")
     holder = Holder(replace(place, uri=f"memory://{uuid4().hex}"))
 
-    with pytest.raises(raycheck.ConfigError, match=r"node .*: memory://\w+ is another place than the driver's"):
+    with pytest.raises(raycheck.errors.ConfigError, match=r"node .*: memory://\w+ is another place than the driver's"):
         holder.restore()
 
 
@@ -203,7 +205,7 @@ def test_a_node_without_permission_is_told_before_the_run_is_claimed(wire: Fault
     holder = alone_at(wired)
     wire.rule("deny", "PUT", "probes/", times=2)
 
-    with pytest.raises(raycheck.ConfigError, match=r"node .*: put: .*s3:PutObject"):
+    with pytest.raises(raycheck.errors.ConfigError, match=r"node .*: put: .*s3:PutObject"):
         holder.restore()
 
     assert_invariants(open_store(join_uri(s3, urlsplit(wired).path.strip("/"))))
@@ -289,7 +291,7 @@ def test_ranks_that_lost_their_agreement_fail_one_save_and_agree_again(uri: str)
 def test_a_selection_of_what_is_nowhere_is_refused_also_in_a_fresh_run(uri: str) -> None:
     holder = alone_at(uri)
 
-    with pytest.raises(raycheck.ConfigError, match="there is no 'modle'"):
+    with pytest.raises(raycheck.errors.ConfigError, match="there is no 'modle'"):
         holder.restore(only=["modle"])
 
     assert assert_invariants(open_store(uri)).live == ()

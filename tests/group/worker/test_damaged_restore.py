@@ -89,7 +89,7 @@ def test_a_user_who_asked_for_it_gets_the_error_and_an_untouched_run(uri: str) -
     restores = start_on_all(pair_of(uri, "bob"), "restore", on_corrupt="raise")
 
     for restore in restores:
-        with pytest.raises(raycheck.DamagedError, match=OWN):
+        with pytest.raises(raycheck.errors.DamagedError, match=OWN):
             restore.join()
     assert [(entry.step, entry.damaged) for entry in raycheck.open_run(uri).latest.live] == [(2, None), (4, None)]
 
@@ -103,7 +103,7 @@ def test_with_nothing_whole_left_it_is_an_error_and_never_step_0(uri: str) -> No
     for owner in ("bob", "eve"):
         pair = pair_of(uri, owner)
         for restore in start_on_all(pair, "restore"):
-            with pytest.raises(raycheck.DamagedError, match="no earlier checkpoint"):
+            with pytest.raises(raycheck.errors.DamagedError, match="no earlier checkpoint"):
                 restore.join()
         on_all(pair, "fail")
 
@@ -117,9 +117,9 @@ def test_a_rank_that_cannot_restore_does_not_leave_the_others_waiting(uri: str) 
     well, wrong = pair_of(uri, "bob")
     restores = InThread(well.restore), InThread(lambda: wrong.restore(only=["modle"]))
 
-    with pytest.raises(raycheck.ConfigError, match="modle"):
+    with pytest.raises(raycheck.errors.ConfigError, match="modle"):
         restores[1].join()
-    with pytest.raises(raycheck.ConfigError, match=r"rank 1: restore of step-.*modle"):
+    with pytest.raises(raycheck.errors.ConfigError, match=r"rank 1: restore of step-.*modle"):
         restores[0].join()
 
 
@@ -133,7 +133,7 @@ def test_a_store_that_cannot_be_read_is_no_damage(s3: str, fault: str) -> None:
         restores = start_on_all(pair_of(join_uri(proxy.uri, name), "bob"), "restore")
 
         for restore in restores:
-            with pytest.raises(raycheck.StoreError):
+            with pytest.raises(raycheck.errors.StoreError):
                 restore.join()
 
     body = assert_invariants(open_store(join_uri(s3, name)))
@@ -152,11 +152,11 @@ def test_a_coordinator_that_was_started_again_meanwhile_ends_the_attempt(uri: st
 
     assert first.call("restored", bad).result(60).claim.restore.step == 2
     for verdict in (well, bad, well):
-        with pytest.raises(raycheck.SupersededError, match="start the workers again"):
+        with pytest.raises(raycheck.errors.SupersededError, match="start the workers again"):
             again.call("restored", verdict).result(60)
     late = again.call("claim", "second", 2).result(60)  # of a rank that had not claimed yet
     of_late = RankRestore(group="second", rank=1, world_size=2, key=late.restore.key)
-    with pytest.raises(raycheck.SupersededError):
+    with pytest.raises(raycheck.errors.SupersededError):
         again.call("restored", of_late).result(60)
 
     assert again.call("claim", "third", 2).result(60).restore.step == 2

@@ -90,7 +90,7 @@ class Run:
         self.on_all("save")
         said = set()
         for told in [InThread(rank.wait) for rank in self.ranks]:
-            with pytest.raises(raycheck.SaveFailedError) as error:
+            with pytest.raises(raycheck.errors.SaveFailedError) as error:
                 told.join()
             said.add(re.sub(r"^rank \d+: ", "", str(error.value)))
         (text,) = said
@@ -308,7 +308,9 @@ def test_what_differs_at_the_first_save_is_a_mistake_of_the_program(uri: str) ->
     run.on_all("end_step")
 
     for told in [InThread(rank.save) for rank in run.ranks]:
-        with pytest.raises(raycheck.ConfigError, match=r"tensor model\.0\.weight is not the same on ranks 0 and 1"):
+        with pytest.raises(
+            raycheck.errors.ConfigError, match=r"tensor model\.0\.weight is not the same on ranks 0 and 1"
+        ):
             told.join()
 
     assert not open_store(uri).list_names("checkpoints/")

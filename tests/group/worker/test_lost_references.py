@@ -52,7 +52,7 @@ def train(groups: list[InProcess], *, until: int, before: Steps = lambda *_: Non
                 ckpt.end_step()
 
     def ended(ckpt: raycheck.Checkpointer) -> None:
-        with suppress(raycheck.SaveFailedError):
+        with suppress(raycheck.errors.SaveFailedError):
             ckpt.wait()
 
     places = [(group, Adapted(seed=0)) for group in groups]
@@ -215,7 +215,7 @@ def test_a_wrong_answer_is_asked_for_again_and_a_store_that_is_away_proves_nothi
     store, manifest = referring
     referred = ReferredObjects(store)
 
-    store.answers = [raycheck.NotFoundError("late"), None, 3]
+    store.answers = [raycheck.errors.NotFoundError("late"), None, 3]
     referred.refuse_lost(manifest)
     assert store.heads == 4
     referred.forget()

@@ -102,7 +102,7 @@ def test_ranks_that_give_different_labels_save_nothing() -> None:
         ranks[rank].restore()
         ranks[rank].end_step()
         ranks[rank].save(name=f"of-rank-{rank}")
-        with pytest.raises(raycheck.SaveFailedError) as failed:
+        with pytest.raises(raycheck.errors.SaveFailedError) as failed:
             ranks[rank].wait()
         return str(failed.value)
 

@@ -19,7 +19,7 @@ from tests.support.servers.http_fault_proxy import FaultProxy
 class Late:
     """Is one rank whose optimizer and schedule are made only when the step is known."""
 
-    def __init__(self, place: raycheck.Group, **settings: Any) -> None:
+    def __init__(self, place: raycheck.adapters.Group, **settings: Any) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Linear(6, 5)
         self.early: dict[str, Any] = {"best": 9.0}
@@ -109,7 +109,7 @@ def test_a_script_learns_the_step_before_there_is_anything_to_fill(uri: str) -> 
     assert (best, moments) == (5.0, 2)
     assert on_all(pair, "peek") == answers, "it says the same later on"
     for rank in pair:
-        with pytest.raises(raycheck.ConfigError, match=r"add\('x'\) comes after restore"):
+        with pytest.raises(raycheck.errors.ConfigError, match=r"add\('x'\) comes after restore"):
             rank.add_twice("x")
     on_all(pair, "close")
     assert_invariants(open_store(uri))
@@ -119,13 +119,13 @@ def test_an_entry_comes_once_and_a_state_must_not_stay_empty(uri: str) -> None:
     rank = Late(group_of(uri)[0])
 
     rank.add()
-    with pytest.raises(raycheck.ConfigError, match=r"add\('model'\): the state has an entry of this name"):
+    with pytest.raises(raycheck.errors.ConfigError, match=r"add\('model'\): the state has an entry of this name"):
         rank.add_twice("model")
-    with pytest.raises(raycheck.ConfigError, match="raycheck's own"):
+    with pytest.raises(raycheck.errors.ConfigError, match="raycheck's own"):
         rank.add_twice("rng")
 
-    place = raycheck.RayGroup(id="g", uri=f"memory://{uuid4().hex}", rank=0, world_size=1, coordinator=None)
-    with pytest.raises(raycheck.ConfigError, match="the state is empty"):
+    place = raycheck.adapters.RayGroup(id="g", uri=f"memory://{uuid4().hex}", rank=0, world_size=1, coordinator=None)
+    with pytest.raises(raycheck.errors.ConfigError, match="the state is empty"):
         raycheck.Checkpointer(group=place).restore()
 
 
@@ -158,7 +158,7 @@ def test_a_restore_that_finds_damage_after_a_peek_starts_again_and_peeks_anew(ur
 
     for restore in start_on_all(pair, "restore"):
         with pytest.raises(
-            raycheck.SupersededError, match=rf"peek\(\) answered for {bad}.* will answer for step-000000002"
+            raycheck.errors.SupersededError, match=rf"peek\(\) answered for {bad}.* will answer for step-000000002"
         ):
             restore.join()
     on_all(pair, "fail")
@@ -177,7 +177,7 @@ def test_a_user_who_asked_for_it_gets_the_error_of_a_peek_and_an_untouched_run(u
     flip(open_store(uri), f"checkpoints/{raycheck.open_run(uri).head.entry.key}/index")
 
     for answer in start_on_all(pair_of(uri, "bob"), "peek", on_corrupt="raise"):
-        with pytest.raises(raycheck.DamagedError, match=r"rank \d: peek at .*index"):
+        with pytest.raises(raycheck.errors.DamagedError, match=r"rank \d: peek at .*index"):
             answer.join()
 
     assert [entry.damaged for entry in raycheck.open_run(uri).latest.live] == [None, None]
@@ -192,7 +192,7 @@ def test_a_rank_that_does_not_peek_while_another_does_is_named_and_nobody_waits(
         answers = [InThread(getattr(rank, method)) for rank, method in zip(pair, methods, strict=True)]
 
         for answer in answers:
-            with pytest.raises(raycheck.ConfigError, match=r"call peek\(\), and ranks .* restore\(\)"):
+            with pytest.raises(raycheck.errors.ConfigError, match=r"call peek\(\), and ranks .* restore\(\)"):
                 answer.join(120)
         on_all(pair, "fail")
 
@@ -203,7 +203,7 @@ def test_a_peek_of_another_part_than_the_restore_takes_is_refused(uri: str) -> N
     pair = pair_of(uri, "bob")
     assert [answer.step for answer in on_all(pair, "peek")] == [2, 2]
     for restore in start_on_all(pair, "restore", only=["model"]):
-        with pytest.raises(raycheck.ConfigError, match=r"peek\(\) returned step 2"):
+        with pytest.raises(raycheck.errors.ConfigError, match=r"peek\(\) returned step 2"):
             restore.join()
     on_all(pair, "fail")
     alike = pair_of(uri, "eve")
@@ -243,7 +243,7 @@ def test_a_wait_lasts_until_the_commit_and_says_what_was_not_committed(wire: Fau
     on_all(pair, "save")
     held.wait()
     for waiting in start_on_all(pair, "wait", 0.2):
-        with pytest.raises(raycheck.SaveFailedError, match="have not ended in time"):
+        with pytest.raises(raycheck.errors.SaveFailedError, match="have not ended in time"):
             waiting.join()
     held.release()
     assert on_all(pair, "wait") == [[1], [1]]
@@ -253,7 +253,7 @@ def test_a_wait_lasts_until_the_commit_and_says_what_was_not_committed(wire: Fau
     on_all(pair, "save")
     for _ in range(2):  # it is still not committed when it is asked again
         for waiting in start_on_all(pair, "wait"):
-            with pytest.raises(raycheck.SaveFailedError, match=r"wait\(\): not every save was committed"):
+            with pytest.raises(raycheck.errors.SaveFailedError, match=r"wait\(\): not every save was committed"):
                 waiting.join()
 
     assert [entry.step for entry in assert_invariants(open_store(join_uri(s3, name))).live] == [1]

@@ -195,9 +195,9 @@ def test_a_logger_hears_of_no_step_twice_and_evaluation_is_done_again_only_where
     told: dict[int, list[str]] = {0: [], 1: []}
 
     class Rank:
-        def __init__(self, place: raycheck.Group) -> None:
+        def __init__(self, place: raycheck.adapters.Group) -> None:
             self.told = told[place.rank]
-            self.evaluate = raycheck.Periodic(every_steps=3, every_seconds=3600)
+            self.evaluate = raycheck.adapters.Periodic(every_steps=3, every_seconds=3600)
             torch.manual_seed(0)
             state = {"model": torch.nn.Linear(2, 1), "own": {"evaluate": self.evaluate}}
             self.ckpt = raycheck.Checkpointer(state, raycheck.SaveSettings(every_steps=5), group=place)

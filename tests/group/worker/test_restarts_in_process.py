@@ -28,13 +28,13 @@ def train(
     world_size: int,
     until: int,
     peeks: bool = False,
-    groups: Sequence[raycheck.Group] = (),
+    groups: Sequence[raycheck.adapters.Group] = (),
     **restoring: Any,
 ) -> RestoreResult:
     """Train to step `until`, saving every fourth step. Returns what rank 0's restore came to."""
     groups = groups or group_of(uri, world_size=world_size)
 
-    def rank(group: raycheck.Group) -> Any:
+    def rank(group: raycheck.adapters.Group) -> Any:
         model = torch.nn.Linear(2, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         data = raycheck.Batches(range(40), global_batch=4, rank=group.rank, world_size=world_size)
@@ -97,7 +97,7 @@ def test_all_ranks_go_back_before_a_damaged_checkpoint(uri: str, peeks: bool):
     damage(open_store(uri), 6, "model.weight")
 
     if peeks:
-        with pytest.raises(raycheck.SupersededError, match="peek"):
+        with pytest.raises(raycheck.errors.SupersededError, match="peek"):
             train(uri, world_size=2, until=8, peeks=True)
     at = train(uri, world_size=2, until=8, peeks=peeks)
 

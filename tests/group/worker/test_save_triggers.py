@@ -56,8 +56,8 @@ class Ranks:
         return [thread.join() for thread in threads]
 
 
-def group(rank: int, world_size: int, broadcast: Callable[[Any], Any] | None) -> raycheck.Group:
-    return raycheck.RayGroup(
+def group(rank: int, world_size: int, broadcast: Callable[[Any], Any] | None) -> raycheck.adapters.Group:
+    return raycheck.adapters.RayGroup(
         id="g", uri="memory://r", rank=rank, world_size=world_size, coordinator=None, broadcast=broadcast
     )
 

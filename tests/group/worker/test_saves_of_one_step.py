@@ -54,13 +54,13 @@ def test_a_save_after_a_failed_one_takes_the_place_that_the_failed_one_was_to_ta
 
     def fails(*_: object, **__: object) -> bool:
         monkeypatch.setattr(protocol, "commit", commit)
-        raise raycheck.StoreError("the store is away")
+        raise raycheck.errors.StoreError("the store is away")
 
     def end(ckpt: raycheck.Checkpointer) -> None:
         monkeypatch.setattr(protocol, "commit", fails)
         ckpt.end_epoch()
         ckpt.save()
-        with pytest.raises(raycheck.SaveFailedError):
+        with pytest.raises(raycheck.errors.SaveFailedError):
             ckpt.wait()
 
     assert names(saved(f"memory://{uuid4().hex}", end)) == ["s1", "s2", "s5"]

@@ -53,7 +53,7 @@ for step in (1, 2):
                     parameter.fill_(torch.nan)
     try:
         ckpt.wait()
-    except raycheck.SaveFailedError as error:
+    except raycheck.errors.SaveFailedError as error:
         problems.append(str(error))
 print(json.dumps({
     "extra_bytes": status("VmHWM") - before,

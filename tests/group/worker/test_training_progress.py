@@ -54,7 +54,7 @@ def test_an_iterator_begun_before_the_start_is_refused_in_a_fresh_run_too():
 
     position.start_at(Progress())
 
-    with pytest.raises(raycheck.ConfigError, match="started before a restore"):
+    with pytest.raises(raycheck.errors.ConfigError, match="started before a restore"):
         next(early)
     position.end_step(tokens=0, episodes=0)
     assert position.progress.samples == 0
@@ -62,13 +62,13 @@ def test_an_iterator_begun_before_the_start_is_refused_in_a_fresh_run_too():
 
 
 def test_two_streams_have_no_one_position():
-    with pytest.raises(raycheck.ConfigError, match="two streams of data"):
+    with pytest.raises(raycheck.errors.ConfigError, match="two streams of data"):
         ProgressCounter([batches(), batches()])
 
 
 @pytest.mark.parametrize("counts", [{"tokens": -1}, {"tokens": 1.5}, {"episodes": True}])
 def test_what_is_no_count_is_refused(counts: dict):
-    with pytest.raises(raycheck.ConfigError, match=f"end_step.{next(iter(counts))}="):
+    with pytest.raises(raycheck.errors.ConfigError, match=f"end_step.{next(iter(counts))}="):
         ProgressCounter([]).end_step(**{"tokens": 0, "episodes": 0, **counts})
 
 

@@ -59,21 +59,21 @@ def test_a_script_that_is_turned_off_counts_and_starts_nothing() -> None:
 def test_what_a_script_does_wrong_it_does_wrong_when_turned_off_too() -> None:
     ckpt = raycheck.Checkpointer({"x": torch.nn.Linear(1, 1)}, SaveSettings(enabled=False))
 
-    with pytest.raises(raycheck.ConfigError, match="call restore"):
+    with pytest.raises(raycheck.errors.ConfigError, match="call restore"):
         ckpt.end_step()
     ckpt.restore()
-    with pytest.raises(raycheck.ConfigError, match=r"restore\(\) was called before"):
+    with pytest.raises(raycheck.errors.ConfigError, match=r"restore\(\) was called before"):
         ckpt.restore()
-    with pytest.raises(raycheck.ConfigError, match="comes after restore"):
+    with pytest.raises(raycheck.errors.ConfigError, match="comes after restore"):
         ckpt.add("y", {"a": 1})
-    with pytest.raises(raycheck.ConfigError, match=r"end_step\(tokens="):
+    with pytest.raises(raycheck.errors.ConfigError, match=r"end_step\(tokens="):
         ckpt.end_step(tokens=-1)
-    with pytest.raises(raycheck.ConfigError, match=r"wait\(timeout_s="):
+    with pytest.raises(raycheck.errors.ConfigError, match=r"wait\(timeout_s="):
         ckpt.wait(timeout_s=-1)
 
 
 def test_a_driver_of_actors_that_is_turned_off_keeps_its_own_objects_going(tmp_path: Path) -> None:
-    evaluate, data = raycheck.Periodic(every_steps=2), raycheck.Batches(range(12), global_batch=4)
+    evaluate, data = raycheck.adapters.Periodic(every_steps=2), raycheck.Batches(range(12), global_batch=4)
     early = iter(data.loader())
     next(early)
     state = {"evaluate": evaluate, "data": data}
@@ -82,10 +82,10 @@ def test_a_driver_of_actors_that_is_turned_off_keeps_its_own_objects_going(tmp_p
     )
 
     for act in (ckpt.end_step, ckpt.end_epoch, ckpt.save, ckpt.wait):
-        with pytest.raises(raycheck.ConfigError, match="call restore"):
+        with pytest.raises(raycheck.errors.ConfigError, match="call restore"):
             act()
     ckpt.restore()
-    with pytest.raises(raycheck.ConfigError, match="started before a restore"):
+    with pytest.raises(raycheck.errors.ConfigError, match="started before a restore"):
         next(early)
     due = []
     for _ in data.loader():

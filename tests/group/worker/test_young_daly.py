@@ -79,5 +79,5 @@ def test_an_overhead_takes_the_place_of_the_default_steps() -> None:
     assert raycheck.SaveSettings(overhead=0.02).step_trigger is None
     assert raycheck.SaveSettings(overhead=0.02, every_steps=7).step_trigger == 7
     for wrong in (0, 1, 1.5, -0.1, "2%"):
-        with pytest.raises(raycheck.ConfigError, match="overhead="):
+        with pytest.raises(raycheck.errors.ConfigError, match="overhead="):
             raycheck.SaveSettings(overhead=wrong)

@@ -241,10 +241,10 @@ def test_another_driver_that_takes_the_run_over_ends_this_one(actors: list[Any],
     uri = join_uri(s3, uuid4().hex)
     first = led(actors, uri)
     train(actors, first, 2)
-    other = raycheck.start_coordinator(uri, owner="other")
+    other = raycheck.adapters.start_coordinator(uri, owner="other")
     ray.get(other.claim.remote("another group", 2))
 
-    with pytest.raises(raycheck.FencedError):
+    with pytest.raises(raycheck.errors.FencedError):
         step_until_told(first)
 
 
@@ -263,13 +263,13 @@ def test_an_actor_s_state_is_an_entry_in_any_rank_s_state(cluster: None, s3: str
 
 def with_counter(uri: str, counter: Any) -> list[Any]:
     place = partial(
-        raycheck.Group,
+        raycheck.adapters.Group,
         id=uuid4().hex,
         uri=uri,
         world_size=2,
-        coordinator=raycheck.start_coordinator(uri, owner=uuid4().hex),
+        coordinator=raycheck.adapters.start_coordinator(uri, owner=uuid4().hex),
     )
-    more = {"counter": raycheck.ActorState(counter)}
+    more = {"counter": raycheck.adapters.ActorState(counter)}
     holders = [reused(Holder).remote(place(rank=rank), more=more) for rank in range(2)]
     ray.get([holder.restore.remote() for holder in holders])
     return holders
@@ -283,13 +283,13 @@ def with_counter(uri: str, counter: Any) -> list[Any]:
     ],
 )
 def test_what_cannot_be_saved_is_refused_by_name(actors: list[Any], s3: str, options: dict, message: str) -> None:
-    with pytest.raises(raycheck.ConfigError, match=message):
+    with pytest.raises(raycheck.errors.ConfigError, match=message):
         led(actors, join_uri(s3, uuid4().hex), **options)
 
 
 def test_an_actor_without_state_is_refused(actors: list[Any]) -> None:
-    with pytest.raises(raycheck.ConfigError, match="no method state_dict"):
-        raycheck.ActorState(actors[0])
+    with pytest.raises(raycheck.errors.ConfigError, match="no method state_dict"):
+        raycheck.adapters.ActorState(actors[0])
 
 
 def test_the_driver_s_random_state_comes_back(actors: list[Any], s3: str) -> None:
@@ -309,7 +309,7 @@ def test_the_driver_s_random_state_comes_back(actors: list[Any], s3: str) -> Non
 def test_what_the_driver_could_not_save_is_said_before_the_first_step(actors: list[Any], s3: str) -> None:
     ckpt = led(actors, join_uri(s3, uuid4().hex), state={"own": {"lock": threading.Lock()}})
 
-    with ckpt, pytest.raises(raycheck.ConfigError, match=r"own\.lock"):
+    with ckpt, pytest.raises(raycheck.errors.ConfigError, match=r"own\.lock"):
         ckpt.restore()
 
 
@@ -341,7 +341,7 @@ def test_the_same_driver_goes_on_and_another_wish_to_resume_is_heard(actors: lis
 def test_the_drivers_own_periodic_work_goes_on_where_it_was(actors: list[Any], s3: str) -> None:
     uri, turns = join_uri(s3, uuid4().hex), []
     for steps in (5, 4):
-        evaluate = raycheck.Periodic(every_steps=3)
+        evaluate = raycheck.adapters.Periodic(every_steps=3)
         with led(actors, uri, state={"evaluate": evaluate}) as ckpt:
             start = ckpt.restore().step
             for step in range(start + 1, start + steps + 1):

@@ -114,7 +114,7 @@ def test_a_function_of_the_script_scores_commits_in_ray_tasks(cluster: None, tmp
 def test_a_validation_that_nobody_would_do_is_refused_at_once(cluster: None, tmp_path: Path) -> None:
     config = ValidationConfig(fn=lambda checkpoint: {})
 
-    with pytest.raises(raycheck.ConfigError, match=r"validation_config.*AfterCommit"):
+    with pytest.raises(raycheck.errors.ConfigError, match=r"validation_config.*AfterCommit"):
         raycheck.fit(trainer_of(lambda config: None, tmp_path, validation_config=config))
 
 

@@ -70,7 +70,7 @@ def test_a_local_file_system_is_read_too(job, tmp_path) -> None:
 def test_settings_that_mean_nothing_there_are_refused_before_anything_starts(job, tmp_path) -> None:
     trainer = job(f"file://{tmp_path}/runs", "run")
 
-    with pytest.raises(raycheck.ConfigError, match=r"encryption.*file"):
+    with pytest.raises(raycheck.errors.ConfigError, match=r"encryption.*file"):
         raycheck.fit(trainer, storage=raycheck.StorageSettings(encryption="AES256"))
 
     assert not (tmp_path / "runs").exists()

@@ -109,7 +109,7 @@ def test_each_row_is_trained_on_once_per_epoch_over_a_kill_and_other_world_sizes
 
 
 def test_outside_of_ray_train_there_is_no_dataset_to_share():
-    with pytest.raises(raycheck.ConfigError, match="only Ray Train's workers"):
+    with pytest.raises(raycheck.errors.ConfigError, match="only Ray Train's workers"):
         raycheck.RayData("train", id="id")
 
 
@@ -137,7 +137,7 @@ def try_what_is_refused(config: dict[str, Any]) -> None:
     for name, call in calls.items():
         try:
             call()
-        except raycheck.ConfigError as error:
+        except raycheck.errors.ConfigError as error:
             said[name] = str(error)
     Path(config["folder"], "said").write_text(json.dumps(said))
 

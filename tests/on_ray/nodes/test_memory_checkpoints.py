@@ -92,7 +92,7 @@ class Averaged(torch.nn.Module):
 
 @pytest.fixture
 def coordinator(cluster: None, tmp_path: Path) -> Iterator[Any]:
-    started = raycheck.start_coordinator(f"file://{tmp_path}/run", owner=uuid4().hex)
+    started = raycheck.adapters.start_coordinator(f"file://{tmp_path}/run", owner=uuid4().hex)
     yield started
     ray.kill(started)
 
@@ -102,7 +102,7 @@ def test_what_changes_without_a_gradient_is_in_memory_too_and_the_next_save_uplo
 ) -> None:
     def attempt(steps: range) -> tuple[Any, Averaged]:
         model = Averaged()
-        group = raycheck.RayGroup(
+        group = raycheck.adapters.RayGroup(
             id=uuid4().hex, uri=f"file://{tmp_path}/run", rank=0, world_size=1, coordinator=coordinator
         )
         settings = raycheck.SaveSettings(every_steps=4, upload_by="node", memory_every_steps=1)
@@ -146,7 +146,7 @@ def test_a_group_that_leaves_a_node_at_once_leaves_a_memory_checkpoint_of_its_la
 
     def attempt(steps: range) -> tuple[Any, Averaged]:
         model = Averaged()
-        group = raycheck.RayGroup(
+        group = raycheck.adapters.RayGroup(
             id=uuid4().hex,
             uri=f"file://{tmp_path}/run",
             rank=0,
@@ -169,7 +169,7 @@ def test_a_group_that_leaves_a_node_at_once_leaves_a_memory_checkpoint_of_its_la
                     wait_for_memory(ckpt, number)
         return at, restored
 
-    with pytest.raises(raycheck.SupersededError, match="step 5 is not saved"):
+    with pytest.raises(raycheck.errors.SupersededError, match="step 5 is not saved"):
         attempt(range(1, 100))
     notices.clear()
 
@@ -376,7 +376,7 @@ def test_a_shard_is_copied_in_chunks_and_read_from_whoever_has_it(cluster: None,
         assert bytes(reader.get_range(key, 0, 9)) == shard[:9]
         end(first)
         for of_nobody in (reader, restarted):
-            with pytest.raises(raycheck.DamagedError, match="is in no node's memory any more"):
+            with pytest.raises(raycheck.errors.DamagedError, match="is in no node's memory any more"):
                 of_nobody.get_range(key, 0, 9)
     finally:
         for actor in actors:

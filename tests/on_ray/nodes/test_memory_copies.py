@@ -45,10 +45,10 @@ def test_what_comes_late_is_not_held() -> None:
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(raycheck.ConfigError, match='upload_by="node"'):
+    with pytest.raises(raycheck.errors.ConfigError, match='upload_by="node"'):
         raycheck.SaveSettings(memory_every_steps=5)
-    with pytest.raises(raycheck.ConfigError, match="memory_every_steps=0"):
+    with pytest.raises(raycheck.errors.ConfigError, match="memory_every_steps=0"):
         raycheck.SaveSettings(memory_every_steps=0, upload_by="node")
     settings = raycheck.SaveSettings(memory_every_steps=5, upload_by="node")
-    with pytest.raises(raycheck.ConfigError, match="memory_every_steps=5: ActorCheckpointer"):
+    with pytest.raises(raycheck.errors.ConfigError, match="memory_every_steps=5: ActorCheckpointer"):
         raycheck.ActorCheckpointer([object()], dict, "file:///nowhere", settings)

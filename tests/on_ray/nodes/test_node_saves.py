@@ -18,7 +18,7 @@ from raycheck.transfer.incremental_upload import StagedState
 from tests.support.processes.coordinator_in_thread import group_of
 
 
-def staged_and_reported(group: raycheck.Group, save: int) -> tuple[StagedState, Report]:
+def staged_and_reported(group: raycheck.adapters.Group, save: int) -> tuple[StagedState, Report]:
     state = {"model": torch.nn.Linear(3, 2)}
     progress = Progress(step=save)
     staged = TrainState(state, rank=0, world_size=1, is_shared=True).stage(progress)
@@ -26,14 +26,14 @@ def staged_and_reported(group: raycheck.Group, save: int) -> tuple[StagedState, 
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> raycheck.Group:
+def group(tmp_path: Path) -> raycheck.adapters.Group:
     """The place of the only rank of a group, which has claimed the run."""
     (place,) = group_of(f"file://{tmp_path}/run")
     claim_run(place)
     return place
 
 
-def test_an_actor_that_sees_another_place_does_not_take_the_save(group: raycheck.Group) -> None:
+def test_an_actor_that_sees_another_place_does_not_take_the_save(group: raycheck.adapters.Group) -> None:
     elsewhere = replace(group, uri=f"{group.uri}/elsewhere")
     staged, report = staged_and_reported(group, 1)
 
@@ -43,7 +43,7 @@ def test_an_actor_that_sees_another_place_does_not_take_the_save(group: raycheck
     assert "another place" in answer.problem
 
 
-def test_an_actor_keeps_nothing_of_the_saves_that_it_has_uploaded(group: raycheck.Group) -> None:
+def test_an_actor_keeps_nothing_of_the_saves_that_it_has_uploaded(group: raycheck.adapters.Group) -> None:
     agent, before, kept = NodeAgent(), shared_copies(), []
 
     for save in range(1, 9):
@@ -65,7 +65,7 @@ def shared_copies() -> set[str]:
 
 
 def test_an_actor_that_cannot_reach_the_memory_does_not_take_the_save(tmp_path: Path) -> None:
-    group = raycheck.RayGroup(id="g", uri=f"file://{tmp_path}/run", rank=0, world_size=1, coordinator=None)
+    group = raycheck.adapters.RayGroup(id="g", uri=f"file://{tmp_path}/run", rank=0, world_size=1, coordinator=None)
     staged = TrainState({"model": torch.nn.Linear(3, 2)}, rank=0, world_size=1, is_shared=True).stage(Progress(step=1))
     shared = staged.to_share()
     elsewhere = replace(shared.shards[0], place=replace(shared.shards[0].place, pid=1 << 22))

@@ -120,11 +120,11 @@ class Unreadable:
 
 
 @pytest.fixture
-def group(cluster: None, tmp_path: Path) -> Iterator[raycheck.Group]:
+def group(cluster: None, tmp_path: Path) -> Iterator[raycheck.adapters.Group]:
     """Makes the place of the only rank of a group, in this process, with Ray's actors."""
     uri = f"file://{tmp_path}/run"
-    coordinator = raycheck.start_coordinator(uri, owner=uuid4().hex)
-    group = raycheck.RayGroup(id=uuid4().hex, uri=uri, rank=0, world_size=1, coordinator=coordinator)
+    coordinator = raycheck.adapters.start_coordinator(uri, owner=uuid4().hex)
+    group = raycheck.adapters.RayGroup(id=uuid4().hex, uri=uri, rank=0, world_size=1, coordinator=coordinator)
     claim_run(group)
     yield group
     uploading = agents()
@@ -132,7 +132,7 @@ def group(cluster: None, tmp_path: Path) -> Iterator[raycheck.Group]:
     until_gone(uploading)
 
 
-def test_what_the_actor_does_not_take_is_left_to_the_rank_and_twice_is_enough(group: raycheck.Group) -> None:
+def test_what_the_actor_does_not_take_is_left_to_the_rank_and_twice_is_enough(group: raycheck.adapters.Group) -> None:
     uploads = NodeUploads(group, timeout_s=60.0)
     deadline = time.monotonic() + 60.0
     outcomes, apart = [], []
@@ -147,14 +147,14 @@ def test_what_the_actor_does_not_take_is_left_to_the_rank_and_twice_is_enough(gr
     assert apart == [False, True, True, False], "the fourth was not given to the actor"
 
 
-def test_an_actor_that_hangs_costs_one_save(group: raycheck.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_that_hangs_costs_one_save(group: raycheck.adapters.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_uploads, "LAST_ANSWER_S", 0.0)
     uploads = NodeUploads(group, timeout_s=60.0)
     assert uploads.save(*staged_and_reported(group, 1), time.monotonic() + 60.0) is not None
     (hanging,) = agents()
     os.kill(hanging, signal.SIGSTOP)
     try:
-        with pytest.raises(raycheck.SaveFailedError, match="did not answer"):
+        with pytest.raises(raycheck.errors.SaveFailedError, match="did not answer"):
             uploads.save(*staged_and_reported(group, 2), time.monotonic() + 0.5)
         outcome = uploads.save(*staged_and_reported(group, 3), time.monotonic() + 1.0)
     finally:
@@ -163,7 +163,7 @@ def test_an_actor_that_hangs_costs_one_save(group: raycheck.Group, monkeypatch: 
     assert outcome is None
 
 
-def test_an_actor_that_is_started_later_has_to_hurry_as_well(group: raycheck.Group) -> None:
+def test_an_actor_that_is_started_later_has_to_hurry_as_well(group: raycheck.adapters.Group) -> None:
     uploads = NodeUploads(group, timeout_s=60.0)
     uploads.hurry(7)
     uploads.prepare()

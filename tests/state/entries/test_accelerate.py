@@ -109,12 +109,14 @@ def test_loaders_of_accelerate_are_refused_by_name(is_stateful: bool, is_dispatc
     if type(loader).__name__ != name:
         pytest.skip(f"this Accelerate makes a {type(loader).__name__} of it")
 
-    with pytest.raises(raycheck.ConfigError, match=rf"state\['data'\] is a accelerate.data_loader.{name}.*Batches"):
+    with pytest.raises(
+        raycheck.errors.ConfigError, match=rf"state\['data'\] is a accelerate.data_loader.{name}.*Batches"
+    ):
         TrainState({"data": loader}, rank=0, world_size=1)
 
 
 def test_the_accelerator_itself_is_refused_by_name() -> None:
-    with pytest.raises(raycheck.ConfigError, match=r"accelerate\.accelerator\.Accelerator.*accelerator\.scaler"):
+    with pytest.raises(raycheck.errors.ConfigError, match=r"accelerate\.accelerator\.Accelerator.*accelerator\.scaler"):
         TrainState({"all": Accelerator(cpu=True)}, rank=0, world_size=1)
 
 
@@ -125,7 +127,7 @@ def test_subclasses_that_may_have_state_of_their_own_are_not_seen_through() -> N
     Accelerator(cpu=True)
     wrapped = Sharded(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0))
 
-    with pytest.raises(raycheck.ConfigError, match="Sharded, a wrapper that raycheck does not know"):
+    with pytest.raises(raycheck.errors.ConfigError, match="Sharded, a wrapper that raycheck does not know"):
         TrainState({"optimizer": wrapped}, rank=0, world_size=1)
 
 
@@ -140,7 +142,7 @@ def test_an_optimizer_around_another_one_that_nobody_knows_is_refused_by_name() 
 
     around = Around(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0))
 
-    with pytest.raises(raycheck.ConfigError, match="Around, which is not a torch optimizer itself"):
+    with pytest.raises(raycheck.errors.ConfigError, match="Around, which is not a torch optimizer itself"):
         TrainState({"optimizer": around}, rank=0, world_size=1)
 
 
@@ -162,10 +164,10 @@ def test_a_scaler_that_an_optimizer_steps_through_must_be_in_the_state() -> None
     wrapped = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), scaler=scaler)
 
     with pytest.raises(
-        raycheck.ConfigError, match=r"state\['optimizer'\] steps through a GradScaler.*not in the state"
+        raycheck.errors.ConfigError, match=r"state\['optimizer'\] steps through a GradScaler.*not in the state"
     ):
         TrainState({"model": model, "optimizer": wrapped}, rank=0, world_size=1).check()
-    with pytest.raises(raycheck.ConfigError, match="steps through"):
+    with pytest.raises(raycheck.errors.ConfigError, match="steps through"):
         TrainState({"model": model, "optimizer": [wrapped]}, rank=0, world_size=1).check()
 
     TrainState({"model": model, "optimizer": wrapped, "scaler": scaler}, rank=0, world_size=1).check()

@@ -49,7 +49,7 @@ class CoordinatorThread:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InProcess(raycheck.Group):
+class InProcess(raycheck.adapters.Group):
     """Describes one rank's place in a group whose coordinator is a CoordinatorThread."""
 
     @property

@@ -101,7 +101,7 @@ def wait_for_commit(uri: str, step: int) -> None:
     """
     store, deadline = open_store(uri), time.monotonic() + 150
     while time.monotonic() < deadline:
-        with suppress(raycheck.NotFoundError):
+        with suppress(raycheck.errors.NotFoundError):
             if any(entry.step >= step for entry in read_latest(store).live):
                 return
         time.sleep(0.02)

@@ -26,7 +26,7 @@ class Holder:
 
     def __init__(
         self,
-        place: raycheck.Group,
+        place: raycheck.adapters.Group,
         *,
         seed: int = 0,
         is_frozen: bool = False,

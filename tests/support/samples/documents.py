@@ -14,7 +14,7 @@ README = ROOT / "README.md"
 GUIDES = sorted((PACKAGE / "docs").glob("*.md"))
 OTHERS = [ROOT / name for name in ("cluster/README.md", "cluster/bucket/README.md", "tests/bench/README.md")]
 TEXTS = [README, *GUIDES, *OTHERS, ROOT / "tests/parity.md"]
-NEEDS_RAY = ("raycheck.fit(trainer)", "raycheck.ActorCheckpointer(", "raycheck.start_coordinator(")
+NEEDS_RAY = ("raycheck.fit(trainer)", "raycheck.ActorCheckpointer(", "raycheck.adapters.start_coordinator(")
 """A block of Python that has one of these calls runs on a real Ray."""
 
 

@@ -1,0 +1,59 @@
+"""Has the names of which adapters of training frameworks are made: raycheck's own, and those that a user writes.
+
+Some of them are in `raycheck` too. Its own adapters take all from here, since `raycheck` is what loads them.
+Everything loads on first use: an adapter that trains under torchrun needs no Ray.
+"""
+
+from typing import TYPE_CHECKING
+
+from raycheck.public_names import on_first_use
+
+if TYPE_CHECKING:
+    from raycheck.data.batches import Batches
+    from raycheck.data.data_stream import DataStream
+    from raycheck.group.group import Group
+    from raycheck.group.served_group import torchrun_group
+    from raycheck.group.worker.checkpointer import Checkpointer
+    from raycheck.group.worker.group_restore import RestoreResult
+    from raycheck.group.worker.periodic import Periodic
+    from raycheck.on_ray.actors.actor_state import ActorState
+    from raycheck.on_ray.ray_group import RayGroup, start_coordinator
+    from raycheck.run import Run, open_run
+    from raycheck.settings import SaveSettings
+    from raycheck.state.entries.per_rank_entries import PerRank, RankZero
+
+__all__ = [
+    "ActorState",
+    "Batches",
+    "Checkpointer",
+    "DataStream",
+    "Group",
+    "PerRank",
+    "Periodic",
+    "RankZero",
+    "RayGroup",
+    "RestoreResult",
+    "Run",
+    "SaveSettings",
+    "open_run",
+    "start_coordinator",
+    "torchrun_group",
+]
+
+__getattr__, __dir__ = on_first_use(
+    __name__,
+    {
+        "raycheck.data.batches": ("Batches",),
+        "raycheck.data.data_stream": ("DataStream",),
+        "raycheck.group.group": ("Group",),
+        "raycheck.on_ray.ray_group": ("RayGroup", "start_coordinator"),
+        "raycheck.group.served_group": ("torchrun_group",),
+        "raycheck.group.worker.checkpointer": ("Checkpointer",),
+        "raycheck.group.worker.group_restore": ("RestoreResult",),
+        "raycheck.group.worker.periodic": ("Periodic",),
+        "raycheck.on_ray.actors.actor_state": ("ActorState",),
+        "raycheck.run": ("Run", "open_run"),
+        "raycheck.settings": ("SaveSettings",),
+        "raycheck.state.entries.per_rank_entries": ("PerRank", "RankZero"),
+    },
+)
