@@ -1,8 +1,8 @@
 """Defines every error that raycheck raises, one class for each thing a caller may do about it.
 
-Each takes one message, which names the object and says what to do. So it survives pickling between Ray's processes
-unchanged. `ends_run` marks the errors that a restart cannot cure: on these `raycheck.fit` stops the run, however many
-failures Ray may still retry. A message may quote what lies in a bucket, so it is made fit for a terminal.
+Each takes one message, which names the object and says what to do. So pickling between Ray's processes leaves it
+unchanged. `ends_run` marks the errors that a restart cannot fix: on these `raycheck.fit` stops the run, however many
+retries Ray has left. A message may quote the contents of a bucket, so it is made safe for a terminal.
 """
 
 from raycheck.terminal import printable_lines
@@ -25,32 +25,34 @@ class NotFoundError(RaycheckError, FileNotFoundError):
 
 
 class ConflictError(RaycheckError):
-    """A conditional write was refused: the object is there already, or is another version."""
+    """A conditional write was refused: the object already exists, or has another version."""
 
 
 class FencedError(ConflictError):
-    """Another driver owns the run now. This is final for this driver: it will commit nothing more."""
+    """Another driver owns the run now. This is final: this driver will never commit again."""
 
     ends_run = True
 
 
 class SupersededError(ConflictError):
-    """A newer attempt of the same driver runs. Only this attempt is over."""
+    """A newer attempt of the same driver is running. Only this attempt is over."""
 
 
 class CorruptError(RaycheckError):
-    """The bytes in the bucket are not what a manifest or `latest` says, or have a newer format version."""
+    """The bytes in the bucket do not match a manifest or `latest`, or have a newer format version."""
 
     ends_run = True
 
 
 class DamagedError(CorruptError):
-    """A committed checkpoint is proven to be damaged: one of its objects is missing, or has another size or checksum. A
-    store that cannot be reached proves nothing."""
+    """A committed checkpoint is proven to be damaged: an object is missing, or has the wrong size or checksum.
+
+    An unreachable store proves nothing.
+    """
 
 
 class StoreError(RaycheckError):
-    """The store, or the way to it, failed. The call may succeed later, unless this is a DeniedError."""
+    """The store, or the connection to it, failed. The call may succeed later, unless this is a DeniedError."""
 
     is_denied = False
     """True for a DeniedError, False for any other StoreError."""
@@ -69,7 +71,7 @@ class ConfigError(RaycheckError, ValueError):
 
 
 class StateMismatchError(ConfigError):
-    """The live state and the checkpoint do not hold the same things; all differences are listed."""
+    """The live state and the checkpoint do not have the same contents; all differences are listed."""
 
 
 class SaveFailedError(RaycheckError):

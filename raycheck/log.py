@@ -1,4 +1,4 @@
-"""The logger `raycheck`, and the one shape of its lines.
+"""The logger `raycheck`, and the format of its lines.
 
 The coordinator and rank 0 write an INFO line for each save, restore and commit; a WARNING may come from any rank.
 """
@@ -13,10 +13,10 @@ logger.addFilter(PrintableFilter())
 
 
 def event(what: str, *, run: str | None = None, **fields: object) -> str:
-    """Returns a log line: what happened, then `name=value` for each field, then the run.
+    """Return a log line: what happened, then `name=value` for each field, then the run.
 
-    A field that is None is left out, a float gets three decimals, and a text with spaces gets quotes, so that a line
-    can be searched and split. run: the run's URI; its query, which may hold settings, is cut off.
+    A field that is None is omitted, a float has three decimals, and a text with spaces is quoted, so that a line can be
+    searched and split. run: the run's URI; its query, which may contain settings, is removed.
 
         logger.info(event("committed", step=120, attempt=3, blocked_s=0.0123, run="s3://bucket/run?endpoint=..."))
         committed step=120 attempt=3 blocked_s=0.012 run=s3://bucket/run
@@ -34,8 +34,8 @@ def _shown(value: object) -> str:
 def show_log() -> None:
     """Print INFO lines to stderr if nobody has configured logging.
 
-    This is the case in Ray's worker processes, whose output Ray hands on to the driver. A configuration of the logger
-    `raycheck` or of the root logger is left as it is.
+    This is the case in Ray's worker processes, whose output Ray forwards to the driver. An existing configuration of
+    the logger `raycheck` or of the root logger is left unchanged.
     """
     if logger.level == logging.NOTSET and not logger.hasHandlers():
         handler = logging.StreamHandler()

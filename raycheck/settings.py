@@ -1,6 +1,6 @@
-"""Settings of a training: when it saves, what runs after a commit, and which checkpoints and exports stay.
+"""Settings of a training run: when it saves, what runs after a commit, and which checkpoints and exports stay.
 
-They are plain data, checked as a whole when they are made. Each class documents its own fields.
+They are plain data, checked as a whole at construction. Each class documents its own fields.
 """
 
 import re
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Says which committed checkpoints stay: those that any rule keeps, or all of them when there is no rule.
+    """Which committed checkpoints stay: those that any rule keeps, or all of them if there is no rule.
 
     The head and pinned checkpoints always stay. Each field is a rule; None, the default, means that there is no such
     rule.
@@ -26,9 +26,9 @@ class Retention:
     keep_every_seconds: keep the first commit of each span of this many seconds, by the store's clock. Spans are counted
         from 1970, so that 3600 keeps one per hour of the day.
     keep_best: keep the best checkpoints by a metric given to `end_step`, as (metric, "min" or "max", how many).
-    expire_after_s: from this many seconds after its commit, by the store's clock, no rule keeps a checkpoint.
-    rolling_keep_last: of the checkpoints that were saved as rolling, keep this many of the newest; None keeps all. The
-        other rules neither keep nor count rolling checkpoints.
+    expire_after_s: this many seconds after its commit, by the store's clock, a checkpoint expires: no rule keeps it.
+    rolling_keep_last: keep this many of the newest rolling checkpoints; None keeps all. The other rules neither keep
+        nor count rolling checkpoints.
 
     Raises ConfigError when a value cannot work.
     """
@@ -55,21 +55,21 @@ class Retention:
 
     @property
     def metric(self) -> str | None:
-        """Returns the metric by which keep_best chooses; `latest` repeats it, since later decisions need it."""
+        """Return the metric by which keep_best chooses; `latest` repeats it, since later decisions need it."""
         return self.keep_best[0] if self.keep_best else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    """Says what an exported Hugging Face directory holds.
+    """The contents of an exported Hugging Face directory.
 
     entry: the model's name in the state. None: the one entry that has a Hugging Face configuration.
-    files: the tokenizers and processors that are written too, by their names in the state. None: all of them.
+    files: the tokenizers and processors to include, by their names in the state. None: all of them.
     merge_lora: write a PEFT model as a plain model with its adapter merged. False: write the adapter alone.
-    dtype: the type that floating-point weights are converted to, such as "bfloat16". None: as saved.
+    dtype: the type to which floating-point weights are converted, such as "bfloat16". None: as saved.
     config_from: a folder, or its URI, with the config.json of a model that was saved without one.
-    max_shard_bytes: how large a file of weights may be, in bytes. None: 5 GB, and less for a small model, so that there
-        are several files to share among writers.
+    max_shard_bytes: the largest size of a weights file, in bytes. None: 5 GB, and less for a small model, so that
+        several writers can share the work.
     """
 
     entry: str | None = None
@@ -82,7 +82,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HFExport(ExportOptions):
-    """Describes the Hugging Face directories that a training writes. See AfterCommit.export."""
+    """The Hugging Face directories that a training run writes. See AfterCommit.export."""
 
     name: str = "{checkpoint}"
     to: str | None = None
@@ -108,22 +108,22 @@ class HFExport(ExportOptions):
 
 @dataclass(frozen=True, slots=True)
 class AfterCommit:
-    """Describes a task that runs on committed checkpoints while training continues, and says on which of them.
+    """A task that runs on committed checkpoints while training continues, and the triggers that select them.
 
     `AfterCommit(evaluate, every_steps=500)` calls your function; `AfterCommit.export(every_steps=1000)` writes the
     model as a Hugging Face directory.
 
     task: a function, called as `evaluate(uri, key)` with the run's URI and the checkpoint's key, or a Ray remote
-        function with the resources that it needs. It runs in a Ray task, under torchrun in a thread of rank 0's
-        process. `raycheck.open_run(uri)` restores the checkpoint and keeps its scores. Ray may call it twice for one
-        checkpoint. If it raises, a warning says so, and nothing else happens.
+        function with the resources that it needs. It runs in a Ray task; under torchrun it runs in a thread of rank 0's
+        process. In it, `raycheck.open_run(uri)` gives access to the checkpoint and stores its scores. Ray may call it
+        twice for one checkpoint. If it raises, a warning is logged, and training continues.
     every_steps, every_seconds, every_epochs: save and run the task this often, as in SaveSettings; several may be
         given. None, the default of each: no such trigger.
-    at_end: run it on the last checkpoint too, which is the default.
-    mode: whether training waits. "async": it continues; if the task is due again before it has begun, the earlier
-        checkpoint is given up. "auto", the default: it continues, and waits only when the task is due again before it
-        has ended. "sync": it always waits. The end of training waits for all tasks, whatever the mode. No wait is
-        longer than an hour.
+    at_end: also run it on the last checkpoint. Default: True.
+    mode: whether training waits. "async": it continues; if the task is due again before it has started, the earlier
+        checkpoint is skipped. "auto", the default: it continues, and waits only if the task is due again before it has
+        ended. "sync": it always waits. In every mode, the end of training waits for all tasks. No wait is longer than
+        an hour.
 
     The checkpoint's objects are not deleted while a task uses them. Raises ConfigError when a value cannot work.
     """
@@ -167,11 +167,11 @@ class AfterCommit:
         every_steps, every_seconds, every_epochs, at_end, mode: as for any task.
         name: the directory's name, as a format of `checkpoint`, `step`, `epoch` and `epoch_step`, such as
             "epoch{epoch}/step{step:06d}". The default is the checkpoint's name; it contains step, attempt and save, so
-            that it is never taken. A whole export that has the name already is left as it is.
+            it is always unique. A complete export that already has the name is left unchanged.
         to: a URI or absolute path below which the directories are written. None: `exports/` in the run.
-        keep_last: keep the exports of this many of the newest checkpoints, and those of pinned and named ones. Others
-            that trainings of this run wrote there are deleted after the next export. None: all stay.
-        entry, files, merge_lora, dtype, max_shard_bytes: what the directory holds, see ExportOptions.
+        keep_last: keep the exports of this many of the newest checkpoints, and those of pinned and named ones. Other
+            exports that training in this run wrote there are deleted after the next export. None: all stay.
+        entry, files, merge_lora, dtype, max_shard_bytes: the contents of the directory, see ExportOptions.
 
         Raises ConfigError when a value cannot work.
         """
@@ -196,12 +196,12 @@ class AfterCommit:
 
     @property
     def name(self) -> str:
-        """Returns the name by which `save` asks for the task: "export", or the function's own name."""
+        """Return the name by which `save` requests the task: "export", or the function's own name."""
         return "export" if isinstance(self.task, HFExport) else function_name(self.task).rpartition(".")[2]
 
     @property
     def chosen(self) -> str:
-        """Returns these settings as text, without defaults."""
+        """Return these settings as text, without defaults."""
         triggers = _chosen(self)[1:]  # the first field is the task
         if isinstance(self.task, HFExport):
             return f"AfterCommit.export({', '.join((*triggers, *_chosen(self.task)))})"
@@ -209,7 +209,7 @@ class AfterCommit:
 
     @property
     def without_triggers(self) -> "AfterCommit":
-        """Returns this task without triggers, for a rank that is told when to run it."""
+        """Return this task without triggers, for a rank that is told when to run it."""
         return replace(self, every_steps=None, every_seconds=None, every_epochs=None)
 
 
@@ -223,69 +223,68 @@ _NAME_ADVICE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveSettings:
-    """Says when to save, what to keep, and how long to wait.
+    """When to save, what to keep, and how long to wait.
 
-    Triggers; a save is due when any of them says so, and None means that there is no such trigger:
+    Triggers; a save is due when any of them fires, and None means that there is no such trigger:
 
     every_steps: save after this many optimizer steps. The default is 100 when none of every_seconds, every_tokens,
-        every_epochs, at_steps, when and overhead is given, else None.
-    every_seconds: save this many seconds after the last save began.
-    every_tokens: save once this many tokens were trained on since the last save, as `end_step(tokens=...)` counts them.
-    every_epochs: save each time this many epochs have ended: when `end_epoch` is called, or, with Batches in the state,
-        after the first step of the next epoch.
+        every_epochs, at_steps, when and overhead is given, otherwise None.
+    every_seconds: save this many seconds after the start of the last save.
+    every_tokens: save after this many tokens since the last save, as counted by `end_step(tokens=...)`.
+    every_epochs: save each time this many epochs have ended: at `end_epoch`, or, with Batches in the state, after the
+        first step of the next epoch.
     at_steps: save after each of these optimizer steps. Default: none.
-    at_start: save at step 0 too, at the end of a `restore` that finds nothing, or that takes only a part and begins at
-        step 0. Default: False.
-    when: a function that decides at the end of each step: it is called with the step and rank 0's metrics of
-        `end_step`, and returns True to save now. It is called on rank 0 alone; a small broadcast at each step tells all
-        ranks its answer. An error in it, or an answer that is no bool, ends the run with a ConfigError that names it.
-    overhead: the share of training time that saves may cost, such as 0.02. The interval then follows from what a save
-        costs and how often the run failed (Young and Daly), and is never longer than every_seconds.
-    rolling_every_steps, rolling_every_seconds: save at these moments too, but keep little of it: see rolling_keep_last.
+    at_start: also save at step 0, at the end of a `restore` that finds nothing, or that restores only a part and starts
+        at step 0. Default: False.
+    when: a function that decides at the end of each step. It is called on rank 0 only, with the step and the metrics of
+        `end_step`, and returns True to save now; a small broadcast at each step sends the result to all ranks. An error
+        in it, or a result that is not a bool, ends the run with a ConfigError that names it.
+    overhead: the share of training time that saves may cost, such as 0.02. The interval is then computed from the cost
+        of a save and the rate of failures (Young and Daly), and is never longer than every_seconds.
+    rolling_every_steps, rolling_every_seconds: save at these times too, but keep only a few: see rolling_keep_last.
 
     What stays:
 
     keep_last, keep_every_steps, keep_every_seconds, keep_best, expire_after_s: which checkpoints stay, see Retention.
-        The default keeps the newest 10. The others leave `latest` in the swap that commits a newer checkpoint, and
-        their objects are deleted after a grace for readers.
-    rolling_keep_last: of the checkpoints that only the rolling triggers asked for, this many of the newest stay; older
-        ones go once a newer one is committed. Default: 1.
-    after_commit: what is done with committed checkpoints while training continues, such as an evaluation or an export:
-        one AfterCommit or several. Default: nothing.
+        The default keeps the newest 10. The others leave `latest` when a newer checkpoint is committed, in the same
+        write, and their objects are deleted after a grace period for readers.
+    rolling_keep_last: of the checkpoints that only the rolling triggers requested, this many of the newest stay; older
+        ones are dropped once a newer one is committed. Default: 1.
+    after_commit: tasks that run on committed checkpoints while training continues, such as an evaluation or an export:
+        one AfterCommit or several. Default: none.
 
     How saves run:
 
-    enabled: False turns a Checkpointer off: it neither touches the bucket nor needs a coordinator, `restore` begins at
+    enabled: False turns a Checkpointer off: it neither accesses the bucket nor needs a coordinator, `restore` starts at
         step 0, and `end_step` only counts.
-    buffers: how many saves may be under way at a time, 1 (the default) or 2. Each takes host memory of its own. Where
-        there is memory for one only, a warning says so, and it is 1.
-    when_busy: what happens when a save is due while all buffers are in use. "wait", the default, holds up training;
-        "skip" leaves this save out (one that every_seconds asked for is made up later). A save before a preemption
-        always waits.
-    on_preempt: what happens after the save that a preemption notice causes. "continue", the default, trains on until
-        the node is gone and Ray restarts the workers. "restart" restarts them elsewhere at once, which costs one of
-        Ray's max_failures.
-    upload_by: which process uploads. "rank", the default: the training's own, in a thread. "node": an actor on each
-        node that has ranks, with which a rank shares the memory of its staged copy. Then uploading takes no time of the
-        training's interpreter, and a save that all ranks have staged is finished and committed although they die, as
+    buffers: how many saves may be in progress at a time, 1 (the default) or 2. Each needs its own host memory. If there
+        is memory for only one, a warning is logged, and it is 1.
+    when_busy: what happens when a save is due while all buffers are in use. "wait", the default, blocks training;
+        "skip" omits this save (one due by every_seconds is made up for later). A save before a preemption always waits.
+    on_preempt: what happens after the save that a preemption notice triggers. "continue", the default, keeps training
+        until the node is gone and Ray restarts the workers. "restart" restarts them elsewhere immediately, which uses
+        one of Ray's max_failures.
+    upload_by: which process uploads. "rank", the default: the training process, in a thread. "node": an actor on each
+        node that has ranks, which shares the memory of each rank's staged copy. Then uploading takes no time from the
+        training's interpreter, and a save that all ranks have staged is completed and committed even if they die, as
         long as their nodes and the driver live; the next attempt waits for it. Needs `raycheck.fit` and Linux. A rank
-        that cannot share its memory with its node's actor uploads itself, and a warning says why.
-    memory_every_steps: make a memory checkpoint after this many optimizer steps: the nodes' actors hold it in their
-        memory, and each node copies its part to another node of the group. The next attempt of the same driver restores
-        the newest one if it is newer than the bucket's. It survives the workers and any one node, and not the driver:
-        only the bucket does. Needs upload_by="node", and four times the memory of a rank's shard for each rank: two
-        buffers, and two copies of other nodes'. None, the default: none are made.
-    save_timeout_s: seconds that a save may take from its start to its commit before it counts as failed. Default: 600.
+        that cannot share its memory with its node's actor uploads its shard itself, and a warning says why.
+    memory_every_steps: make a memory checkpoint after this many optimizer steps: the nodes' actors keep it in memory,
+        and each node copies its part to another node of the group. The next attempt of the same driver restores the
+        newest one if it is newer than the newest in the bucket. It survives the loss of the workers and of any single
+        node, but not of the driver: only checkpoints in the bucket do. Needs upload_by="node", and for each rank four
+        times the memory of its shard: two buffers, and two copies of other nodes' shards. Default: None.
+    save_timeout_s: seconds from the start of a save to its commit after which it counts as failed. Default: 600.
     base: the URI of another run in the same bucket, such as an import, that has the frozen parameters of this run.
-        Before the first step of a run that has not saved them yet, they are compared to the last bit. When they are
-        equal, this run's checkpoints refer to the base's and upload none; else a warning says why they are uploaded.
+        Before the first step of a run that has not saved them yet, they are compared bit for bit. If they are equal,
+        this run's checkpoints refer to the base's and upload none; otherwise a warning says why they are uploaded.
         None, the default: every run uploads its own once.
-    max_failed_saves: this many failed saves in a row end the training with SaveFailedError. Fewer only log a warning.
+    max_failed_saves: training ends with SaveFailedError after this many failed saves in a row. Fewer only warn.
         Default: 3.
-    on_drift: what happens when ranks that should hold the same, as under DDP, do not. "refuse", the default: the save
-        fails, and names the tensor and the ranks. "keep_first": the lowest rank that holds a tensor writes it, which
-        saves one replica whole; the log says once what differs, and the checkpoint is marked. Then the writing of
-        replicas is not shared among their ranks.
+    on_drift: what happens when ranks that should have equal values, as under DDP, do not. "refuse", the default: the
+        save fails, and names the tensor and the ranks. "keep_first": the lowest rank that has a tensor writes it, so
+        one whole replica is saved; the difference is logged once, and the checkpoint is marked. In this mode the
+        writing of replicas is not shared among their ranks.
 
     Raises ConfigError when a value cannot work.
     """
@@ -349,12 +348,12 @@ class SaveSettings:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Returns the settings that differ from their defaults, as text."""
+        """Return the settings that differ from their defaults, as text."""
         return _chosen(self)
 
     @property
     def step_trigger(self) -> int | None:
-        """Returns the steps between two saves: `every_steps`, or its default, which depends on the other triggers."""
+        """Return the steps between two saves: `every_steps`, or its default, which depends on the other triggers."""
         if self.every_steps != "default":
             return self.every_steps
         others = (self.every_seconds, self.every_tokens, self.every_epochs, self.overhead, self.when)
@@ -362,7 +361,7 @@ class SaveSettings:
 
     @property
     def without_triggers(self) -> "SaveSettings":
-        """Returns these settings without triggers, for a rank that is told when to save."""
+        """Return these settings without triggers, for a rank that is told when to save."""
         return replace(
             self,
             every_steps=None,
@@ -382,13 +381,13 @@ class SaveSettings:
 
     @property
     def tasks(self) -> Mapping[str, AfterCommit]:
-        """Returns the tasks that run after commits, by name."""
+        """Return the tasks that run after commits, by name."""
         given = (self.after_commit,) if isinstance(self.after_commit, AfterCommit) else self.after_commit
         return {task.name: task for task in given}
 
     @property
     def retention(self) -> Retention:
-        """Returns the rules by which checkpoints stay."""
+        """Return the rules by which checkpoints stay."""
         return Retention(**{spec.name: getattr(self, spec.name) for spec in fields(Retention)})
 
 
@@ -408,7 +407,7 @@ def _chosen(settings: SaveSettings | AfterCommit | HFExport) -> tuple[str, ...]:
 
 
 def function_name(function: object) -> str:
-    """Returns the name of a function, or of a callable object's class. It is equal in all processes."""
+    """Return the name of a function, or of a callable object's class. It is equal in all processes."""
     function = getattr(function, "remote", function)  # that of a Ray remote function has the function's name
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 

@@ -1,15 +1,15 @@
-"""How long work says how far it is: one kind of callback, and a sum to which several threads add."""
+"""How long operations report their progress: one kind of callback, and a sum to which several threads add."""
 
 import threading
 from collections.abc import Callable
 
 ShowProgress = Callable[[int, int], None]
-"""Is called with what is done and what there is in all, in bytes where nothing else is said, from several threads.
-0 in all: nobody knows it yet."""
+"""Called with the amount done and the total, in bytes unless stated otherwise, from several threads. A total of 0 means
+that it is not known yet."""
 
 
 def show_nothing(done: int, total: int) -> None:
-    """Ignores what it is told."""
+    """Ignore the progress."""
 
 
 class ProgressTally:
@@ -21,12 +21,12 @@ class ProgressTally:
         self._lock = threading.Lock()
 
     def expect(self, more: int) -> None:
-        """Say that this much is to come, beside what is done."""
+        """Expect this much in addition to what is done."""
         with self._lock:
             self._total = self._done + more
 
     def add(self, done: int) -> None:
-        """Say that this much more is done."""
-        with self._lock:  # else an older sum could be shown after a newer one
+        """Add an amount that is done, and show the sum."""
+        with self._lock:  # otherwise an older sum could be shown after a newer one
             self._done += done
             self._show(self._done, max(self._done, self._total) if self._total else 0)

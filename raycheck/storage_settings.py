@@ -1,7 +1,7 @@
-"""Holds the settings by which a bucket is reached: plain data, all of it checked at construction.
+"""The settings for accessing a bucket: plain data, all of it checked at construction.
 
 These settings travel in the run's URI (bucket/store/address.py). The environment does not: each process reads its own
-when it opens a store. A URI holds no secret, so it may appear in a bucket, a log or a pointer.
+when it opens a store. A URI contains no secret, so it may appear in a bucket, a log or a pointer.
 """
 
 import os
@@ -15,16 +15,16 @@ from raycheck.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageSettings:
-    """Says how to reach a bucket. It never holds a secret: those come from the environment, a profile or a role.
+    """How to access a bucket. Never contains a secret: those come from the environment, a profile or a role.
 
     endpoint: the store's URL, for stores other than the cloud's own. region: the bucket's region.
-    profile: a section of the AWS configuration files. role_arn: a role to assume on top of the credentials found, with
-        external_id where the role asks for one.
-    anonymous: send no credentials. requester_pays: agree to pay for requests to somebody else's bucket.
+    profile: a section of the AWS configuration files. role_arn: a role to assume with the credentials found, with
+        external_id where the role requires one.
+    anonymous: send no credentials. requester_pays: agree to pay for requests to someone else's bucket.
     encryption: "AES256" or "aws:kms"; with the latter, kms_key_id names a key other than the account's default.
     ca_bundle: a file of PEM certificates to trust; every node must have it.
     path_style: put the bucket into the path (True) or into the host name (False). By default it is the path where an
-        endpoint is given, else the host name.
+        endpoint is given, otherwise the host name.
 
     None means "not set": then the URI's query decides, then the environment (RAYCHECK_STORAGE_<FIELD>, AWS's own
     variables), then the client's default. Raises ConfigError when a value cannot work.
@@ -63,12 +63,12 @@ class StorageSettings:
 
     @property
     def is_plain_http(self) -> bool:
-        """Returns whether the endpoint is plain http://, so that no certificate is checked."""
+        """Return whether the endpoint is plain http://, so that no certificate is checked."""
         return self.endpoint is not None and self.endpoint.startswith("http://")
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object]) -> "StorageSettings":
-        """Makes settings of a mapping, as in a YAML or JSON file. Raises ConfigError for an unknown name."""
+        """Make settings from a mapping, as in a YAML or JSON file. Raises ConfigError for an unknown name."""
         unknown = sorted(str(name) for name in set(mapping) - set(_FIELDS))
         if unknown:
             raise ConfigError(f"unknown storage setting {unknown[0]!r}; known: {', '.join(_FIELDS)}")
@@ -76,9 +76,9 @@ class StorageSettings:
 
     @classmethod
     def from_environment(cls, kind: str) -> "StorageSettings":
-        """Returns the settings from this process's environment that apply to this kind of store (s3, gs, az).
+        """Return the settings from this process's environment that apply to this kind of store (s3, gs, az).
 
-        AWS_PROFILE is left to the clients: access keys in the environment win over it, and would not over a setting.
+        AWS_PROFILE is left to the clients: access keys in the environment override it, but not a setting.
         """
         found = {name: value for name in meant_for(kind) if (value := os.environ.get(f"{_PREFIX}{name.upper()}"))}
         settings = cls.from_mapping(found)
@@ -88,7 +88,7 @@ class StorageSettings:
         return settings.over(cls.from_mapping(amazon))
 
     def over(self, lower: "StorageSettings") -> "StorageSettings":
-        """Returns these settings, filled up from the lower ones, except for lower ones that contradict these."""
+        """Return these settings, completed with those of `lower` that do not contradict them."""
         merged = {name: getattr(self, name) for name in _FIELDS}
         names = set(_FIELDS)
         if self.anonymous:
@@ -122,12 +122,12 @@ _MEANT_FOR = {
 
 
 def meant_for(kind: str) -> tuple[str, ...]:
-    """Returns the names of the settings that mean something to this kind of store (s3, gs, az)."""
+    """Return the names of the settings that mean something to this kind of store (s3, gs, az)."""
     return _MEANT_FOR.get(kind, ())
 
 
 def _parsed(name: str, value: object) -> Any:
-    """Returns the value of a field. Files, queries and the environment write flags as text."""
+    """Return the value of a field. Files, queries and the environment write flags as text."""
     if name in _FLAGS and isinstance(value, str):
         words = {"true": True, "1": True, "false": False, "0": False}
         if value.lower() not in words:

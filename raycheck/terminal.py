@@ -1,10 +1,10 @@
-"""Makes text from a bucket fit for a terminal. No other file does.
+"""Makes text from a bucket safe for a terminal. No other file does.
 
-Names, metrics, notes and servers' answers are whatever somebody has written into the bucket. A terminal obeys escape
-sequences and C1 codes in them, bidirectional and zero-width characters make one name look like another, and a new line
-makes one message look like two. So all that is printed for people passes here: every error's text (errors.py), every
-log line (`PrintableFilter`), and every cell and line of the command line (cli/options.py). `--json` prints exact
-values: JSON escapes what it must.
+Names, metrics, notes and servers' responses are whatever someone has written into the bucket. A terminal executes
+escape sequences and C1 codes in them, bidirectional and zero-width characters make one name look like another, and a
+newline makes one message look like two. So everything printed for people passes through here: every error's text
+(errors.py), every log line (`PrintableFilter`), and every cell and line of the command line (cli/options.py). `--json`
+prints exact values: JSON escapes what it must.
 """
 
 import logging
@@ -19,21 +19,23 @@ symbols; `str.isprintable` knows all others."""
 
 
 def printable(text: str) -> str:
-    """Returns `text` on one line, with every character that a terminal would not show written as \\x1b or \\u202e."""
+    """Return `text` on one line, with every character that a terminal would not show written as \\x1b or \\u202e."""
     if text.isprintable() and _INVISIBLE.isdisjoint(text):
         return text
     return "".join(map(_seen, text))
 
 
 def first_few(names: Sequence[object], most: int = 8) -> str:
-    """Returns the first of these, and how many more there are: no message grows with what it speaks of."""
+    """Return the first of these, and how many more there are, so that messages stay short."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(str, names[:most])) + more
 
 
 def printable_lines(text: str) -> str:
-    """Returns `text` with each of its lines made `printable`. Lines after the first are indented, so that none looks
-    like the beginning of another message."""
+    """Return `text` with each of its lines made `printable`.
+
+    Lines after the first are indented, so that none looks like the start of another message.
+    """
     first, *more = map(printable, text.split("\n"))
     return "\n".join([first, *(line if line[:1] in ("", " ") else f"  {line}" for line in more)])
 

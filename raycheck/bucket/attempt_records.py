@@ -1,8 +1,8 @@
 """Writes and reads two small documents per attempt, which are for people.
 
-`attempts/NNNNNN.json` says what the attempt was and why it ended; it is written when the attempt is over. A repair and
-`raycheck submit` read it, too. `attempts/NNNNNN.start.json` says how the attempt went on from the one before, and what
-the end of that one cost. Each is written once. Nothing in a running system depends on them.
+`attempts/NNNNNN.json` states what the attempt was and why it ended; it is written when the attempt is over. A repair
+and `raycheck submit` read it, too. `attempts/NNNNNN.start.json` states how the attempt continued from the previous one,
+and what that one's end cost. Each is written once. Nothing in a running system depends on them.
 """
 
 from collections.abc import Iterable
@@ -21,9 +21,9 @@ MAX_BYTES = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptRecord(Document):
-    """Describes an ended attempt: `attempts/NNNNNN.json`.
+    """An ended attempt: `attempts/NNNNNN.json`.
 
-    ended_by_attempt: the number of the attempt that was claimed after it, or its own when its driver gave the run up.
+    ended_by_attempt: the number of the attempt that was claimed after it, or its own when its driver gave up the run.
     is_final: the driver said that another start of this script would end in the same way.
     """
 
@@ -39,17 +39,17 @@ class AttemptRecord(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeRecord(Document):
-    """Describes how `attempt` went on from `after`, the attempt before it, which ended by `cause`.
+    """How `attempt` continued from `after`, the attempt before it, which ended by `cause`.
 
-    restored: the checkpoint's name, None when there was none. step: the step at which training went on.
-    world_size_before: the world size of the attempt before, 0 when a person made that one (rewind, repair).
-    lost_steps, lost_s: the steps and seconds of training that were lost, by rank 0's last heartbeat, which may be a
-    second old; None when the driver had died too and no heartbeat is known. furthest_step: the furthest step of all
-    attempts of this driver, by those heartbeats; None when none is known. is_from_memory: `restored` was a memory
-    checkpoint, which lay in the nodes' memory and not in the bucket. memory_problem: why there was no memory checkpoint
-    of a later step; "" when there was, or none was wanted. since_commit_s: seconds from the restored
-    checkpoint's commit to the end of the restore, downtime included; None without a checkpoint. restore_s: seconds of
-    the slowest rank. restore_bytes: bytes of all ranks. what: the entries that were restored, and those that were not.
+    restored: the checkpoint's name, None when there was none. step: the step at which training resumed.
+    world_size_before: the world size of the attempt before, 0 when a person made that one (rewind, repair). lost_steps,
+    lost_s: the steps and seconds of training that were lost, by rank 0's last heartbeat, which may be a second old;
+    None when the driver had died too and no heartbeat is known. furthest_step: the furthest step of all attempts of
+    this driver, by those heartbeats; None when none is known. is_from_memory: `restored` was a memory checkpoint, kept
+    in the nodes' memory and not in the bucket. memory_problem: why there was no memory checkpoint of a later step; ""
+    when there was one, or none was wanted. since_commit_s: seconds from the restored checkpoint's commit to the end of
+    the restore, including downtime; None without a checkpoint. restore_s: seconds of the slowest rank. restore_bytes:
+    bytes of all ranks. what: the entries that were restored, and those that were not.
     """
 
     when_true: ClassVar[frozenset[str]] = frozenset({"is_from_memory", "memory_problem"})
@@ -74,7 +74,7 @@ class ResumeRecord(Document):
 
     @property
     def lost(self) -> str:
-        """Says in words how much training was lost."""
+        """Return in words how much training was lost."""
         steps = "unknown" if self.lost_steps is None else f"{self.lost_steps} steps"
         return steps if self.lost_s is None else f"{steps}, {self.lost_s:.1f} s"
 
@@ -96,19 +96,19 @@ class ResumeRecord(Document):
 
 
 def record_end(store: Store, ended: Attempt, *, by: Attempt, cause: str) -> bool:
-    """Write the record of an ended attempt, once. Returns whether it was written now."""
+    """Write the record of an ended attempt, once. Return whether this call wrote it."""
     record = AttemptRecord(attempt=ended, ended_by_attempt=by.number, ended_at=by.claimed_at, cause=cause)
     return _put(store, object_keys.attempt_key(ended.number), record)
 
 
 def record_failure(store: Store, ended: Attempt, *, at: float, cause: str, is_final: bool) -> bool:
-    """Write the record of an attempt whose driver gives the run up, once. Returns whether it was written now."""
+    """Write the record of an attempt whose driver gives up the run, once. Return whether this call wrote it."""
     record = AttemptRecord(attempt=ended, ended_by_attempt=ended.number, ended_at=at, cause=cause, is_final=is_final)
     return _put(store, object_keys.attempt_key(ended.number), record)
 
 
 def read_record(store: Store, number: int) -> AttemptRecord | None:
-    """Read the record of an attempt. Returns None when there is none, or none that can be read. Raises StoreError."""
+    """Read the record of an attempt. Return None when it is missing or cannot be read. Raises StoreError."""
     key = object_keys.attempt_key(number)
     try:
         return read_document(store, key, load_record, max_bytes=MAX_BYTES)[0]
@@ -117,7 +117,7 @@ def read_record(store: Store, number: int) -> AttemptRecord | None:
 
 
 def record_resume(store: Store, resume: ResumeRecord) -> bool:
-    """Write the record of how an attempt began, once. Returns whether it was written now."""
+    """Write the record of how an attempt began, once. Return whether this call wrote it."""
     return _put(store, object_keys.resume_key(resume.attempt), resume)
 
 
@@ -130,7 +130,7 @@ def load_resume(data: bytes, *, what: str) -> ResumeRecord:
 
 
 def read_resumes(store: Store, attempts: Iterable[int]) -> dict[int, ResumeRecord]:
-    """Read how these attempts began. Returns the records that can be read, by attempt number."""
+    """Read how these attempts began. Return the readable records, by attempt number."""
     found = {}
     for number in attempts:
         key = object_keys.resume_key(number)

@@ -1,7 +1,7 @@
 """Reads documents from a store: bounded in size, and a second time before they count as damaged.
 
-Bytes can change on their way although the object in the bucket is whole. So nobody is told to repair anything, no run
-ends and nothing is written before two readings in a row have failed.
+Bytes can be corrupted on the way although the object in the bucket is intact. So two readings in a row have to fail
+before a repair is advised, a run is ended or anything is written.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Load(Protocol[D_co]):
 
 
 def read_document(store: Store, key: str, load: Load[T], *, max_bytes: int) -> tuple[T, Got]:
-    """Read the document at `key`; returns it with the store's answer.
+    """Read the document at `key`, and return it with the store's response.
 
     Raises NotFoundError, and CorruptError when two readings in a row fail.
     """
@@ -35,9 +35,9 @@ def read_document(store: Store, key: str, load: Load[T], *, max_bytes: int) -> t
 
 
 def read_quickly(store: Store, key: str, load: Load[T], *, max_bytes: int) -> T:
-    """Read the document at `key`, for a reader of very many: in the store's cheapest way, and again in the usual one.
+    """Read the document at `key`, for a reader of very many: in the store's cheapest way, and again in the usual way.
 
-    Raises as read_document.
+    Raises the errors of read_document.
     """
     what = f"{store}: {key}"
     try:
@@ -49,7 +49,7 @@ def read_quickly(store: Store, key: str, load: Load[T], *, max_bytes: int) -> T:
 def again_if_corrupt(read: Callable[[], T]) -> T:
     """Call `read`, and once more when it raises CorruptError. Raises the second CorruptError.
 
-    read: must ask the store anew each time.
+    read: must request from the store each time.
     """
     for _ in range(READS - 1):
         try:

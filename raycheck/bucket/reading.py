@@ -1,7 +1,7 @@
 """Reads a run: `latest`, and a checkpoint's documents and objects. Never writes (I8), imports neither torch nor ray.
 
-A reader needs no lease: on a missing object it reads `latest` again. A checkpoint that is gone from the live list was
-evicted, and the reader starts again on the head. One that is still listed is damaged.
+A reader needs no lease: if an object is missing, it reads `latest` again. A checkpoint that is no longer in the live
+list was evicted, and the reader starts again with the head. One that is still listed is damaged.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ from raycheck.errors import CorruptError, DamagedError, NotFoundError, RaycheckE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
-    """Holds the manifest and the index of a checkpoint, as bytes."""
+    """The manifest and the index of a checkpoint, as bytes."""
 
     manifest: bytes
     index: bytes
@@ -42,10 +42,10 @@ class RangeReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Reads a committed checkpoint.
+    """A committed checkpoint, to read.
 
-    entry: its entry in `latest`. documents: its manifest and index as another rank has read them; their checksums are
-    checked here too. None: they are read from the store. shards: where the bytes of its shards are read; None: from the
+    entry: its entry in `latest`. documents: its manifest and index as another rank has read them, whose checksums are
+    checked here too; None: they are read from the store. shards: where the bytes of its shards are read; None: from the
     store.
     """
 
@@ -56,12 +56,13 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Returns the number of optimizer steps completed in the checkpoint."""
+        """Return the number of optimizer steps completed in the checkpoint."""
         return self.entry.step
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Returns the metrics that `latest` repeats: the first 32, or fewer for older checkpoints when it grows full.
+        """Return the metrics that `latest` repeats: the first 32, or fewer for older checkpoints when it is nearly
+        full.
 
         The manifest has all of them.
         """
@@ -69,16 +70,16 @@ class Checkpoint:
 
     @property
     def name(self) -> str | None:
-        """Returns the name that it was given by a save or by hand; None when it has none."""
+        """Return the name that a save or a person gave it; None when it has none."""
         return self.entry.name
 
     @property
     def scores(self) -> Mapping[str, float]:
-        """Returns what was measured of the checkpoint after its commit, and attached to it."""
+        """Return what was measured after the commit, and attached to the checkpoint."""
         return self.entry.scores
 
     def read_documents(self) -> Documents:
-        """Read manifest and index to hand them to other ranks, unchecked.
+        """Read manifest and index to pass them to other ranks, unchecked.
 
         Raises DamagedError, or NotFoundError when the checkpoint was evicted.
         """
@@ -97,7 +98,7 @@ class Checkpoint:
         return self.parse_manifest(self.read_manifest_bytes())
 
     def parse_manifest(self, data: bytes) -> Manifest:
-        """Parse what `read_manifest_bytes` has read. Raises CorruptError when it is another checkpoint's manifest."""
+        """Parse the result of `read_manifest_bytes`. Raises CorruptError for the manifest of another checkpoint."""
         key = object_keys.manifest_key(self.entry.key)
         manifest = load_manifest(data, what=f"{self.store}: {key}")
         if manifest.key != self.entry.key:
@@ -105,7 +106,8 @@ class Checkpoint:
         return manifest
 
     def read_manifest_bytes(self) -> bytes:
-        """Read the manifest's bytes and check them against the checksum in `latest`. Raises as read_manifest."""
+        """Read the manifest's bytes and check them against the checksum in `latest`. Raises the errors of
+        read_manifest."""
         key = object_keys.manifest_key(self.entry.key)
         given = self.documents.manifest if self.documents else None
         return self._checked(key, given, size=None, crc=self.entry.manifest_crc32, said_by="latest")
@@ -113,7 +115,7 @@ class Checkpoint:
     def read_index(self, manifest: Manifest, *, values: bool = True) -> Index:
         """Read the index and check it against size and checksum in the manifest.
 
-        values: False leaves out the values, for callers that need only the tensors' places. Raises as
+        values: False leaves out the values, for callers that need only the tensors' places. Raises the errors of
         read_manifest, and CorruptError when it names a component that the manifest does not.
         """
         key = object_keys.index_key(self.entry.key)
@@ -123,13 +125,13 @@ class Checkpoint:
         index = load_index(data, what=f"{self.store}: {key}", values=values)
         known = {component.name for component in manifest.components}
         for item in index.plan.objects:
-            if item.component not in known:  # no reader would know where its bytes lie
+            if item.component not in known:  # no reader would know where its bytes are
                 raise CorruptError(f"{self.store}: {key} names the component {item.component[:100]!r}, and the "
                                    "manifest does not")  # fmt: skip
         return index
 
     def verify(self, *, reads: bool = True) -> Iterator[Finding]:
-        """Read every object of the checkpoint and compare size and checksum. Yields one finding per object.
+        """Read every object of the checkpoint, compare size and checksum, and yield one finding per object.
 
         reads: False compares sizes only.
         """
@@ -143,7 +145,8 @@ class Checkpoint:
         )
 
     def _checked(self, key: str, given: bytes | None, *, size: int | None, crc: int, said_by: str) -> bytes:
-        """Return the bytes of a document, checked: those that were given, or else (or when they are wrong) read.
+        """Return the bytes of a document, checked: the given ones, or the stored ones if none are given or they are
+        wrong.
 
         size: None when it is not known. said_by: the document that states size and checksum, for the error.
         """
@@ -161,12 +164,12 @@ class Checkpoint:
 
 
 def read_latest(store: Store) -> Latest:
-    """Read the body of `latest`. Raises NotFoundError, which says what is there instead, when there is no run."""
+    """Read the body of `latest`. Raises NotFoundError, which says what exists instead, when there is no run."""
     return read_latest_at(store)[0]
 
 
 def read_latest_at(store: Store) -> tuple[Latest, float]:
-    """Read the body of `latest`, and the store's time, in unix seconds. Raises as read_latest."""
+    """Read the body of `latest`, and the store's time, in unix seconds. Raises the errors of read_latest."""
     try:
         body, got = again_if_corrupt(lambda: get_latest(store))
     except NotFoundError:
@@ -175,24 +178,26 @@ def read_latest_at(store: Store) -> tuple[Latest, float]:
 
 
 def get_latest(store: Store) -> tuple[Latest, Got]:
-    """GET `latest` once and parse it; returns body and answer.
+    """GET `latest` once and parse it. Return the body and the response.
 
-    All reads of `latest` come here, but that of a repair, which goes on with a body that cannot be read. Raises
-    NotFoundError, and CorruptError, which no caller may act on before a second reading (again_if_corrupt).
+    All reads of `latest` use this, except that of a repair, which continues with a body that cannot be read. Raises
+    NotFoundError, and CorruptError, on which no caller may act before a second reading (again_if_corrupt).
     """
     got = store.get(object_keys.LATEST_KEY, MAX_LATEST)
     return load_latest(got.data, what=f"{store}: {object_keys.LATEST_KEY}"), got
 
 
 def peek_latest(store: Store) -> Latest:
-    """Read the body of `latest` in the store's cheapest way, without the store's time. Raises as get_latest, but
-    CorruptError only after a second reading."""
+    """Read the body of `latest` in the store's cheapest way, without the store's time.
+
+    Raises the errors of get_latest, but CorruptError only after a second reading.
+    """
     return read_quickly(store, object_keys.LATEST_KEY, load_latest, max_bytes=MAX_LATEST)
 
 
 def no_run_error(store: Store) -> NotFoundError:
-    """Make the error for a missing `latest`. It also says whether checkpoints lie there without it."""
-    with suppress(StoreError):  # without the right to list, the error says only that `latest` is missing
+    """Make the error for a missing `latest`. It also states whether there are checkpoints without it."""
+    with suppress(StoreError):  # without permission to list, the error says only that `latest` is missing
         if names := list_directories(store):
             return lost_run_error(store, names)
     return NotFoundError(
@@ -202,9 +207,9 @@ def no_run_error(store: Store) -> NotFoundError:
 
 
 def lost_run_error(store: Store, names: Sequence[CheckpointName]) -> NotFoundError:
-    """Make the error for a missing `latest` where the directories `names` lie, in the order of their saves."""
+    """Make the error for a missing `latest` where the directories `names` exist, in the order of their saves."""
     return NotFoundError(
-        f"{store}: no run here: latest is missing, though {len(names)} checkpoints lie here, the last of them "
+        f"{store}: no run here: latest is missing, though {len(names)} checkpoints are here, the last of them "
         f"{names[-1]}. If it was deleted, put it back (bucket versioning), or stop the run and rebuild it: "
         f"raycheck repair '{store}'"
     )
@@ -230,7 +235,7 @@ def missing_error(store: Store, name: str, key: str) -> NotFoundError | CorruptE
     """Make the error for a missing object `key` of checkpoint `name`. Step 25.
 
     It is a NotFoundError when the checkpoint was dropped, a CorruptError when the run whose directory it uses is not
-    where it was, and else a DamagedError. key: the object's key, or a text that has it.
+    where it was, and otherwise a DamagedError. key: the object's key, or a text that contains it.
     """
     body = read_latest(store)
     if body.entry(name) is None:
@@ -241,9 +246,9 @@ def missing_error(store: Store, name: str, key: str) -> NotFoundError | CorruptE
 
 
 def why_missing(store: Store, name: str, key: str) -> str:
-    """Return what to say of a missing object `key` of checkpoint `name`: that a run was moved, if that is the reason.
+    """Return the reason for a missing object `key` of checkpoint `name` if a run was moved; otherwise "".
 
-    It is for a report, in which what cannot be found out is left out.
+    This is for a report, which omits what cannot be determined.
     """
     with suppress(RaycheckError):
         return _moved(store, read_latest(store), name, key)
@@ -251,10 +256,11 @@ def why_missing(store: Store, name: str, key: str) -> str:
 
 
 def _moved(store: Store, body: Latest, name: str, key: str) -> str:
-    """Return that the run of which checkpoint `name` uses `key` is not where it was; "" when that is not the reason.
+    """Return in words that the run whose `key` checkpoint `name` uses is not where it was; "" when that is not the
+    reason.
 
-    Somebody has moved one of the two by hand. That is no damage, of which a mark would stay in `latest` when they are
-    put back.
+    Someone has moved one of the two by hand. That is not damage: a mark would remain in `latest` after they are put
+    back.
     """
     entry = body.entry(name)
     for directory in entry.refs if entry else ():
@@ -269,7 +275,7 @@ def _moved(store: Store, body: Latest, name: str, key: str) -> str:
             else:
                 if loan is None or other.run_id == loan.run_id:
                     return ""
-                what = f"at {lender} there is another run than it was"
+                what = f"at {lender} there is a different run now"
             return (
                 f"{store}: {directory}, a directory that checkpoint {name} uses, is not there: {what}. This run or "
                 "that one was moved or deleted by hand. Put it back; then 'raycheck fork --copy' makes a run in "

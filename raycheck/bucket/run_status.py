@@ -1,8 +1,8 @@
-"""Tells whether a run has finished, was given up by its driver, or is going on, as far as its bucket proves it.
+"""Determines whether a run has finished, was given up by its driver, or is active, as far as its bucket proves it.
 
-`latest` says that a run has finished (step 33), and the attempt's record says that its driver gave up. Nothing says
-that a driver was killed; then there is only the time since the last claim or commit, by the store's clock. This module
-never writes (I8).
+`latest` states that a run has finished (step 33), and the attempt's record states that its driver gave up. Nothing
+states that a driver was killed; then there is only the time since the last claim or commit, by the store's clock. This
+module never writes (I8).
 """
 
 from dataclasses import dataclass
@@ -26,14 +26,13 @@ State = Literal["finished", "died", "running", "silent", "idle", "deleted"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """Describes the state of a run.
+    """The state of a run.
 
-    state: "finished": the live attempt came to the end of training. "died": its driver gave the run up. "running":
-    there was a claim or commit lately. "silent": there was none for long; it died, or is between commits. "idle": no
-    worker group has claimed the run since it was rewound, repaired or copied. "deleted": somebody has deleted the run,
-    and not all of it is gone.
-    is_final: the driver gave up because another start would end in the same way. at: the time of the end, or of the
-    newest sign of life. now: the time of the question. text: all of it in words.
+    state: "finished": the live attempt reached the end of training. "died": its driver gave up the run. "running":
+    there was a recent claim or commit. "silent": there was none for a long time; it died, or is between commits.
+    "idle": no worker group has claimed the run since it was rewound, repaired or copied. "deleted": someone has deleted
+    the run, and not all of it is gone. is_final: the driver gave up because another start would end in the same way.
+    at: the time of the end, or of the newest sign of life. now: the time of the query. text: all of it in words.
     """
 
     state: State
@@ -50,7 +49,8 @@ def read_status(store: Store) -> Status:
 
 
 def status_of(body: Latest, record: AttemptRecord | None, *, now: float) -> Status:
-    """Judge a body of `latest`. record: that of the live attempt. now: the time by the store's clock."""
+    """Determine the status from a body of `latest`. record: that of the live attempt. now: the time by the store's
+    clock."""
     attempt = body.attempt
     if body.deleted_at is not None:
         return Status(state="deleted", text=_of_deleted(body, now), at=body.deleted_at, now=now)
@@ -76,13 +76,13 @@ def status_of(body: Latest, record: AttemptRecord | None, *, now: float) -> Stat
     if silent_s > max(SILENT_S, SILENT_GAPS * max((b - a for a, b in pairwise(signs)), default=0.0)):
         text = f"no sign of life for {ago(silent_s)} (died, or between commits)"
         return Status(state="silent", text=text, at=signs[-1], now=now)
-    return Status(state="running", text=f"running, as far as the bucket tells: {last}", at=signs[-1], now=now)
+    return Status(state="running", text=f"running, as far as the bucket shows: {last}", at=signs[-1], now=now)
 
 
 def _of_deleted(body: Latest, now: float) -> str:
     text = f"deleted {ago(now - (body.deleted_at or now))} ago"
     if not body.holds:
-        return f"{text}; that did not come to its end: repeat 'raycheck delete-run'"
+        return f"{text}; the delete was not completed: repeat 'raycheck delete-run'"
     runs = ", ".join(hold.holder for hold in body.holds[:5])
     return (
         f"{text}; kept for other runs, which use checkpoints of it: {runs}. Once they have dropped them, repeat "
@@ -96,7 +96,7 @@ def _attempt_of(key: str) -> int | None:
 
 
 def ago(seconds: float) -> str:
-    """Say a duration in its largest unit, which is enough for people."""
+    """Return a duration in its largest unit, which is precise enough for people."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"

@@ -1,4 +1,4 @@
-"""Verifies that a checkpoint is whole: reads and compares every object, and names damage down to the sub-block.
+"""Verifies that a checkpoint is complete: reads and compares every object, and locates damage down to the sub-block.
 
 It writes nothing (I8), and needs no torch.
 """
@@ -20,7 +20,7 @@ MISSING = "missing"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Describes one object that was verified.
+    """The result for one object.
 
     problem: empty when size and checksum are right. where: for a damaged shard its rank and component, with the tensors
     and sub-blocks that have changed.
@@ -43,12 +43,12 @@ def verify(
 ) -> Iterator[Finding]:
     """Yield one finding per object of the checkpoint `name`.
 
-    reads: False compares sizes only. why_missing: returns what is known of a missing object, by its key.
+    reads: False compares sizes only. why_missing: returns what is known about a missing object, by its key.
     """
     key = object_keys.manifest_key(name)
     try:
         manifest = read_manifest()
-    except (NotFoundError, CorruptError) as error:  # a store that is away proves nothing
+    except (NotFoundError, CorruptError) as error:  # an unreachable store proves nothing
         yield Finding(key=key, size_bytes=0, problem=str(error))
         return
     yield Finding(key=key, size_bytes=store.head(key))
@@ -56,7 +56,7 @@ def verify(
     for key, record in manifest.objects():
         try:
             found, problem = _compare(store, key, record.size_bytes, record.crc32 if reads else None)
-        except CorruptError as error:  # no file, or one that has shrunk meanwhile
+        except CorruptError as error:  # not a file, or one that has shrunk since
             found, problem = None, str(error)
         except NotFoundError:  # it was deleted between two requests
             found, problem = None, MISSING
@@ -69,9 +69,9 @@ def verify(
 
 
 def _compare(store: Store, key: str, size: int, crc: int | None) -> tuple[int | None, str]:
-    """Compare an object with its size and checksum. Returns its size, None when it is missing, and the problem.
+    """Compare an object with its size and checksum. Return its size, None when it is missing, and the problem.
 
-    Each wrong answer is asked for again before it counts, since it may have changed on its way. crc: None to compare
+    Each wrong response is requested again before it counts, since it may be corrupted on the way. crc: None to compare
     sizes only.
     """
     found = next((found for _ in range(READS - 1) if (found := _size(store, key)) == size), None)
@@ -100,23 +100,23 @@ def _size(store: Store, key: str) -> int | None:
 def _where(
     store: Store, index_of: Callable[[], Index], key: str, shard: ShardRecord, size_bytes: int
 ) -> tuple[str, ...]:
-    """Name the damaged tensors of a shard, in the order in which they lie there."""
+    """Name the damaged tensors of a shard, in the order of their bytes."""
     whose = f"rank {shard.rank}, component {shard.component}"
     try:
         index = index_of()
     except (NotFoundError, CorruptError):
-        return (f"{whose}: the index that says what lies there is damaged too",)
+        return (f"{whose}: the index that says what is there is damaged too",)
     found = []
     for chunk in _chunks(index, shard):
         bad = list(_bad_blocks(store, key, chunk, size_bytes))
         if bad:
             blocks = f"{len(bad)} of {len(chunk.crcs)} sub-blocks, the first one {bad[0]}"
             found.append(f"{whose}: tensor {index.tensors[chunk.tensor].name} at {list(chunk.offsets)}: {blocks}")
-    return tuple(found) or (f"{whose}: no tensor, but what lies between them, which only stock torch reads",)
+    return tuple(found) or (f"{whose}: no tensor, but the bytes between them, which only stock torch reads",)
 
 
 def _chunks(index: Index, shard: ShardRecord) -> list[Chunk]:
-    """Return the chunks that lie in the shard, each place once."""
+    """Return the boxes in the shard, each place once."""
     found: dict[int, Chunk] = {}
     for number in range(len(index.tensors)):
         for chunk in index.chunks_of(number):

@@ -205,7 +205,7 @@ def test_a_mirror_of_another_line_is_refused() -> None:
     copy_run(source, target)
     Driver(open_store(other), "zoe").claim("new")
 
-    with pytest.raises(ConfigError, match="another line"):
+    with pytest.raises(ConfigError, match="another branch"):
         copy_run(other, target)
 
     assert_copy(open_store(source), open_store(target))

@@ -80,7 +80,7 @@ def test_another_run_in_the_place_of_the_one_that_was_moved_is_not_taken_for_it(
     save_state(store, {"model": torch.nn.Linear(30, 20)}, step=8)
     store.put("latest", dump_latest(replace(read_latest(store), run_id="another")))
 
-    with pytest.raises(CorruptError, match="there is another run than it was") as error:
+    with pytest.raises(CorruptError, match="there is a different run now") as error:
         trains(f"{runs}/variant")
 
     assert not isinstance(error.value, DamagedError)

@@ -315,7 +315,7 @@ def test_a_pipe_in_place_of_a_document_is_an_error_and_not_a_wait(tmp_path: Path
     code, stderr = check(store.uri, command, tmp_path)
 
     assert code == 2
-    assert "latest is no file but a pipe" in stderr
+    assert "latest is not a file but a pipe" in stderr
 
 
 @pytest.mark.parametrize("key", ["latest", "manifest.json", "index", "shard"])

@@ -159,7 +159,7 @@ def test_the_page_shows_a_run_of_any_name(page: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", [".", ".."])
 def test_a_name_that_would_be_another_folder_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="is no name for a run: it would be another folder"):
+    with pytest.raises(ConfigError, match="is not a name for a run: it would be another folder"):
         join_uri("s3://bucket/runs", name)
 
 

@@ -110,7 +110,7 @@ def test_a_store_that_was_opened_before_the_fork_says_so_instead_of_waiting_for_
     done = run(dataset, samples)
 
     assert "ConfigError" in done.stderr
-    assert "opened before this process was forked; open it anew in here" in done.stderr
+    assert "opened before this process was forked; open it again in here" in done.stderr
 
 
 def test_where_no_copy_of_obstore_can_be_made_the_bytes_go_through_s3fs(samples: str):

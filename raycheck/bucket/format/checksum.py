@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from isal import isal_zlib
 
 SUB_BLOCK = 4 * 1024 * 1024
-"""The payload bytes under one checksum: the least that a partial read can verify."""
+"""The payload bytes under one checksum: the smallest amount that a partial read can verify."""
 
 READS = 2
-"""The number of readings before bytes count as damaged in the bucket: they may have changed on their way."""
+"""The number of readings before bytes in the bucket count as damaged: they may be corrupted on the way."""
 
 
 def crc32(data: bytes | bytearray | memoryview, start: int = 0) -> int:

@@ -1,8 +1,8 @@
-"""Takes values of a user's own classes apart and puts them together: enum members, dataclasses and named tuples.
+"""Takes values of a user's own classes apart and reassembles them: enum members, dataclasses and named tuples.
 
-A bucket only names a class; it never brings one. The reader finds it among the classes of the live state or those
-that this process has loaded already, and imports nothing. Putting a value together runs no code of the class: no
-constructor, no `__post_init__`, no `__setattr__`. Classes that could run code later by themselves (`__del__`, the hash
+A bucket only names a class; it never provides one. The reader looks it up among the classes of the live state or those
+that this process has already loaded, and imports nothing. Reassembling a value runs no code of the class: no
+constructor, no `__post_init__`, no `__setattr__`. Classes that could run code later on their own (`__del__`, the hash
 of a dataclass) are refused by writer and reader. So is a class whose fields have changed since the save.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 from raycheck.errors import StateMismatchError
 
 FindClass = Callable[[str], type | None]
-"""Finds the class of a name. Returns None when the reader has none and takes the plain structure. Raises
-StateMismatchError for a class that should be here and is missing."""
+"""Find the class for a name. Return None when the reader has none and uses the plain structure. Raise
+StateMismatchError for a class that should exist here and is missing."""
 
 CLASS_TAGS = ("$enum", "$dataclass", "$namedtuple")
 
@@ -27,7 +27,7 @@ def name_of(kind: type) -> str:
 
 
 def loaded(name: str) -> type | None:
-    """Find the class of this name among those that this process has loaded. Imports nothing, and calls no module."""
+    """Return the class with this name among those that this process has loaded. Import nothing, and call no module."""
     module, _, path = name.partition(":")
     found: object = sys.modules.get(module)
     for step in path.split("."):
@@ -39,7 +39,7 @@ def loaded(name: str) -> type | None:
 
 
 def tag_of(value: object) -> str | None:
-    """Return which of CLASS_TAGS a value is written under, None when it cannot be put together again."""
+    """Return which of CLASS_TAGS a value is written under, None when it cannot be reassembled."""
     kind: Any = type(value)
     if isinstance(value, Enum):
         return "$enum" if kind.__members__.get(value.name) is value or _is_combined(value) else None
@@ -64,7 +64,7 @@ def form_of(value: object) -> list[str]:
 def attributes_of(value: object) -> dict[str, object]:
     """Return all attributes of a dataclass instance.
 
-    Those beyond its fields too, since no `__post_init__` makes them again at the restore.
+    This includes those beyond its fields, since no `__post_init__` creates them again at the restore.
     """
     found = {}
     for name, slot in _slots(type(value)).items():
@@ -78,7 +78,7 @@ def attributes_of(value: object) -> dict[str, object]:
 def enum_member(kind: type, member: str | None, value: object) -> Enum:
     """Return the member of this name; without a name, the combination of flags with this value."""
     if not issubclass(kind, Enum):
-        raise StateMismatchError(f"{name_of(kind)} is no enum here, but was one when saved")
+        raise StateMismatchError(f"{name_of(kind)} is not an enum here, but was one when saved")
     if member is None and issubclass(kind, Flag) and type(value) is int and _is_passive_flag(kind):
         return kind(value)
     found = kind.__members__.get(member or "")
@@ -89,7 +89,7 @@ def enum_member(kind: type, member: str | None, value: object) -> Enum:
 
 def named_tuple(kind: type, form: Sequence[str], items: Sequence[object]) -> object:
     if not issubclass(kind, tuple) or not _is_namedtuple(kind):
-        raise StateMismatchError(f"{name_of(kind)} is no named tuple here, but was one when saved")
+        raise StateMismatchError(f"{name_of(kind)} is not a named tuple here, but was one when saved")
     _refuse_other_form(kind, form)
     if len(items) != len(form):
         raise ValueError("a field without a value")
@@ -98,7 +98,7 @@ def named_tuple(kind: type, form: Sequence[str], items: Sequence[object]) -> obj
 
 def dataclass_instance(kind: type, form: Sequence[str], attributes: Mapping[str, object]) -> object:
     if not _is_passive_dataclass(kind):
-        raise StateMismatchError(f"{name_of(kind)} is no plain dataclass here, but was one when saved")
+        raise StateMismatchError(f"{name_of(kind)} is not a plain dataclass here, but was one when saved")
     _refuse_other_form(kind, form)
     made: object = object.__new__(kind)
     set_attributes(made, attributes)
@@ -106,7 +106,7 @@ def dataclass_instance(kind: type, form: Sequence[str], attributes: Mapping[str,
 
 
 def set_attributes(instance: object, attributes: Mapping[str, object]) -> None:
-    """Set these attributes of a dataclass instance without calling its `__setattr__`. Others stay."""
+    """Set these attributes of a dataclass instance without calling its `__setattr__`. Others are unchanged."""
     slots = _slots(type(instance))
     for name, value in attributes.items():
         if type(name) is not str:
@@ -135,7 +135,7 @@ def _is_namedtuple(kind: Any) -> bool:
 
 
 def _is_passive_dataclass(kind: Any) -> bool:
-    """Return whether an instance can be made without running code of its class."""
+    """Return whether an instance can be created without running code of its class."""
     plain: Any = kind
     if not is_dataclass(kind) or _has_finalizer(plain):
         return False

@@ -1,8 +1,8 @@
-"""Writes columns of integers as bytes: plain, or as the differences of neighbours, in the least width.
+"""Encodes columns of integers as bytes: plain, or as differences of neighbors, in the smallest width.
 
-What a checkpoint says of each box of a tensor hardly changes from one rank to the next: then either the numbers or
-their differences are equal, and compress to nothing. Undoing either is one pass at C speed. This module needs the
-standard library only: browsing a run loads no numpy.
+The description of each box of a tensor hardly changes from one rank to the next: then either the numbers or their
+differences are equal, and compress to almost nothing. Undoing either is one pass at C speed. This module needs only the
+standard library: browsing a run loads no numpy.
 """
 
 import sys
@@ -16,10 +16,10 @@ _MAX = (1 << 63) - 1
 
 
 def pack_column(column: "array[int]", *, as_steps: bool, top: int = _MAX) -> tuple[int, bytes]:
-    """Encode a column. Returns the width of one number in bytes, and all of them, signed and little-endian.
+    """Encode a column. Return the width of one number in bytes, and all of them, signed and little-endian.
 
-    as_steps: write each number as the difference to the one before it, the first one to 0. top: a bound that no number
-    is above. Raises OverflowError for a number that 64 bits do not hold.
+    as_steps: write each number as the difference from the one before it, the first as the difference from 0. top: a
+    bound that no number exceeds. Raises OverflowError for a number that does not fit 64 bits.
     """
     low, high = 0, top
     if as_steps:
@@ -37,7 +37,7 @@ def unpack_column(data: bytes, width: int, *, as_steps: bool) -> "array[int]":
 
 
 def little_endian(column: "array[int]") -> "array[int]":
-    """Convert a column to or from little-endian, in place. Does nothing but on a big-endian machine."""
+    """Convert a column to or from little-endian, in place. Does nothing except on a big-endian machine."""
     if sys.byteorder == "big":
         column.byteswap()
     return column

@@ -1,8 +1,8 @@
-"""Decompresses parts of an index within bounds, against decompression bombs.
+"""Decompresses parts of an index within limits, against decompression bombs.
 
-A few kilobytes in a hostile bucket can unpack to gigabytes, and those parse to many times as much again. So the bytes
-that are unpacked, and the Python objects that are made of them, are bounded by the bytes that really came from the
-store. A writer whose data would be above a bound compresses it less.
+A few kilobytes in a hostile bucket can decompress to gigabytes, and those parse to many times as much. So the
+decompressed bytes, and the Python objects made from them, are limited in proportion to the bytes that really came from
+the store. A writer whose data would exceed a limit compresses it less.
 """
 
 import json
@@ -19,9 +19,10 @@ OBJECTS_PER_BYTE = 4
 
 
 class DecompressionBudget:
-    """Bounds what all compressed parts of one object may unpack to together.
+    """The amount to which all compressed parts of one object together may decompress.
 
-    stored: the bytes that were read of the object. room: the bytes that any object may unpack to, however small it is.
+    stored: the bytes that were read of the object. room: the bytes to which any object may decompress, however small it
+    is.
     """
 
     def __init__(self, stored: int, *, what: str, room: int = ROOM_BYTES) -> None:
@@ -30,27 +31,30 @@ class DecompressionBudget:
         self._objects = OBJECTS + OBJECTS_PER_BYTE * stored
 
     def inflate(self, data: bytes) -> bytes:
-        """Decompress a zlib stream. Raises CorruptError when it holds more bytes than are left."""
+        """Decompress a zlib stream. Raises CorruptError when it has more bytes than are left."""
         stream = zlib.decompressobj()
         raw = stream.decompress(data, max(1, self._bytes))
         if not stream.eof:
-            raise CorruptError(f"{self._what} is cut short, or holds more than {self._bytes} bytes")
+            raise CorruptError(f"{self._what} is truncated, or has more than {self._bytes} bytes")
         self._bytes -= len(raw)
         return raw
 
     def parse(self, text: bytes) -> Any:
-        """Parse JSON. Raises CorruptError when it holds more lists, objects and strings than are left, and ValueError
-        when it is not JSON."""
+        """Parse JSON.
+
+        Raises CorruptError when it has more lists, objects and strings than are left, and ValueError when it is not
+        JSON.
+        """
         self._objects -= _objects_in(text)
         if self._objects < 0:
-            raise CorruptError(f"{self._what} holds more lists, objects and texts than one of its size may")
+            raise CorruptError(f"{self._what} has more lists, objects and texts than one of its size may")
         return json.loads(text)
 
 
 def deflate(text: bytes, *, stored: int = 0) -> bytes:
-    """Compress to a zlib stream that no reader's bounds refuse.
+    """Compress to a zlib stream that stays within every reader's limits.
 
-    stored: the bytes beside the stream in its object, which raise the reader's bounds.
+    stored: the bytes next to the stream in its object, which raise these limits.
     """
     data = zlib.compress(text, 1)
     seen = len(data) + stored

@@ -4,9 +4,9 @@ Readers ignore fields they do not know, writers preserve them: each document kee
 them back. A body from the bucket is hostile until it has passed `load`: wrong types, depth or numbers raise
 CorruptError with the path of the field.
 
-The last field of a body, its seal, is the CRC-32 of all bytes before its eight digits. So a reader checks the bytes
-that came, not what it would write itself, and no byte of an answer can change on its way unseen. Bodies of format
-version 1 have no seal.
+The last field of a body, its seal, is the CRC-32 of all bytes before its eight digits. So a reader checks the bytes as
+received, not a re-encoding of them, and no byte of a response can be corrupted unnoticed. Bodies of format version 1
+have no seal.
 """
 
 import json
@@ -27,19 +27,19 @@ _SEAL = re.compile(rb'"crc32"\s*:\s*"([0-9a-f]{8})"\s*\}\s*\Z')
 _SEAL_BYTES = 64
 """The seal that raycheck writes has 24 bytes; other tools may put more white space around it."""
 MAX_INT = 1 << 63
-"""Whole numbers in a document have at most 64 bits: they are below this, and at least its negative."""
+"""Integers in a document have at most 64 bits: they are below this, and at least its negative."""
 
 
 class NewerFormatError(CorruptError):
-    """Signals that a newer raycheck wrote the document: it is not damaged, and nobody may write over it."""
+    """A newer raycheck wrote the document: it is not damaged, and nobody may overwrite it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """Is the base class of all documents.
+    """The base class of all documents.
 
-    unknown: the fields that a newer writer added. is_long: the document has records of every rank, so it is written
-    on one line, not with a line per field. when_true: fields that are left out while they are False or None.
+    unknown: the fields that a newer writer added. is_long: the document has records of every rank, so it is written on
+    one line, not with a line per field. when_true: fields that are omitted while they are False or None.
     """
 
     is_long: ClassVar[bool] = False
@@ -69,7 +69,7 @@ def seal(text: bytes) -> bytes:
 def load(cls: type[D], data: bytes, *, what: str, max_bytes: int) -> D:
     """Parse `data` as `cls`. The result has this raycheck's format version. what: the object's name, for errors.
 
-    Raises CorruptError for anything that is not such a document, and for a higher format version (by number).
+    Raises CorruptError for anything that is not such a document, and for a higher format version, naming its number.
     """
     if len(data) > max_bytes:
         raise CorruptError(f"{what} has {len(data)} bytes, more than the {max_bytes} it may have")
@@ -86,7 +86,7 @@ def load(cls: type[D], data: bytes, *, what: str, max_bytes: int) -> D:
 
 
 def _check_seal(data: bytes, what: str) -> bool:
-    """Return whether the body states its checksum. Raises CorruptError when its bytes have another one."""
+    """Return whether the body states its checksum. Raises CorruptError when its bytes have a different one."""
     start = max(0, len(data) - _SEAL_BYTES)
     found = _SEAL.search(data, start)
     if found is None:
@@ -94,16 +94,17 @@ def _check_seal(data: bytes, what: str) -> bool:
     said, actual = found[1].decode(), f"{crc32(memoryview(data)[: found.start(1)]):08x}"
     if said != actual:
         raise CorruptError(
-            f"{what} was changed: it says that its checksum is {said}, and it is {actual}. If you have edited it by "
+            f"{what} was changed: it states the checksum {said}, but has {actual}. If you have edited it by "
             f'hand, make its last field "crc32": "{actual}"'
         )
     return True
 
 
 def check_format_version(tree: object, *, what: str) -> int:
-    """Return the format version of a document, before any other field of it is believed.
+    """Return the format version of a document, before any other field of it is trusted.
 
-    Raises NewerFormatError, by number, for one that a newer raycheck wrote; CorruptError for one without a version.
+    Raises NewerFormatError, naming the number, for one that a newer raycheck wrote; CorruptError for one without a
+    version.
     """
     version = tree.get("format_version") if isinstance(tree, dict) else None
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
@@ -199,7 +200,7 @@ def _expected(cls: Any) -> tuple[tuple[str, Any, bool], ...]:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is no finite number")
+        raise ValueError(f"{text} is not a finite number")
     return value
 
 

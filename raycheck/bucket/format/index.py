@@ -1,8 +1,8 @@
-"""Defines a checkpoint's index: where every tensor's bytes lie, with checksums, and all values that are not tensors.
+"""Defines a checkpoint's index: where each tensor's bytes are, with checksums, and all values that are not tensors.
 
-It is kept in columns, since a large run has a million boxes: a `Chunk` is made only for those that are asked for. The
-`Plan`, which stays the same from save to save, is apart from the checksums and values, which change. index_codec.py and
-plan_codec.py turn an index into bytes, plan_merge.py merges the plans of all ranks.
+It is kept in columns, since a large run has a million boxes: a `Chunk` is created only for requested ones. The `Plan`,
+which stays the same from save to save, is separate from the checksums and values, which change. index_codec.py and
+plan_codec.py convert an index to bytes, plan_merge.py merges the plans of all ranks.
 """
 
 from array import array
@@ -20,7 +20,7 @@ Column = array
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tensor:
-    """Describes a tensor as a whole.
+    """A tensor as a whole.
 
     dtype: torch's name without "torch.". shape: the global one, in elements. path: its place in the state.
     """
@@ -33,7 +33,7 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Describes a box of a tensor that one rank wrote: its place in the tensor, and that of its bytes in the object.
+    """A box of a tensor that one rank wrote: its place in the tensor, and that of its bytes in the object.
 
     tensor: the tensor's number in the index. offsets, sizes: elements per dimension. record_*: the torch.save record in
     the shard object, in bytes. payload_*: the raw little-endian row-major bytes inside the record, as offset in the
@@ -54,7 +54,7 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leaf:
-    """Describes a non-tensor leaf as stock DCP sees it: a torch.save record that only stock tools read."""
+    """A non-tensor leaf as stock DCP sees it: a torch.save record that only stock tools read."""
 
     name: str
     path: tuple[str | int, ...]
@@ -66,7 +66,7 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Object:
-    """Describes a shard object. num_crcs: the number of its payloads' checksums in the index, one per 4 MiB of each."""
+    """A shard object. num_crcs: the number of its payloads' checksums in the index, one per 4 MiB of each."""
 
     component: str
     rank: int
@@ -75,7 +75,7 @@ class Object:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Holds one row per chunk, in columns.
+    """The boxes, one row each, in columns.
 
     A row of a tensor with fewer dimensions than others has offset 0 and size 1 in the rest of them. object: the
     object's number in the plan. head: bytes of the record before its payload. frame: bytes of the record around its
@@ -94,7 +94,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan(Rows):
-    """Says where everything lies, without checksums and values. It changes only when the state changes its form.
+    """The places of all tensors' bytes, without checksums and values. It changes only when the state changes its form.
 
     The rows of tensor i are those from `starts[i]` to `starts[i + 1]`. All checksums of an index are in the order of
     `objects`.
@@ -110,16 +110,16 @@ class Plan(Rows):
         return pairwise(self.starts)
 
     def crc_bases(self) -> list[int]:
-        """Return where each object's checksums begin among all."""
+        """Return where each object's checksums begin among all checksums."""
         return list(accumulate((item.num_crcs for item in self.objects), initial=0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Index:
-    """Holds a checkpoint's index.
+    """A checkpoint's index.
 
     crcs: the checksums, of 32 bits. values: the trees (see values.py) that all ranks share, by entry. rank_values: the
-    trees of each rank, in order of rank.
+    trees of each rank, in rank order.
     """
 
     plan: Plan
@@ -141,15 +141,15 @@ class Index:
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """Returns all chunks, by tensor and then by rank. A large run has far too many for this: see chunks_of."""
+        """Return all boxes, by tensor and then by rank. A large run has far too many for this: see chunks_of."""
         return tuple(chunk for number in range(len(self.tensors)) for chunk in self.chunks_of(number))
 
     def chunks_of(self, tensor: int) -> tuple[Chunk, ...]:
-        """Return all chunks of the tensor with this number, in order of rank."""
+        """Return all boxes of the tensor with this number, in rank order."""
         return tuple(self._chunk(tensor, row) for row in self._rows_of(tensor))
 
     def chunks_in(self, tensor: int, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Chunk, ...]:
-        """Return the chunks of one tensor that hold elements of a box of it, in order of rank."""
+        """Return the boxes of one tensor that contain elements of the given box, in rank order."""
         rows: Iterable[int] = self._rows_of(tensor)
         for start, size, lows, counts in zip(offsets, sizes, self.plan.offsets, self.plan.sizes, strict=False):
             stop = start + size
@@ -185,7 +185,7 @@ def index_of(
     values: Mapping[str, Any] | None = None,
     rank_values: Sequence[Mapping[str, Any]] = (),
 ) -> Index:
-    """Make the index of these chunks. Chunks at one place share their checksums."""
+    """Make the index of these boxes. Boxes at one place share their checksums."""
     ordered = sorted(chunks, key=lambda chunk: chunk.tensor)
     names = sorted({(chunk.component, chunk.rank) for chunk in ordered})
     crcs: dict[tuple[str, int], list[int]] = {name: [] for name in names}
@@ -224,9 +224,9 @@ def _place(chunk: Chunk) -> tuple[object, ...]:
 
 
 def places(index: Index) -> dict[str, tuple[str, int, int]]:
-    """Return where each tensor's first bytes lie, as (component, rank, offset), by name.
+    """Return where each tensor's first bytes are, as (component, rank, offset), by name.
 
-    Names that share their bytes (tied weights) have equal places. Tensors without elements are left out.
+    Names that share their bytes (tied weights) have equal places. Tensors without elements are omitted.
     """
     plan = index.plan
     found: dict[str, tuple[str, int, int]] = {}

@@ -1,8 +1,8 @@
 """Reads and writes an index as bytes. Bytes from a bucket are hostile until they have passed `load_index`.
 
-After magic and header come three parts: the plan, which a coordinator writes again unread while it stays the same; the
-checksums, uncompressed since they do not compress; and the values, one zlib stream per rank. The bytes are a pure
-function of what the index holds.
+After magic and header come three parts: the plan, which a coordinator rewrites without parsing while it stays the same;
+the checksums, uncompressed since they do not compress; and the values, one zlib stream per rank. The bytes are a pure
+function of the contents of the index.
 """
 
 import json
@@ -25,7 +25,7 @@ MAX_HEADER_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexParts:
-    """Holds the encoded parts of an index.
+    """The encoded parts of an index.
 
     values: the shared values, then those of each rank, each as a zlib stream of JSON.
     """

@@ -1,8 +1,8 @@
-"""Defines what a save may say of its checkpoint beside the state: a name, a note, and for how long it is to stay.
+"""Defines what a save may set on its checkpoint in addition to the state: a name, a note, and how long it is to stay.
 
-A name says which checkpoint of a run is meant, as a step does; `latest` has it, and no two entries of one run share a
-name. What a user gives is checked here, before anything is saved. `is_name` alone is asked of names that are read from
-a bucket: a later raycheck may reserve more words than this one.
+A name identifies a checkpoint of a run, as a step does. It is stored in `latest`, and no two entries of one run share a
+name. User input is checked here, before anything is saved. Names that are read from a bucket are checked by `is_name`
+only: a later raycheck may reserve more words than this one.
 """
 
 import json
@@ -21,18 +21,18 @@ MAX_SCORES = 32
 MAX_SCORE_NAME = 100
 MAX_SCORE = 1e300
 RESERVED = frozenset({"auto", "never", "must", "latest", "head", "newest", "last", "best", "none"})
-"""No checkpoint has one of these names: they mean something as `resume`, or look as if they did."""
+"""No checkpoint may have one of these names: they mean something as `resume`, or look as if they did."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _MAX_INT = 1 << 63
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Label:
-    """Holds what a save says of its checkpoint. Raises ConfigError for what cannot be kept.
+    """What a save sets on its checkpoint. Raises ConfigError for what cannot be kept.
 
-    name: the checkpoint's name; None for none. may_move: another checkpoint may lose this name to it. note: a few
+    name: the checkpoint's name; None for none. may_move: the name may be taken from another checkpoint. note: a few
     facts, which the manifest keeps. expire_after_s: from this many seconds after the commit nothing keeps the
-    checkpoint; None leaves that to the rules of retention, but one with a name then never expires.
+    checkpoint; None leaves that to the rules of retention, except that a named checkpoint then never expires.
     """
 
     name: str | None = None
@@ -49,7 +49,7 @@ class Label:
         _check_note(self.note)
 
     def adds_to(self, other: "Label") -> bool:
-        """Returns whether this label says anything that `other` does not."""
+        """Return whether this label sets anything that `other` does not."""
         mine, said = ((it.name, dict(it.note), it.expire_after_s) for it in (self, other))
         return mine not in (said, (None, {}, None))
 
@@ -57,17 +57,17 @@ class Label:
 def label_of(
     name: str | None, note: Mapping[str, NoteValue] | None, expire_after_s: float | None, *, overwrite: bool
 ) -> Label:
-    """Returns the label that the arguments of a `save` make. Raises ConfigError."""
+    """Return the label for the arguments of a `save`. Raises ConfigError."""
     return Label(name=name, may_move=overwrite, note={} if note is None else note, expire_after_s=expire_after_s)
 
 
 def is_name(text: str) -> bool:
-    """Returns whether a checkpoint may have this name, which must differ from every step and every checkpoint's key."""
+    """Return whether a checkpoint may have this name, which must differ from every step and every checkpoint's key."""
     return bool(_NAME.fullmatch(text)) and not text.isdecimal() and CheckpointName.parse(text) is None
 
 
 def check_name(name: object) -> None:
-    """Raises ConfigError for what cannot be the name of a checkpoint."""
+    """Raise ConfigError for what cannot be the name of a checkpoint."""
     if isinstance(name, str) and is_name(name) and name not in RESERVED:
         return
     raise ConfigError(
@@ -77,7 +77,7 @@ def check_name(name: object) -> None:
 
 
 def check_expiry(expire_after_s: object) -> None:
-    """Raises ConfigError for what is no length of time."""
+    """Raise ConfigError for what is not a duration."""
     if expire_after_s is None:
         return
     is_number = isinstance(expire_after_s, int | float) and not isinstance(expire_after_s, bool)
@@ -86,7 +86,7 @@ def check_expiry(expire_after_s: object) -> None:
 
 
 def check_scores(scores: object) -> None:
-    """Raises ConfigError for what cannot be the scores of a checkpoint: finite numbers by name, and few of them."""
+    """Raise ConfigError for what cannot be the scores of a checkpoint: a few finite numbers by name."""
     if not isinstance(scores, Mapping) or not scores:
         raise ConfigError(f"scores={scores!r}: give numbers by name, such as {{'mmlu': 0.63}}")
     for name, value in scores.items():
@@ -97,7 +97,7 @@ def check_scores(scores: object) -> None:
 
 
 def is_note(note: Mapping[str, object]) -> bool:
-    """Returns whether these are facts as a note has them: text, numbers and truth values by name, nothing nested."""
+    """Return whether these are facts as in a note: text, numbers and booleans by name, nothing nested."""
     return all(isinstance(name, str) and type(value) in (str, int, float, bool) for name, value in note.items())
 
 
@@ -114,4 +114,4 @@ def _check_note(note: object) -> None:
 
 
 NO_LABEL = Label()
-"""The label of a save that was told nothing."""
+"""The label of a save that sets nothing."""

@@ -1,7 +1,7 @@
-"""Defines the body of `latest`, the run's one mutable object, as a value.
+"""Defines the body of `latest`, the run's only mutable object, as a value.
 
-One GET of it tells a reader who owns the run, which attempt is live, and which checkpoints exist. It names only
-committed checkpoints (I3). It is replaced by compare-and-swap only, in protocol/swap.py; this module knows no store.
+One GET of it shows who owns the run, which attempt is live, and which checkpoints exist. It names only committed
+checkpoints (I3). It is replaced by compare-and-swap only, in protocol/swap.py; this module does not access any store.
 """
 
 from collections.abc import Mapping
@@ -18,21 +18,21 @@ MAX_BYTES = 256 * 1024
 COMMIT_BYTES = MAX_BYTES * 7 // 8
 """Commits stop at 7/8 of the limit so that a claim always fits; otherwise the run could not be resumed."""
 CROWDED_BYTES = MAX_BYTES * 3 // 4
-"""From here on old entries lose metrics, and each save asks for room before it uploads anything."""
+"""Above this size old entries lose metrics, and each save checks for room before it uploads anything."""
 MAX_ATTEMPTS_LISTED = 50
 MAX_METRICS_LISTED = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry(Document):
-    """Describes a live checkpoint.
+    """A live checkpoint.
 
-    refs: the directories that it uses besides its own: of other checkpoints, and borrowed ones of other runs.
-    committed_at, expires_at: by the bucket's time. metrics: the first 32 of its manifest's, or fewer in older entries
-    when `latest` grows full. damaged: what a restore found wrong with it, None for nothing; a damaged entry is neither
-    restored nor counted by retention. rolling: see Retention. name: what a user calls it; no other live entry of the
-    run has this name. scores: what was measured of it after its commit, at most 32; retention prefers a score to a
-    metric of that name. by_notice: it was saved because a node was about to go. drifted: see Manifest.
+    refs: the directories that it uses in addition to its own: those of other checkpoints, and borrowed ones of other
+    runs. committed_at, expires_at: by the bucket's time. metrics: the first 32 of its manifest's, or fewer in older
+    entries when `latest` is nearly full. damaged: what a restore found wrong with it, None for nothing; a damaged entry
+    is neither restored nor counted by retention. rolling: see Retention. name: its user-given name, which no other live
+    entry of the run has. scores: what was measured after its commit, at most 32; retention prefers a score to a metric
+    of the same name. by_notice: it was saved because a node was about to be removed. drifted: see Manifest.
     """
 
     when_true: ClassVar[frozenset[str]] = frozenset({"rolling", "name", "scores", "by_notice", "drifted"})
@@ -54,16 +54,16 @@ class Entry(Document):
     drifted: bool = False
 
     def is_kept_by_name(self, now: float) -> bool:
-        """Returns whether it has a name, and its time has not run out. now: the bucket's time."""
+        """Return whether it has a name and has not expired. now: the bucket's time."""
         return self.name is not None and (self.expires_at is None or now < self.expires_at)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evicted(Document):
-    """Describes a checkpoint that left the live list for ever, at `at` (bucket time).
+    """A checkpoint that left the live list permanently, at `at` (bucket time).
 
-    Its objects may be deleted after a grace for readers. borrowed: the directories of other runs that it used; they are
-    needed until then.
+    Its objects may be deleted after a grace period for readers. borrowed: the directories of other runs that it used;
+    they are needed until then.
     """
 
     when_true: ClassVar[frozenset[str]] = frozenset({"borrowed"})
@@ -75,13 +75,13 @@ class Evicted(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hold(Document):
-    """Says that another run uses directories of this one, which must not be deleted. Step 30.
+    """A hold: another run uses directories of this one, which must not be deleted. Step 30.
 
-    holder: the way from this run's root to the other's. run_id: the other run's. directories: what it uses, while it is
-    being created also what this run itself has borrowed. at: when it was given, by the bucket's time. is_confirmed: the
-    other run's `latest` was there after the hold was given. renewals: how often it was given anew; a renewed hold is
-    another one to everybody who would end the one that he has seen. A hold whose holder is this run itself is a
-    reservation: of what its next commit will refer to.
+    holder: the path from this run's root to the other's. run_id: the other run's. directories: what it uses; while it
+    is being created, also what this run itself has borrowed. at: when the hold was given, by the bucket's time.
+    is_confirmed: the other run's `latest` existed after the hold was given. renewals: how often it was given again; a
+    process that would end the hold it has seen does not end a renewed one. A hold whose holder is this run itself is a
+    reservation of what its next commit will refer to.
     """
 
     when_true: ClassVar[frozenset[str]] = frozenset({"renewals"})
@@ -96,10 +96,10 @@ class Hold(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loan(Document):
-    """Says that this run uses directories of another one, in whose `latest` it has a hold. Step 30.
+    """The counterpart of a Hold in the borrowing run: this run uses directories of another one. Step 30.
 
-    source: the way from this run's root to the other's. run_id: the other run's. directories: the names of checkpoints
-    there; the hold has these and perhaps more.
+    source: the path from this run's root to the other's. run_id: the other run's. directories: the names of checkpoints
+    there; the hold names these and perhaps more.
     """
 
     source: str
@@ -109,7 +109,7 @@ class Loan(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt(Document):
-    """Describes one life of the worker group.
+    """One start of the worker group that has claimed the run.
 
     number: the fencing token. restore_key: the checkpoint that the group restores, None to start fresh. last_save: the
     highest save committed in it.
@@ -127,9 +127,9 @@ class Attempt(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished(Document):
-    """Says that attempt number `attempt` came to the end of training at `at` (bucket time).
+    """The end of training: attempt number `attempt` reached it at `at` (bucket time).
 
-    key: the head at that time, which holds all that the attempt had to save; None when nothing was committed.
+    key: the head at that time, which has everything that the attempt had to save; None when nothing was committed.
     """
 
     attempt: int
@@ -139,11 +139,11 @@ class Finished(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mirror(Document):
-    """Says that the run is a copy of one that is trained elsewhere, and still follows it (step 38).
+    """The source of a run that is a copy of one trained elsewhere, and that still follows it (step 38).
 
     source: where that run is, for people. counter: the write of its `latest` that this body shows, 0 for none yet.
     missing: how many of its checkpoints are still to come. owner: the owner of the live attempt for as long as the copy
-    is a mirror. Whoever claims or rewinds the copy is another owner, and makes it a run of its own.
+    is a mirror. Whoever claims or rewinds the copy is a different owner, and makes it an independent run.
     """
 
     source: str
@@ -154,9 +154,9 @@ class Mirror(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained(Document):
-    """Says how much training is in checkpoint `key`, as its manifest does, for listings of many runs.
+    """The amount of training in checkpoint `key`, as in its manifest, for listings of many runs.
 
-    trained_s, began_at: see Manifest. It tells nothing of any other checkpoint: an older raycheck and a rewind move
+    trained_s, began_at: see Manifest. It does not apply to any other checkpoint: an older raycheck and a rewind move
     head without it.
     """
 
@@ -167,14 +167,14 @@ class Trained(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Latest(Document):
-    """Holds the body of `latest`.
+    """The body of `latest`.
 
     counter: one higher at every write. owners: all owners ever. attempts: the newest 50, the live one last. head: what
     the next start restores. proven: the highest attempt whose claim was answered, None before the first. A group saves
     only after that answer, so a directory of a higher attempt means that `latest` was lost (step 10). finished: the end
-    of training, until the run goes on or back (step 33). holds, loans: what other runs use of this one, and what this
-    one uses of others (step 30). deleted_at: when somebody deleted the run, whose objects may still be there (step 37).
-    mirror: what the run is a copy of; see is_mirror. trained: of the newest commit, None when it is not known.
+    of training, until the run continues or goes back (step 33). holds, loans: what other runs use of this one, and what
+    this one uses of others (step 30). deleted_at: when someone deleted the run, whose objects may still exist (step
+    37). mirror: what the run is a copy of; see is_mirror. trained: of the newest commit, None when it is not known.
     """
 
     when_true: ClassVar[frozenset[str]] = frozenset({"finished", "holds", "loans", "deleted_at", "mirror", "trained"})
@@ -215,7 +215,7 @@ class Latest(Document):
         ways = [*(hold.holder for hold in self.holds), *(loan.source for loan in self.loans)]
         lost = [way for way in ways if not is_way(way)]
         if lost:
-            raise CorruptError(f"latest names the run {lost[0]!r}, which is not a way to another run")
+            raise CorruptError(f"latest names the run {lost[0]!r}, which is not a path to another run")
         if len(set(keys)) < len(keys):
             raise CorruptError("latest lists a checkpoint twice")
         given = [entry.name for entry in self.live if entry.name is not None]
@@ -226,7 +226,7 @@ class Latest(Document):
         if self.head is not None and self.head not in keys:
             raise CorruptError(f"latest has head {self.head}, which it does not list")
         if any(entry.damaged and entry.key == self.head for entry in self.live):
-            raise CorruptError(f"latest has head {self.head}, which it says is damaged")
+            raise CorruptError(f"latest has head {self.head}, which it marks as damaged")
         if not self.attempts:
             raise CorruptError("latest names no attempt")
         if self.is_mirror and len(self.attempts) == 1:
@@ -238,19 +238,20 @@ class Latest(Document):
 
     @property
     def is_mirror(self) -> bool:
-        """Returns whether the run only follows another one. `mirror` alone does not say so: it may be claimed since."""
+        """Return whether the run only follows another one. `mirror` alone does not show this: the run may have been
+        claimed since."""
         return self.mirror is not None and self.mirror.owner == self.attempt.owner
 
     @property
     def is_finished(self) -> bool:
-        """Returns whether the live attempt came to the end of training. A later claim begins the run again."""
+        """Return whether the live attempt reached the end of training. A later claim starts the run again."""
         last = self.attempts[-2] if self.is_mirror else self.attempt
         return self.finished is not None and self.finished.attempt == last.number and self.ends_with(self.head)
 
     def ends_with(self, key: str | None) -> bool:
-        """Return whether an attempt came to the end of training with `key`, and nothing was committed or decided since.
+        """Return whether an attempt reached the end of training with `key`, and nothing was committed or decided since.
 
-        `finished` alone does not tell: an older raycheck moves head on without taking it off.
+        `finished` alone does not show this: an older raycheck moves head without removing it.
         """
         return self.finished is not None and self.finished.key == self.head == key
 
@@ -259,7 +260,7 @@ class Latest(Document):
         return next((entry for entry in self.live if entry.key == key), None)
 
     def named(self, name: str) -> Entry | None:
-        """Return the live entry that a user calls `name`, None when there is none."""
+        """Return the live entry with this user-given name, None when there is none."""
         return next((entry for entry in self.live if entry.name == name), None)
 
     def with_entry(self, changed: Entry) -> "Latest":
@@ -267,7 +268,8 @@ class Latest(Document):
         return replace(self, live=tuple(changed if entry.key == changed.key else entry for entry in self.live))
 
     def has_answered(self, name: CheckpointName) -> bool:
-        """Return whether the claim of the attempt that wrote directory `name` was answered, so that it may exist.
+        """Return whether the claim of the attempt that wrote directory `name` was answered, so that the directory may
+        exist.
 
         A body that lists checkpoints and has no `proven` was written before that field existed: then the live attempt
         counts as answered.
@@ -276,14 +278,15 @@ class Latest(Document):
         return proven is not None and name.attempt <= proven
 
     def held(self) -> set[str]:
-        """Return the directories that a live entry holds, as its own or by reference, or another run by its hold."""
+        """Return the directories held by a live entry, as its own or by reference, or by a hold of another run."""
         own = {name for entry in self.live for name in (entry.key, *entry.refs)}
         return own | {directory for hold in self.holds for directory in hold.directories}
 
     def borrowed(self, source: str) -> set[str]:
         """Return the checkpoints of the run at `source` whose directories this run still needs.
 
-        It needs those that a live entry refers to, an evicted one whose readers still have time, or a hold.
+        It needs those to which a live entry refers, those of an evicted entry whose readers still have time, and those
+        of its holds.
         """
         directories = self.held() | {directory for item in self.evicted for directory in item.borrowed}
         return {name for way, name in map(split_directory, directories) if way == source}
@@ -299,15 +302,15 @@ def dump_latest(body: Latest) -> bytes:
 def _full(body: Latest, size: int, bound: int) -> ConfigError:
     return ConfigError(
         f"latest would have {size} bytes, more than {bound}: it lists {len(body.live)} checkpoints and "
-        f"{len(body.evicted)} dropped ones. 'raycheck prune --keep-last N' makes room at once, also beside a run, for "
-        "what is neither pinned nor named; then give SaveSettings(keep_last=...), so that it stays so"
+        f"{len(body.evicted)} dropped ones. 'raycheck prune --keep-last N' makes room at once, also while the run is "
+        "active: what is neither pinned nor named is dropped. Then give SaveSettings(keep_last=...), to keep it so"
     )
 
 
 def check_room(body: Latest) -> None:
-    """Refuse a body that would leave no room for commits, though they take the metrics of old entries out.
+    """Refuse a body that would leave no room for commits, even though they remove the metrics of old entries.
 
-    For swaps that add to an entry what no commit takes out again. Raises ConfigError, which says how to make room.
+    For swaps that add to an entry what no commit removes again. Raises ConfigError, which says how to make room.
     """
     bare = replace(body, live=tuple(replace(entry, metrics={}) for entry in body.live))
     for size, bound in ((len(dump(bare)), CROWDED_BYTES), (len(dump(body)), COMMIT_BYTES)):
@@ -325,7 +328,7 @@ def listed_metrics(metrics: Mapping[str, float], *, needed: str | None) -> dict[
 
 
 def shrink_metrics(body: Latest, *, needed: str | None) -> Latest:
-    """Take metrics out of the oldest entries when `body` grows full; their manifests still have them all.
+    """Remove metrics from the oldest entries when `body` is nearly full; their manifests still have all of them.
 
     needed: the metric by which retention ranks, which stays. Raises ConfigError, which says how to make room, when that
     is not enough.

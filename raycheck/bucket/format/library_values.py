@@ -1,6 +1,6 @@
-"""Writes and reads values of the standard library's, NumPy's and torch's own types, by exact type.
+"""Writes and reads values of types of the standard library, NumPy and torch, by exact type.
 
-Writing imports neither NumPy nor torch: no value of theirs exists before its library is loaded. Reading an array needs
+Writing imports neither NumPy nor torch: none of their values exist before the library is loaded. Reading an array needs
 NumPy. Reading never needs torch: a process without it gets a dtype or a device as its name, and a size as a tuple.
 """
 
@@ -17,7 +17,7 @@ from zoneinfo import ZoneInfo
 
 
 def encode(value: object) -> Any:
-    """Write a value as a tagged tree. Returns None for a value of another type."""
+    """Write a value as a tagged tree. Return None for a value of another type."""
     kind = type(value)
     if kind in _ENCODERS:
         return _ENCODERS[kind](value)
@@ -27,7 +27,7 @@ def encode(value: object) -> Any:
 def factory_of(value: object) -> list[str | None] | None:
     """Return the name of a defaultdict's factory in a list.
 
-    Returns None for a value of another type, and for a factory that is not in _FACTORIES.
+    Return None for a value of another type, and for a factory that is not in _FACTORIES.
     """
     if type(value) is not defaultdict:
         return None
@@ -55,7 +55,7 @@ def _encode_moment(value: Any) -> Any:
     zone = value.tzinfo
     encoded = None if zone is None else encode(zone)
     if zone is not None and encoded is None:
-        return None  # a time zone class of the user's own
+        return None  # a user-defined time zone class
     return {f"${type(value).__name__}": [value.replace(tzinfo=None, fold=0).isoformat(), value.fold, encoded]}
 
 
@@ -148,7 +148,7 @@ def _encode_numpy(value: Any) -> Any:
     if type(value) is numpy.ndarray:
         data = base64.b64encode(numpy.ascontiguousarray(value).tobytes()).decode()
         return {"$ndarray": [dtype.str, list(value.shape), data]}
-    # A scalar type of another name for the same bits (longlong), or one that strips zeros (str_), would not come back.
+    # A scalar type with another name for the same bits (longlong), or one that strips zeros (str_), is not restorable.
     if dtype.kind in "SU" or type(value) is not numpy.dtype(dtype.str).type:
         return None
     return {"$npscalar": [dtype.str, [], base64.b64encode(value.tobytes()).decode()]}
@@ -188,7 +188,7 @@ def _decode_torch(name: Any) -> Any:
         return str(name)
     found = vars(torch).get(name)
     if type(found) not in (torch.dtype, torch.layout, torch.memory_format):
-        raise ValueError(f"{name!r} is no dtype")
+        raise ValueError(f"{name!r} is not a dtype")
     return found
 
 
@@ -201,7 +201,7 @@ def _decode_device(name: Any) -> Any:
 
 def _decode_size(sizes: Any) -> Any:
     if not all(type(size) is int for size in sizes):
-        raise TypeError("a size that is no number")
+        raise TypeError("a size that is not a number")
     torch = sys.modules.get("torch")
     return tuple(sizes) if torch is None else torch.Size(sizes)
 

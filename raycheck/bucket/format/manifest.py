@@ -1,8 +1,8 @@
-"""Defines a checkpoint's manifest: immutable, small, and the only proof that its objects are whole.
+"""Defines a checkpoint's manifest: immutable, small, and the only proof that its objects are complete.
 
-It names only durable shards, each with size and checksum (I1), and the index and `.metadata` that are written along
-with it; an object's existence proves nothing. Its bytes are a pure function of the ranks' reports and of the newest
-commit, so that a coordinator which died half-way and its successor write equal bytes.
+It names only durable shards, each with size and checksum (I1), and the index and `.metadata`, which are written along
+with it. The existence of an object proves nothing. Its bytes are a pure function of the ranks' reports and of the
+newest commit, so a coordinator that died midway and its successor write equal bytes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ MAX_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardRecord(Document):
-    """Describes an object that one rank wrote, by its size in bytes and the CRC-32 of all of it."""
+    """An object that one rank wrote, with its size in bytes and the CRC-32 of all of it."""
 
     component: str
     rank: int
@@ -29,7 +29,7 @@ class ShardRecord(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blob(Document):
-    """Describes an object that the coordinator wrote, by its size in bytes and its CRC-32."""
+    """An object that the coordinator wrote, with its size in bytes and its CRC-32."""
 
     size_bytes: int
     crc32: int
@@ -37,9 +37,9 @@ class Blob(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component(Document):
-    """Describes a stock DCP directory.
+    """A stock DCP directory.
 
-    checkpoint: the checkpoint's directory that holds it: this one or, by reference, an earlier one or a borrowed one.
+    checkpoint: the checkpoint directory that contains it: this one or, by reference, an earlier one or a borrowed one.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Component(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRecord(Document):
-    """Says what the save cost one rank.
+    """What the save cost one rank.
 
-    blocked_s: seconds for which training waited, with the time of the upload for a shard that was copied in slices.
-    staged_s: seconds from the same moment until the state was copied, with the copies that devices made while training
-    went on. upload_s: seconds of the upload, checksums included. size_bytes: bytes uploaded.
+    blocked_s: seconds for which training waited, including the upload for a shard that was copied in slices. staged_s:
+    seconds from the same moment until the state was copied, including copies that devices made while training
+    continued. upload_s: seconds of the upload, including checksums. size_bytes: bytes uploaded.
     """
 
     rank: int
@@ -66,17 +66,17 @@ class RankRecord(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest(Document):
-    """Describes a checkpoint: everything but the places of its tensors' bytes, which its index has.
+    """A checkpoint, except the places of its tensors' bytes, which its index has.
 
-    partial: the partial restores (restore(only=..., skip=...)) that this checkpoint descends from. Such a restore is
-    not repeated, so that a restart does not throw away what was trained since. trained_s: the seconds of training in
-    this state, over all attempts, without lost work and the time of saves. began_at: the time at which the run's first
-    attempt began, None when it is not known. rolling: only the newest few of its kind stay, see Retention. by_notice:
-    it was saved because a node was about to go. drifted: what was not the same on all ranks that held it, in words; of
-    that it has the first holder's. settings: the user's choices, in words, to tell at a restart what has
-    changed. name, note, expire_after_s: see Label; the checkpoint's entry in `latest` says which name it has now, and
-    when it expires. replaces: the checkpoint of the same step and attempt whose place this one takes, see FORMAT.md,
-    step 17; None for most.
+    partial: the partial restores (restore(only=..., skip=...)) from which this checkpoint descends. Such a restore is
+    not repeated, so that a restart does not discard what was trained since. trained_s: the seconds of training in this
+    state, over all attempts, without lost work and the time of saves. began_at: the time at which the run's first
+    attempt began, None when it is not known. rolling: only the newest few rolling checkpoints stay, see Retention.
+    by_notice: it was saved because a node was about to be removed. drifted: in words, what was not equal on all ranks
+    that had it; the checkpoint has the first rank's copy. settings: the user's choices, in words, so that a restart can
+    report what has changed. name, note, expire_after_s: see Label; the checkpoint's entry in `latest` states its
+    current name and expiry. replaces: the checkpoint of the same step and attempt whose place this one takes, see
+    FORMAT.md, step 17; None for most.
     """
 
     is_long: ClassVar[bool] = True
@@ -125,7 +125,7 @@ class Manifest(Document):
         return tuple(sorted({component.checkpoint for component in self.components} - {self.key}))
 
     def objects(self) -> Iterator[tuple[str, Blob | ShardRecord]]:
-        """Yield (key, size and checksum) of every object that this checkpoint needs besides the manifest itself."""
+        """Yield (key, size and checksum) of every object that this checkpoint needs, except the manifest itself."""
         yield index_key(self.key), self.index
         for component in self.components:
             yield metadata_key(component.checkpoint, component.name), component.metadata

@@ -1,11 +1,11 @@
 """Makes every key in a run, relative to the run's root. No other module joins keys.
 
-A checkpoint's name carries its step, attempt and save number and is used once, so that no writer, however late,
-can touch what another one wrote (I2).
+A checkpoint's name consists of its step, attempt and save number and is used once, so that no writer, however late, can
+modify what another one wrote (I2).
 
-A checkpoint may use directories of other runs in its bucket: those that its run was forked from. Such a borrowed
-directory is written "../other-run/step-000000100-a3-s7", and its keys begin with "../other-run/". The way leads from
-the root of the run that borrows to the root of the run that has the directory.
+A checkpoint may use directories of other runs in its bucket: those from which its run was forked. Such a borrowed
+directory is written "../other-run/step-000000100-a3-s7", and its keys begin with "../other-run/". This relative path
+(`way` in the code) leads from the root of the borrowing run to the root of the run that has the directory.
 """
 
 import re
@@ -29,7 +29,7 @@ MANIFEST, INDEX = "manifest.json", "index"
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class CheckpointName:
-    """Holds a checkpoint's name: `step-000000100-a3-s7` is step 100, save 7 of attempt 3.
+    """A checkpoint's name: `step-000000100-a3-s7` is step 100, save 7 of attempt 3.
 
     Names are ordered by attempt, then save, as commits are.
     """
@@ -42,9 +42,9 @@ class CheckpointName:
         return f"step-{self.step:09d}-a{self.attempt}-s{self.save}"
 
     @staticmethod
-    @lru_cache(maxsize=8192)  # a body of `latest` is checked at every change of it
+    @lru_cache(maxsize=8192)  # a body of `latest` is checked at every change
     def parse(text: str) -> "CheckpointName | None":
-        """Parse a name. Returns None when `text` is not exactly one: then it is none of raycheck's."""
+        """Parse a name. Return None when `text` is not exactly one: then it does not belong to raycheck."""
         match = _NAME.fullmatch(text)
         if match is None:
             return None
@@ -54,9 +54,9 @@ class CheckpointName:
 
 
 def checkpoint_prefix(directory: str) -> str:
-    """Return the prefix of a checkpoint's objects. Raises ValueError for what names no checkpoint's directory.
+    """Return the prefix of a checkpoint's objects. Raises ValueError for what does not name a checkpoint's directory.
 
-    So a name that was read from a hostile bucket cannot become a key outside the `checkpoints/` of a run. directory: a
+    So a name read from a hostile bucket cannot become a key outside the `checkpoints/` of a run. directory: a
     checkpoint's name, or a borrowed directory.
     """
     way, name = split_directory(directory)
@@ -66,7 +66,7 @@ def checkpoint_prefix(directory: str) -> str:
 
 
 def is_way(way: str) -> bool:
-    """Return whether `way` leads from one run's root to another's: "../other", "../../team/other"."""
+    """Return whether `way` is a path from one run's root to another's: "../other", "../../team/other"."""
     match = _WAY.fullmatch(way)
     return match is not None and not {"", ".", ".."} & set(match[1].split("/"))
 
@@ -81,27 +81,27 @@ def is_directory(text: str) -> bool:
 
 
 def split_directory(directory: str) -> tuple[str, str]:
-    """Return the way to the run that has the directory, empty for this run's own, and the checkpoint's name."""
+    """Return the path to the run that has the directory, empty for this run's own, and the checkpoint's name."""
     way, _, name = directory.rpartition("/")
     return way, name
 
 
 def borrowed_directory(way: str, name: str) -> str:
-    """Return how a run names the directory of checkpoint `name` in the run to which `way` leads from its root."""
+    """Return how a run names the directory of checkpoint `name` in the run at the path `way` from its root."""
     return f"{way}/{name}" if way else name
 
 
 def checkpoint_of(key: str) -> CheckpointName | None:
-    """Return the checkpoint below whose prefix `key` lies, None when it lies elsewhere."""
+    """Return the checkpoint that contains the object `key`, None when no checkpoint does."""
     prefix, _, rest = key.partition("/")
     name, slash, _ = rest.partition("/")
     return CheckpointName.parse(name) if slash and f"{prefix}/" == CHECKPOINTS_PREFIX else None
 
 
 def run_inside(key: str) -> str | None:
-    """Return the folder of the run that lies inside of this one and has the checkpoint of which `key` is an object.
+    """Return the folder of the run inside this one whose checkpoint contains the object `key`.
 
-    None for an object that is no other run's: one of this run, or of somebody else.
+    None for an object that belongs to no other run: one of this run, or of someone else.
     """
     parts = key.split("/")
     for at in range(1, len(parts) - 2):
@@ -119,12 +119,12 @@ def index_key(name: str) -> str:
 
 
 def origin_key(name: str) -> str:
-    """Return the key of the object that says which archive a checkpoint was unpacked from."""
+    """Return the key of the object that states from which archive a checkpoint was unpacked."""
     return checkpoint_prefix(name) + "origin.json"
 
 
 def component_prefix(name: str, component: str) -> str:
-    """Return the prefix of a component's stock DCP directory. Raises ValueError when the name is unfit for a key."""
+    """Return the prefix of a component's stock DCP directory. Raises ValueError for a name that cannot be in a key."""
     if not _COMPONENT.fullmatch(component):
         raise ValueError(f"{component!r} is not a component's name (letters, digits, '_', '.', '-')")
     return f"{checkpoint_prefix(name)}{component}/"
@@ -147,7 +147,7 @@ HOLDS_PREFIX = "holds/"
 
 
 def hold_key(run_id: str, token: str) -> str:
-    """Return the key of the record that a run with this id was given a hold. Raises ValueError for an unfit id."""
+    """Return the key of the record that a run with this id was given a hold. Raises ValueError for an invalid id."""
     if not _COMPONENT.fullmatch(run_id) or not _COMPONENT.fullmatch(token):
         raise ValueError(f"{run_id!r} is not a run's id")
     return f"{HOLDS_PREFIX}{run_id}/{token}.json"
@@ -158,12 +158,12 @@ def attempt_key(number: int) -> str:
 
 
 def is_attempt_key(key: str) -> bool:
-    """Return whether an object below `attempts/` says how an attempt ended."""
+    """Return whether an object below `attempts/` records how an attempt ended."""
     return bool(_ATTEMPT.fullmatch(key))
 
 
 def attempt_of(key: str) -> int | None:
-    """Return the attempt of which an object below `attempts/` is a record; None when it is none."""
+    """Return the attempt of which an object below `attempts/` is a record; None when it is not a record."""
     match = _RECORD.fullmatch(key)
     return None if match is None else int(match[1])
 
@@ -173,7 +173,8 @@ def resume_key(number: int) -> str:
 
 
 def pointer_prefix(name: str) -> str:
-    """Return the directory of a checkpoint's pointer, which Ray is told of and may delete. It holds no shards."""
+    """Return the directory of a checkpoint's pointer, which is reported to Ray and which Ray may delete. It has no
+    shards."""
     checkpoint_prefix(name)
     return f"ray/{name}"
 
@@ -183,7 +184,7 @@ def pointer_key(name: str) -> str:
 
 
 def pointed_by(path: str) -> CheckpointName | None:
-    """Return the checkpoint whose pointer directory `path` is, in whatever run; None when it is no such directory."""
+    """Return the checkpoint whose pointer directory `path` is, in any run; None when it is not such a directory."""
     parent, _, name = path.rstrip("/").rpartition("/")
     return CheckpointName.parse(name) if parent.rpartition("/")[2] == "ray" else None
 
@@ -197,7 +198,7 @@ def exports_prefix(name: str) -> str:
 
 
 EXPORT_ENDS = ("model.safetensors.index.json", "adapter_config.json")
-"""The files that are written last, of a model or of an adapter: an exported directory with one of them is whole."""
+"""The files that are written last, of a model or of an adapter: an exported directory with one of them is complete."""
 EXPORT_RECORD = "raycheck.json"
 """The record in an exported directory, which names its run, its checkpoint and its files."""
 
@@ -208,5 +209,5 @@ def export_key(prefix: str, file: str) -> str:
 
 
 def probe_key(token: str) -> str:
-    """Return the key of a scratch object, on which a claim proves the store's conditional writes."""
+    """Return the key of a scratch object, on which a claim tests the store's conditional writes."""
     return f"probes/{token}"

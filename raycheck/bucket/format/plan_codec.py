@@ -24,8 +24,8 @@ MAX_DIMS = 64
 PLAN_ROOM_BYTES = 16 << 20
 TENSORS = 100_000
 TENSORS_PER_CHECKSUM = 16
-"""Bounds the tensors and chunks by the checksums, which do not compress. Each chunk with elements has a checksum of its
-own in the index, unless several names share its bytes. So there are not many more tensors and chunks than checksums."""
+"""Limits the tensors and boxes by the checksums, which do not compress. Each box with elements has a checksum of its
+own in the index, unless several names share its bytes. So there are not many more tensors and boxes than checksums."""
 CRC_BYTES = 4
 
 
@@ -34,8 +34,8 @@ def dump_plan(plan: Plan) -> bytes:
     num_crcs = sum(item.num_crcs for item in plan.objects)
     if max(len(plan.tensors), len(plan.object)) > _max_tensors(num_crcs):
         raise ConfigError(
-            f"the index would have {len(plan.tensors)} tensors in {len(plan.object)} chunks and {num_crcs} checksums: "
-            f"too many of them hold nothing, or share what they hold. Readers take {_max_tensors(num_crcs)}"
+            f"the index would have {len(plan.tensors)} tensors in {len(plan.object)} boxes and {num_crcs} checksums: "
+            f"too many of them are empty, or share their bytes. Readers accept {_max_tensors(num_crcs)}"
         )
     lines = b"\n".join(
         json.dumps([t.name, t.dtype, t.shape, t.path], separators=(",", ":")).encode() for t in plan.tensors
@@ -51,8 +51,8 @@ def dump_plan(plan: Plan) -> bytes:
     whole = b"".join((struct.pack("<Q", len(text)), text, lines, *(data for *_, data in columns)))
     if len(whole) > MAX_DECODED_BYTES:
         raise ConfigError(
-            f"the index of {len(plan.tensors)} tensors in {len(plan.object)} chunks would have {len(whole)} bytes, and "
-            f"readers take {MAX_DECODED_BYTES}: shard over fewer ranks, or save fewer tensors"
+            f"the index of {len(plan.tensors)} tensors in {len(plan.object)} boxes would have {len(whole)} bytes, and "
+            f"readers accept {MAX_DECODED_BYTES}: shard over fewer ranks, or save fewer tensors"
         )
     return deflate(whole, stored=CRC_BYTES * num_crcs)
 
@@ -76,11 +76,11 @@ def _named_columns(plan: Plan) -> Iterator[tuple[str, "Column[int]"]]:
 
 
 def _encode_column(plan: Plan, name: str, column: "Column[int]") -> tuple[int, str, bytes]:
-    """Encode a column. Returns width, coding and bytes.
+    """Encode a column. Return width, coding and bytes.
 
-    Where many ranks have boxes of each tensor, the boxes differ in their offsets only: these are written as
-    differences, all other columns plain. Where a tensor has few boxes, neighbours lie at equal distances: all are
-    differences.
+    Where many ranks have boxes of each tensor, the boxes differ only in their offsets: these are written as
+    differences, all other columns plain. Where a tensor has few boxes, neighbors are at equal distances: all columns
+    are written as differences.
     """
     is_wide = len(plan.object) > 2 * len(plan.tensors)
     as_steps = not is_wide or (name.startswith("offsets.") and any(column))
@@ -104,7 +104,7 @@ MALFORMED = (
 
 @dataclass(frozen=True, slots=True)
 class ParsedParts:
-    """Keeps the parsed parts of earlier plans, by their bytes: the plans of all ranks mostly have equal parts."""
+    """The parsed parts of earlier plans, by their bytes: the plans of all ranks mostly have equal parts."""
 
     tensors: dict[bytes, Tensor] = field(default_factory=dict)
     lines: dict[bytes, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -115,7 +115,7 @@ def load_plan(data: bytes, *, what: str, known: ParsedParts | None = None, num_c
     """Parse a plan. Raises CorruptError, naming `what`, for anything that is not a well-formed one.
 
     known: parts of other ranks' plans, which are not parsed again. num_crcs: the number of checksums that came with the
-    plan; None for a plan that a rank reports, which only MAX_DECODED_BYTES bounds.
+    plan; None for a plan that a rank reports, which only MAX_DECODED_BYTES limits.
     """
     stored = MAX_DECODED_BYTES if num_crcs is None else len(data) + CRC_BYTES * num_crcs
     try:
@@ -132,7 +132,7 @@ def cut(data: bytes, at: int, size: int, what: str) -> bytes:
     """Return `size` bytes from `at` on. Raises CorruptError when there are fewer."""
     found = data[at : at + size]
     if size < 0 or len(found) != size:
-        raise CorruptError(f"{what} is cut short")
+        raise CorruptError(f"{what} is truncated")
     return found
 
 
@@ -142,12 +142,12 @@ def _load_plan(data: bytes, what: str, known: ParsedParts, budget: Decompression
     header = budget.parse(cut(raw, 8, length, what))
     objects = tuple(_object(item) for item in header["objects"])
     if num_crcs is not None and sum(item.num_crcs for item in objects) != num_crcs:
-        raise CorruptError(f"{what} has {num_crcs} checksums, which is not what it says of its objects")
+        raise CorruptError(f"{what} has {num_crcs} checksums, which does not match its objects")
     num_tensors, size = header["tensors"]
     slices = _slices(raw, 8 + length + size, header["columns"], what)
     num_chunks = len(slices["object"][0]) // max(1, slices["object"][1])
     if num_crcs is not None and max(num_tensors, num_chunks) > _max_tensors(num_crcs):
-        raise CorruptError(f"{what} has more tensors or chunks than {num_crcs} checksums can be of")
+        raise CorruptError(f"{what} has more tensors or boxes than {num_crcs} checksums allow")
     tensors = _tensors(cut(raw, 8 + length, size, what), num_tensors, known, budget, what)
 
     def column(name: str, length: int) -> "Column[int]":
@@ -197,19 +197,19 @@ def _leaf(item: Any) -> Leaf:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{str(value)[:80]!r} is no text")
+        raise TypeError(f"{str(value)[:80]!r} is not a text")
     return value
 
 
 def _number(value: object) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{str(value)[:80]!r} is no place, size or count")
+        raise ValueError(f"{str(value)[:80]!r} is not a place, size or count")
     return value
 
 
 def _path(value: object) -> tuple[str | int, ...]:
     if not isinstance(value, list) or not set(map(type, value)) <= {str, int}:
-        raise TypeError(f"{str(value)[:80]!r} is no place in the state")
+        raise TypeError(f"{str(value)[:80]!r} is not a place in the state")
     return tuple(value)
 
 
@@ -220,7 +220,7 @@ def _tensors(
     if lines in known.lines:
         return known.lines[lines]
     if lines.count(b"\n") + bool(lines) != number:
-        raise CorruptError(f"{what} has not the {number} tensors that it says")
+        raise CorruptError(f"{what} does not have the {number} tensors that it states")
     rows = lines.split(b"\n") if lines else []
     fresh = [row for row in rows if row not in known.tensors]
     parsed = budget.parse(b"[" + b",".join(fresh) + b"]")
@@ -242,7 +242,7 @@ def _slices(raw: bytes, at: int, listed: Iterable[Any], what: str) -> dict[str, 
         at += count * width
         room -= 8 * count
         if room < 0:
-            raise CorruptError(f"{what} holds more than {MAX_DECODED_BYTES} bytes")
+            raise CorruptError(f"{what} has more than {MAX_DECODED_BYTES} bytes")
     return found
 
 
@@ -262,15 +262,17 @@ def _column(
 
 
 def _check(plan: Plan, counts: "Column[int]", what: str) -> None:
-    """Check that chunks lie in their tensors and have objects and checksums. All columns have one length by now, and no
-    number below 0."""
+    """Check that boxes are inside their tensors and have objects and checksums.
+
+    All columns have one length by now, and no number is below 0.
+    """
     if max(plan.object, default=-1) >= len(plan.objects) or any(item.num_crcs < 0 for item in plan.objects):
-        raise CorruptError(f"{what} has a chunk of an object that it does not have")
+        raise CorruptError(f"{what} has a box in an object that it does not have")
     most = -(-max(plan.payload_size, default=0) // SUB_BLOCK)
     if max(plan.crc_at, default=0) + most > min((item.num_crcs for item in plan.objects), default=0):
         for row, at, size in zip(plan.object, plan.crc_at, plan.payload_size, strict=True):
             if at - -size // SUB_BLOCK > plan.objects[row].num_crcs:
-                raise CorruptError(f"{what} gives a chunk checksums that it does not have")
+                raise CorruptError(f"{what} gives a box checksums that it does not have")
     for dim, (offsets, sizes) in enumerate(zip(plan.offsets, plan.sizes, strict=True)):
         wholes = [tensor.shape[dim] if dim < len(tensor.shape) else 1 for tensor in plan.tensors]
         if not all(map(le, map(add, offsets, sizes), spread(wholes, counts))):
@@ -280,4 +282,4 @@ def _check(plan: Plan, counts: "Column[int]", what: str) -> None:
 def _refuse_outside(plan: Plan, dim: int, wholes: Sequence[int]) -> None:
     for tensor, whole, (first, end) in zip(plan.tensors, wholes, plan.rows(), strict=True):
         if any(map(whole.__lt__, map(add, plan.offsets[dim][first:end], plan.sizes[dim][first:end]))):
-            raise CorruptError(f"a chunk of {tensor.name} lies outside its shape {tensor.shape}")
+            raise CorruptError(f"a box of {tensor.name} is outside its shape {tensor.shape}")

@@ -1,4 +1,4 @@
-"""Holds the progress counters of a training, apart from the state: a coordinator needs them, and has no torch."""
+"""The progress counters of a training, separate from the state: a coordinator needs them, and has no torch."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -8,11 +8,11 @@ from raycheck.bucket.format.values import encode
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """Counts how far a training has come.
+    """How far a training has come.
 
     step: the completed optimizer steps, which is also the index of the next one. epoch: the completed epochs, which is
-    also the index of the epoch to go on in. epoch_step: the steps completed in that epoch. samples: consumed over all
-    epochs and ranks, as Batches count them. tokens, episodes: the sums of what `end_step` was given.
+    also the index of the epoch in which to continue. epoch_step: the steps completed in that epoch. samples: consumed
+    over all epochs and ranks, as Batches count them. tokens, episodes: the sums of what `end_step` received.
     """
 
     step: int = 0
@@ -30,7 +30,7 @@ class Progress:
     def of(cls, tree: Any) -> "Progress":
         """Read the counters from a tree. Counters that an earlier raycheck did not keep are 0.
 
-        Raises KeyError, TypeError or ValueError for a tree that holds no progress.
+        Raises KeyError, TypeError or ValueError for a tree that contains no progress.
         """
         counts = {name: tree[name] for name in ("step", "epoch", "samples")}
         counts |= {name: tree.get(name, 0) for name in ("epoch_step", "tokens", "episodes")}

@@ -1,4 +1,4 @@
-"""Defines the pointer to a checkpoint that Ray is given: its run's URI and its name. Ray may copy and delete it."""
+"""Defines the pointer to a checkpoint that Ray receives: its run's URI and its name. Ray may copy and delete it."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ MAX_BYTES = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pointer(Document):
-    """Points to the checkpoint named `key` in the run at `uri`."""
+    """A pointer to the checkpoint named `key` in the run at `uri`."""
 
     format_version: int = FORMAT_VERSION
     uri: str

@@ -1,9 +1,9 @@
 """Writes Python values as JSON and reads them back, without loss and without pickle.
 
-Plain JSON turns tuples into lists, keys into strings and refuses inf; that breaks MultiStepLR, SequentialLR,
-ReduceLROnPlateau and `random.setstate`. So a value that JSON cannot say is tagged `{"$kind": ...}`. A value comes back
-with its exact type and bits. A type that is not known exactly, such as a subclass of a known one, is refused with its
-path in the state, so that the user learns which object it is before anything is saved.
+Plain JSON turns tuples into lists and keys into strings, and refuses inf; that breaks MultiStepLR, SequentialLR,
+ReduceLROnPlateau and `random.setstate`. So a value that JSON cannot express is tagged `{"$kind": ...}`. A value is
+restored with its exact type and bits. A type that is not known exactly, such as a subclass of a known one, is refused
+with its path in the state, so the user learns which object it is before anything is saved.
 """
 
 import base64
@@ -25,7 +25,7 @@ MAX_DEPTH = 100
 
 
 NameTensor = Callable[[object, str], str | None]
-"""Takes a leaf and its path. Returns the name under which that tensor is kept, None when it is not a tensor."""
+"""Takes a leaf and its path. Returns the name under which that tensor is stored, None when it is not a tensor."""
 NoteClass = Callable[[type, str], None]
 """Takes the class of a value and the value's path. Raises ConfigError when a restore could not find that class."""
 
@@ -40,7 +40,7 @@ def encode(
     """Write `value` as a JSON tree. Paths are joined with "." as DCP's names are.
 
     tensor: names the tensors. note: is called with every value's class. Raises ConfigError, which names the path, for
-    an object that cannot be kept.
+    an object that cannot be stored.
     """
     return _Encoder(tensor, note).tree(value, path, 0, is_key=False)
 
@@ -48,8 +48,8 @@ def encode(
 def decode(tree: object, tensor: Callable[[str], object], find: FindClass = lambda _name: None) -> Any:
     """Read the value of a tree that `encode` wrote.
 
-    tensor: returns the tensor of a name. find: returns the class of a name; without it values of a user's own classes
-    come back as plain structures: an enum member as its value, a dataclass as a dict, a named tuple as a tuple. Raises
+    tensor: returns the tensor for a name. find: returns the class for a name; without it, values of a user's own
+    classes become plain structures: an enum member its value, a dataclass a dict, a named tuple a tuple. Raises
     CorruptError on a foreign tree, StateMismatchError for a class that has changed since the save.
     """
     return _Decoder(tensor, find).value(tree, 0, is_key=False)
@@ -114,7 +114,7 @@ class _Encoder:
     def _member(self, value: Any, path: str, depth: int) -> list[Any]:
         """Return name and value of an enum's member.
 
-        The value is for readers without the class. One that cannot be kept, such as a function, is left out.
+        The value is for readers without the class. One that cannot be stored, such as a function, is omitted.
         """
         name = value.name if type(value).__members__.get(value.name) is value else None
         try:
@@ -154,13 +154,13 @@ def _text_of(value: object, say: Callable[[object], str] = repr) -> str:
 
 
 _MAX_INT = 1 << 10_000
-"""Python refuses to read much longer numbers than this from JSON."""
+"""Python refuses to read integers much longer than this from JSON."""
 _JOINED = re.compile("[\ud800-\udbff][\udc00-\udfff]")
-"""Two halves of a character that JSON would read as one."""
+"""Two surrogates that JSON would read as one character."""
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether JSON says this value exactly."""
+    """Return whether JSON expresses this value exactly."""
     kind = type(value)
     if kind is str:
         return bool(value.isascii() or not _JOINED.search(value))
@@ -172,7 +172,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _encode_scalar(value: Any) -> Any:
-    """Write a scalar of Python that JSON lacks. Returns None for other values."""
+    """Write a scalar of Python that JSON lacks. Return None for other values."""
     kind = type(value)
     if kind is float:
         bits = struct.pack(">d", value).hex()
@@ -239,7 +239,7 @@ class _Decoder:
         raise CorruptError(f"a value has the unknown kind {tag[:40]!r}")
 
     def _of_class(self, tag: str, name: Any, form: Any, body: Any = None, *, depth: int, is_key: bool) -> Any:
-        """Read a value of a user's own class. form: the name of an enum's member, else the fields of the class."""
+        """Read a value of a user's own class. form: the name of an enum's member, otherwise the fields of the class."""
         kind = self.find(name) if isinstance(name, str) else None
         if is_key and kind is not None and not class_values.is_hashed_inertly(kind):
             raise CorruptError(f"a key is a {name[:80]}")
@@ -276,7 +276,7 @@ def _decode_float(text: Any) -> float:
     if re.fullmatch("nan:[0-9a-f]{16}", text):
         (value,) = struct.unpack(">d", bytes.fromhex(text[4:]))
         if not math.isnan(value):
-            raise ValueError("a number that is no nan")
+            raise ValueError("a number that is not nan")
         return float(value)
     return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[text]
 

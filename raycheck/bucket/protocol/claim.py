@@ -1,7 +1,8 @@
-"""Makes a worker group the live attempt, fences the older ones, and recognises a fenced writer. Steps 8 to 12 and 28.
+"""Makes a worker group the live attempt, fences the older ones, and recognizes a fenced writer. Steps 8 to 12 and 28.
 
 A claim is one swap of `latest` that raises the attempt number, the fencing token. An owner whose attempt was replaced
-by another owner's is refused for good, since owners are never taken off the list. Safety uses no clock.
+by another owner's is refused permanently, since owners are never removed from the list. Safety does not depend on any
+clock.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from raycheck.errors import ConfigError, FencedError, SupersededError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """Says who writes: the id of the driver's `fit` (owner), and that of this start of its coordinator."""
+    """The identity of a writer: the id of the driver's `fit` (owner), and that of this start of its coordinator."""
 
     owner: str
     coordinator: str
@@ -29,10 +30,10 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claimed:
-    """Describes a claim that was answered.
+    """A claim that was answered.
 
-    entry: the one checkpoint that all ranks restore; None in a fresh run. before: the body that the claim found and the
-    store's answer with it; None when there was none. body: the one that it left.
+    entry: the checkpoint that all ranks restore; None in a fresh run. before: the body that the claim found, and the
+    store's response with it; None when there was none. body: the body after the claim.
     """
 
     attempt: Attempt
@@ -53,8 +54,8 @@ def claim(
 ) -> Claimed:
     """Make `group` the live attempt, and name the one checkpoint that all its ranks restore. Steps 8 to 11.
 
-    May be repeated for the same group. resume: only this owner's first claim obeys it. read_ahead: called with the
-    checkpoint that will be named, while the claim waits for answers of its own. Raises FencedError, SupersededError,
+    May be repeated for the same group. resume: obeyed only by this owner's first claim. read_ahead: called with the
+    checkpoint that will be named, while the claim waits for the store. Raises FencedError, SupersededError,
     ConfigError, CorruptError.
     """
 
@@ -92,7 +93,7 @@ def claim(
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], attempt(current.number + 1, head, now)),
         )
 
-    before = refuse_lost(register)  # 10, before: nothing is written over a lost or rolled back latest
+    before = refuse_lost(register)  # 10, before: never write over a lost or rolled back latest
     body = register.swap(decide, what=f"claim for group {group}", at=before[1].at if before else None)
     ahead = body.entry(body.attempt.restore_key or "")
     body, _ = register.store.both(partial(_prove, register, body), lambda: read_ahead(ahead) if ahead else None)
@@ -100,14 +101,14 @@ def claim(
 
 
 def _restored(uri: str, body: Latest) -> Entry | None:
-    """Return the checkpoint that the live attempt restores; None when it began fresh."""
+    """Return the checkpoint that the live attempt restores; None when it started fresh."""
     key = body.attempt.restore_key
     if key is None:
         return None
     entry = body.entry(key)
     if entry is None and body.attempt.last_save:
         raise SupersededError(
-            f"attempt {body.attempt.number} has saved since its claim was answered, and {key} was dropped meanwhile"
+            f"attempt {body.attempt.number} has saved since its claim was answered, and {key} has been dropped"
         )
     if entry is None:
         raise lost_error(uri, f"restores {key}, which it does not list")
@@ -115,7 +116,7 @@ def _restored(uri: str, body: Latest) -> Entry | None:
 
 
 def _refuse_deleted(uri: str, body: Latest) -> None:
-    """Raise ConfigError for a run that was deleted, of which something is still there. Step 37."""
+    """Raise ConfigError for a run that was deleted but has objects left. Step 37."""
     if body.deleted_at is not None:
         raise ConfigError(
             f"{shown_uri(uri)}: this run was deleted. 'raycheck delete-run {shown_uri(uri)}' deletes what is left, or "
@@ -124,16 +125,16 @@ def _refuse_deleted(uri: str, body: Latest) -> None:
 
 
 def refuse_unfinished_copy(uri: str, body: Latest) -> None:
-    """Raise ConfigError for a mirror that has no checkpoint yet: to begin with it would be to start from zero (I7)."""
+    """Raise ConfigError for a mirror that has no checkpoint yet: starting from it would be starting from zero (I7)."""
     if body.is_mirror and body.head is None:
         raise ConfigError(
             f"{shown_uri(uri)}: 'raycheck cp' has begun to copy a run to this place, and no checkpoint is whole here "
-            "yet. Let it come to its end, or give another run name"
+            "yet. Let it finish, or give another run name"
         )
 
 
 def take_over(register: Register, me: Identity, *, group: str) -> Attempt:
-    """Let a coordinator that Ray restarted go on with the attempt of the group that called it. Step 12.
+    """Let a coordinator that Ray restarted continue the attempt of the group that called it. Step 12.
 
     Raises SupersededError when that group is not the live one, FencedError when its driver is fenced.
     """
@@ -150,7 +151,7 @@ def take_over(register: Register, me: Identity, *, group: str) -> Attempt:
 
 
 def check_owner(register: Register, body: Latest, me: Identity) -> None:
-    """Refuse an owner that is listed but not current: it is fenced for good. Step 9. Raises FencedError."""
+    """Refuse an owner that is listed but not current: it is fenced permanently. Step 9. Raises FencedError."""
     if body.attempt.owner != me.owner and me.owner in body.owners:
         raise FencedError(
             f"{register.store}: another driver ({body.attempt.owner}) has taken over this run with attempt "
@@ -166,17 +167,18 @@ def check_current(register: Register, body: Latest, me: Identity) -> None:
 
 
 def claimed_body(register: Register, body: Latest | None) -> Latest:
-    """Return the body, which must exist because a claim came before. Raises CorruptError when it is gone."""
+    """Return the body, which must exist because a claim came before. Raises CorruptError when it is missing."""
     if body is None:
         raise lost_error(register.store.uri, "is gone")
     return body
 
 
 def refuse_lost(register: Register, *, mine: Attempt | None = None) -> tuple[Latest, Got] | None:
-    """Refuse to go on when `latest` was lost or rolled back. Step 10. Returns what it has read of `latest`.
+    """Refuse to continue when `latest` was lost or rolled back, and return what was read of it. Step 10.
 
-    That is so when `checkpoints/` holds a directory of an attempt whose claim, as far as `latest` knows, was never
-    answered. Raises CorruptError. mine: the attempt just claimed; SupersededError when it has been overtaken.
+    It was lost or rolled back if `checkpoints/` has a directory of an attempt whose claim, according to `latest`, was
+    never answered. mine: the attempt just claimed. Raises CorruptError, or SupersededError when `mine` has been
+    overtaken.
     """
 
     def is_known(names: list[CheckpointName], found: tuple[Latest, Got] | None) -> bool:
@@ -184,12 +186,12 @@ def refuse_lost(register: Register, *, mine: Attempt | None = None) -> tuple[Lat
 
     def look() -> tuple[Latest, Got] | None:
         names = list_directories(register.store)
-        found = register.read()  # after the listing: a claim in between would look like a loss
+        found = register.read()  # after the listing: otherwise a claim in between would look like a loss
         if is_known(names, found):
             return found
         if found and mine:
             _check_not_overtaken(register, found[0], mine)
-        what = "does not know" if found else "is missing beside"
+        what = "does not know" if found else "is missing, but there is"
         raise lost_error(register.store.uri, f"{what} the checkpoint {names[-1]}")
 
     names, found = register.store.both(lambda: list_directories(register.store), register.read)
@@ -197,7 +199,7 @@ def refuse_lost(register: Register, *, mine: Attempt | None = None) -> tuple[Lat
 
 
 def _with_coordinator(body: Latest, me: Identity) -> Latest | None:
-    """Return the body with this coordinator in the live attempt, None when it is there already."""
+    """Return the body with this coordinator in the live attempt, None when it is already there."""
     current = body.attempt
     if current.coordinator == me.coordinator:
         return None
@@ -205,14 +207,14 @@ def _with_coordinator(body: Latest, me: Identity) -> Latest | None:
 
 
 def _prove(register: Register, claimed: Latest) -> Latest:
-    """Note in `latest` that the claim, which has left the body `claimed`, is answered. Step 10, last part.
+    """Record in `latest` that the claim that wrote the body `claimed` is answered. Step 10, last part.
 
     From now on the group may save: a directory of this attempt no longer means that `latest` was lost.
     """
     mine = claimed.attempt
     if claimed.proven == mine.number:
         return claimed
-    found = refuse_lost(register, mine=mine)  # 10, after: it may have been lost in between
+    found = refuse_lost(register, mine=mine)  # 10, after: latest may have been lost in between
 
     def decide(body: Latest | None, now: float) -> Latest | None:
         del now
@@ -226,8 +228,8 @@ def _prove(register: Register, claimed: Latest) -> Latest:
 
 
 def _check_not_overtaken(register: Register, body: Latest, mine: Attempt) -> None:
-    """Raise FencedError or SupersededError when another claim came before `mine` was answered."""
+    """Raise FencedError or SupersededError when another claim was made before `mine` was answered."""
     check_owner(register, body, Identity(owner=mine.owner, coordinator=mine.coordinator))
     live = body.attempt
     if (live.number, live.coordinator) != (mine.number, mine.coordinator):
-        raise SupersededError(f"attempt {live.number} was claimed or taken over meanwhile")
+        raise SupersededError(f"attempt {live.number} was claimed or taken over in the meantime")

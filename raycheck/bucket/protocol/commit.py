@@ -1,9 +1,9 @@
-"""Commits a checkpoint, and notes the end of a run. Steps 16, 17 and 33.
+"""Commits a checkpoint, and records the end of a run. Steps 16, 17 and 33.
 
-The commit point is one swap of `latest`. Two coordinators cannot both commit: the swap replaces the very body that it
-was computed from, and that body must carry the committer's own attempt number and coordinator id. Whoever claims later
-has replaced the body, so the older one's swap is refused, and when it reads again it finds itself fenced. Safety uses
-no clock.
+The commit point is one swap of `latest`. Two coordinators cannot both commit: the swap replaces the very body from
+which it was computed, and that body must carry the committer's own attempt number and coordinator id. A later claim has
+replaced the body, so the older coordinator's swap is refused, and when it reads again it finds itself fenced. Safety
+does not depend on any clock.
 """
 
 from collections.abc import Mapping
@@ -33,11 +33,11 @@ def commit(
     at: float | None = None,
     may_move_name: bool = False,
 ) -> Entry | None:
-    """Commit the checkpoint: THE commit point, step 17. What `rules` drop is evicted in the same swap.
+    """Commit the checkpoint: THE commit point, step 17. The same swap evicts what `rules` drop.
 
-    data: the manifest's bytes as they lie in the bucket, the proof that it was written. at: see Register.swap.
-    may_move_name: a checkpoint of another step may lose the manifest's name to this one. Returns the entry, which lacks
-    that name when another checkpoint has kept it; None when a later save of the attempt was committed before (15): then
+    data: the manifest's bytes as they are in the bucket, the proof that it was written. at: see Register.swap.
+    may_move_name: the manifest's name may be taken from a checkpoint of another step. Returns the entry, without that
+    name when another checkpoint has kept it; None when a later save of the attempt is already committed (15), so that
     this one never will be. Raises SupersededError or FencedError when the attempt is over, SaveFailedError when the
     manifest refers to a directory that is no longer held.
     """
@@ -78,14 +78,14 @@ def commit(
 
 
 def _by_rules(body: Latest, rules: Retention, now: float) -> Latest:
-    """Return the body with what the rules drop evicted. Raises ConfigError when it is too large all the same."""
+    """Return the body after evicting what the rules drop. Raises ConfigError when it is still too large."""
     return shrink_metrics(with_evicted(body, dropped_keys(body, rules, now=now), now=now), needed=rules.metric)
 
 
 def check_room_for_save(body: Latest, rules: Retention, now: float, *, metrics: Mapping[str, float]) -> None:
     """Refuse a save for which `latest` has no room, before anything of it is uploaded. Step 17.
 
-    metrics: those of the save; when it has none, those of the head count. now: the bucket's time. Raises ConfigError,
+    metrics: those of the save; if it has none, those of the head are used. now: the bucket's time. Raises ConfigError,
     which says how to make room.
     """
     current = body.attempt
@@ -104,7 +104,7 @@ def check_room_for_save(body: Latest, rules: Retention, now: float, *, metrics: 
 
 
 def _entry(manifest: Manifest, data: bytes, rules: Retention, now: float) -> Entry:
-    """Return the entry of a checkpoint that is committed now."""
+    """Return the entry of a checkpoint that is being committed."""
     return Entry(
         key=manifest.key,
         refs=manifest.refs,
@@ -121,10 +121,10 @@ def _entry(manifest: Manifest, data: bytes, rules: Retention, now: float) -> Ent
 
 
 def _replaced(body: Latest, manifest: Manifest) -> tuple[str, ...]:
-    """Return the key of the checkpoint whose place this one takes; empty when somebody would miss it.
+    """Return the key of the checkpoint whose place this one takes; empty when that checkpoint may still be wanted.
 
-    A name, a pin and scores are somebody's wish to have that very checkpoint. A rolling save, and one without a metric
-    that the other one has, is counted by fewer rules.
+    A name, a pin and scores mean that someone wants that very checkpoint. A rolling save, and one that lacks a metric
+    of the other, is counted by fewer rules.
     """
     entry = body.entry(manifest.replaces) if manifest.replaces is not None else None
     if entry is None or entry.step != manifest.step or entry.key == manifest.key:
@@ -135,14 +135,15 @@ def _replaced(body: Latest, manifest: Manifest) -> tuple[str, ...]:
 
 
 def _trained(manifest: Manifest) -> Trained | None:
-    """Return what `latest` repeats of a manifest's training; None when it is not known when the run began."""
+    """Return what `latest` repeats of a manifest's training time; None when the start of the run is unknown."""
     if manifest.began_at is None:
         return None
     return Trained(key=manifest.key, trained_s=manifest.trained_s, began_at=manifest.began_at)
 
 
 def _expires_at(manifest: Manifest, rules: Retention, now: float) -> float | None:
-    """Return when a new entry expires: as its save says, else by the rules; but what has a name then never does."""
+    """Return when a new entry expires: as its save says, otherwise by the rules. A named entry without its own expiry
+    never does."""
     after_s = manifest.expire_after_s
     if after_s is None and manifest.name is None:
         after_s = rules.expire_after_s
@@ -150,11 +151,11 @@ def _expires_at(manifest: Manifest, rules: Retention, now: float) -> float | Non
 
 
 class _TooLateError(Exception):
-    """Signals that a later save of the same attempt is committed."""
+    """A later save of the same attempt is already committed."""
 
 
 def finish(register: Register, me: Identity, *, group: str) -> Latest:
-    """Note that all ranks of `group` came to the end of training, with head as the last checkpoint. Step 33.
+    """Record that all ranks of `group` reached the end of training, with head as the last checkpoint. Step 33.
 
     May be repeated. Raises SupersededError or FencedError when the group's attempt is over.
     """

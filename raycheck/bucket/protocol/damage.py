@@ -1,9 +1,9 @@
-"""Goes back from a checkpoint that proved to be damaged when the group restored it. Step 26.
+"""Returns a run from a checkpoint that proved to be damaged when the group restored it. Step 26.
 
-One swap marks it, moves head to the newest checkpoint that training came through on its way there, and has the attempt
-restore that one. A checkpoint that the run went back behind, or rewound past, is not taken, as far as `latest` still
-lists the attempts that tell: taking it would undo somebody's decision. Only proof counts as damage: a checksum, a size,
-or an object that is missing although `latest` lists its checkpoint.
+One swap marks the checkpoint, moves head to the newest checkpoint through which training passed before it, and makes
+the attempt restore that one. A checkpoint that the run abandoned, or that a rewind skipped, is not used, as far as
+`latest` still lists the attempts that show it: using it would undo someone's decision. Only proof counts as damage: a
+wrong checksum or size, or an object that is missing although `latest` lists its checkpoint.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ def go_back(register: Register, me: Identity, *, group: str, key: str, problem: 
     """Mark `key`, which `group` tried to restore, as damaged, and return what the group restores instead.
 
     May be repeated. The marked checkpoint is pinned, so that it is kept for inspection. problem: what was found. Raises
-    DamagedError when there is nothing to go back to, and then changes nothing; FencedError or SupersededError when the
-    attempt is over or saves already.
+    DamagedError when there is no earlier checkpoint to restore, and then changes nothing; FencedError or
+    SupersededError when the attempt is over or has already saved.
     """
 
     def decide(body: Latest | None, now: float) -> Latest | None:
@@ -39,7 +39,7 @@ def go_back(register: Register, me: Identity, *, group: str, key: str, problem: 
         if before is None:
             raise DamagedError(
                 f"{register.store}: {key} is damaged, and there is no earlier checkpoint that it came from to go "
-                f"back to: {problem}. 'raycheck verify' says what is whole, 'raycheck rewind' makes it the head"
+                f"back to: {problem}. 'raycheck verify' shows what is whole, 'raycheck rewind' makes it the head"
             )
         attempts = (*body.attempts[:-1], replace(current, restore_key=before.key))
         moved = replace(body, head=before.key, finished=None, attempts=attempts)
@@ -54,7 +54,7 @@ def go_back(register: Register, me: Identity, *, group: str, key: str, problem: 
 
 
 def ancestors(body: Latest, key: str) -> Iterator[Entry]:
-    """Yield the unmarked live checkpoints that training came through on its way to `key`, the newest first.
+    """Yield the unmarked live checkpoints through which training passed on its way to `key`, newest first.
 
     Before the attempts that `latest` still lists, all earlier checkpoints count.
     """

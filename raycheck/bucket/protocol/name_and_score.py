@@ -1,10 +1,10 @@
 """Names and scores live checkpoints, without an attempt. Step 29.
 
-Like a pin, each change is a swap that keeps owner, attempt, coordinator, head and last save as it finds them, so it may
-be made beside a running training, whose next commit is computed afresh from the changed body. A name belongs to one
-live entry of a run. It never moves to a checkpoint of another step unless somebody says so; but training that repeats a
-step takes over the name that it gave that step before. A mirror has the names and scores of the run that it follows,
-and no others. The functions `with_...` change nothing but the body given.
+Like a pin, each change is a swap that leaves owner, attempt, coordinator, head and last save unchanged. So it may be
+made while training runs; the next commit is computed from the changed body. A name belongs to one live entry of a run.
+It never moves to a checkpoint of another step unless the caller says so, but training that repeats a step takes over
+the name that it gave that step before. A mirror has only the names and scores of the run that it follows. The
+`with_...` functions change nothing but the body they receive.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from raycheck.errors import ConfigError, NotFoundError
 
 
 def name(register: Register, key: str, label: Label) -> Latest:
-    """Give the live checkpoint `key` the name in `label`, which retention then keeps until it expires.
+    """Give the live checkpoint `key` the name in `label`. Retention then keeps it until it expires.
 
-    Raises ConfigError, naming the step, when another checkpoint has that name, or this one has another, unless
+    Raises ConfigError, naming the step, when another checkpoint has that name or this one has another name, unless
     `label.may_move`; NotFoundError when it is not live.
     """
-    until: list[float] = []  # counted from the first reading: a repeated swap must know its own effect
+    until: list[float] = []  # counted from the first reading: a repeated swap must recognize its own effect
 
     def change(body: Latest, now: float) -> Latest | None:
         refuse_mirror(register.store.uri, body, "name the checkpoint")
@@ -34,7 +34,7 @@ def name(register: Register, key: str, label: Label) -> Latest:
 
 
 def rename(register: Register, old: str, new: str) -> Latest:
-    """Give the checkpoint that is named `old` the name `new`; its expiry stays. Raises as `name` does."""
+    """Give the checkpoint named `old` the name `new`; its expiry stays. Raises the errors of `name`."""
     holder: list[str] = []
 
     def change(body: Latest, now: float) -> Latest | None:
@@ -45,31 +45,32 @@ def rename(register: Register, old: str, new: str) -> Latest:
         if entry is not None and entry.name == new:
             return None
         if entry is None or entry.name != old:
-            raise NotFoundError(f"{register.store}: somebody else has taken the name {old} off {holder[0]} just now")
+            raise NotFoundError(f"{register.store}: somebody else has just removed the name {old} from {holder[0]}")
         return with_new_name(register.store.uri, body, old, new, now=now)
 
     return register.edit(change, what=f"renaming {old} to {new}")
 
 
 def unname(register: Register, old: str) -> Latest:
-    """Take the name `old` off its checkpoint, which is left to retention again. Raises NotFoundError."""
+    """Remove the name `old` from its checkpoint, which is then subject to retention again. Raises NotFoundError."""
     holder: list[str] = []
 
     def change(body: Latest, now: float) -> Latest | None:
         del now
-        refuse_mirror(register.store.uri, body, "take the name off")
+        refuse_mirror(register.store.uri, body, "remove the name")
         if not holder:
             holder.append(named_entry(register.store.uri, body, old).key)
         entry = body.entry(holder[0])
         return body.with_entry(replace(entry, name=None)) if entry is not None and entry.name == old else None
 
-    return register.edit(change, what=f"taking the name {old} off")
+    return register.edit(change, what=f"removing the name {old}")
 
 
 def score(register: Register, key: str, scores: Mapping[str, float]) -> Latest:
-    """Attach scores to the live checkpoint `key`; a score of a name that it has is replaced.
+    """Attach scores to the live checkpoint `key`; a score with an existing name replaces the old one.
 
-    Raises ConfigError for more than 32 of them, or when `latest` is too full; NotFoundError when it is not live.
+    Raises ConfigError for more than 32 scores, or when `latest` is too full; NotFoundError when the checkpoint is not
+    live.
     """
 
     def change(body: Latest, now: float) -> Latest | None:
@@ -81,7 +82,7 @@ def score(register: Register, key: str, scores: Mapping[str, float]) -> Latest:
 
 
 def with_name(uri: str, body: Latest, key: str, label: Label, *, now: float) -> Latest:
-    """Return `body` with the name of `label` at `key`. now: the bucket's time, from which it expires."""
+    """Return `body` with the name of `label` at `key`. now: the bucket's time, from which the expiry counts."""
     assert label.name is not None, "the caller has a name to give"
     entry = live_entry(uri, body, key)
     if entry.name not in (None, label.name) and not label.may_move:
@@ -103,7 +104,7 @@ def with_new_name(uri: str, body: Latest, old: str, new: str, *, now: float) -> 
 
 
 def without_name(uri: str, body: Latest, old: str) -> Latest:
-    """Return `body` with nobody having the name `old`."""
+    """Return `body` with the name `old` removed."""
     return body.with_entry(replace(named_entry(uri, body, old), name=None))
 
 
@@ -120,9 +121,9 @@ def with_scores(uri: str, body: Latest, key: str, scores: Mapping[str, float]) -
 
 
 def with_name_of_save(body: Latest, key: str, name: str, *, may_move: bool, now: float) -> Latest:
-    """Return `body`, to which a commit has added `key`, with the name that its save asks for. Step 17.
+    """Return `body`, to which a commit has added `key`, with the name that its save requested. Step 17.
 
-    When a checkpoint of another step keeps the name, `key` is pinned instead: whoever wanted to keep it decides later.
+    If a checkpoint of another step keeps the name, `key` is pinned instead: whoever wanted to keep it can decide later.
     """
     entry = body.entry(key)
     assert entry is not None, "the commit has just added it"
@@ -142,7 +143,7 @@ def live_entry(uri: str, body: Latest, key: str) -> Entry:
 
 
 def named_entry(uri: str, body: Latest, name: str) -> Entry:
-    """Return the live entry with this name. Raises NotFoundError, which lists the names that there are."""
+    """Return the live entry with this name. Raises NotFoundError, which lists the existing names."""
     entry = body.named(name)
     if entry is None:
         raise NotFoundError(f"{shown_uri(uri)}: no checkpoint is named {name!r}; there are: {names_in(body)}")
@@ -150,12 +151,12 @@ def named_entry(uri: str, body: Latest, name: str) -> Entry:
 
 
 def names_in(body: Latest) -> str:
-    """Say which names there are, and of which steps."""
+    """Return in words which names exist, and for which steps."""
     return ", ".join(f"{entry.name} (step {entry.step})" for entry in body.live if entry.name) or "none"
 
 
 def _released(uri: str, body: Latest, entry: Entry, name: str, *, may_move: bool, now: float) -> Latest:
-    """Return `body` with nobody but `entry` having the name. Raises ConfigError when another one keeps it."""
+    """Return `body` in which nobody but `entry` may have the name. Raises ConfigError when another entry keeps it."""
     holder = body.named(name)
     if holder is None or holder.key == entry.key:
         return body

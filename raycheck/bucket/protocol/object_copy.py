@@ -1,11 +1,12 @@
-"""Moves the objects of checkpoints from one store to another: verified on both sides, several at a time, in bounded
+"""Copies the objects of checkpoints from one store to another: verified on both sides, several at a time, in bounded
 memory.
 
-Bytes are compared with the manifest's checksum while they stream, and the last part of an object is sent only when all
-of them were right. So an object that exists in the target has the right bytes, as far as they arrived unchanged. That
-is what the target says itself by a checksum, or what a reading of the new object shows. A manifest is written last
-here: one that is there proves that its objects are there too. Between buckets that are reached in one way, S3 copies by
-itself, and proves it by CRC-32. GCS copies by itself what was read and found right, and is not sent to it.
+Bytes are compared with the manifest's checksum while they stream, and the last part of an object is sent only if all of
+them were right. So an object that exists in the target has the right bytes, provided that they arrived unchanged. The
+target proves that by stating a checksum; otherwise the new object is read. The manifest is written last, so its
+existence proves that its objects exist too. Between buckets that are reached through the same client, S3 copies within
+the service and proves the result by CRC-32. GCS copies within the service what was read and found right, instead of
+receiving the bytes.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -29,28 +30,28 @@ from raycheck.bucket.store.part_sizes import MAX_COPIED_BYTES, MIN_PART_BYTES
 from raycheck.errors import ConfigError, CorruptError, DamagedError, NotFoundError, SaveFailedError, StoreError
 
 AT_ONCE = 4
-"""How many objects of a checkpoint are copied at a time."""
+"""The number of objects of a checkpoint that are copied at a time."""
 READ_BYTES = 16 * 1024 * 1024
 OBJECT_BYTES = 6 * 16 * 1024 * 1024
-"""How much memory a large object takes at most while it is copied: about six parts of 16 MiB."""
+"""The most memory that copying one large object takes: about six parts of 16 MiB."""
 ROOM_BYTES = 4 * OBJECT_BYTES
-"""How much memory all objects take that are copied at a time, of whatever checkpoints."""
+"""The memory for all objects that are being copied, of all checkpoints together."""
 LOOK_EVERY_S = 0.2
-"""How soon the main thread, which alone hears of Ctrl-C, wakes while other threads copy."""
+"""How often the main thread, the only one to receive Ctrl-C, wakes while other threads copy."""
 T = TypeVar("T")
 
 
 class StoppedError(Exception):
-    """Signals that the copy was asked to stop. What is whole in the target stays there."""
+    """The copy was asked to stop. What is complete in the target stays there."""
 
 
 class DroppedError(Exception):
-    """Signals that the source has dropped the checkpoint while it was being copied."""
+    """The source dropped the checkpoint while it was being copied."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Describes one object to copy. key, new_key: its keys in the source and in the target."""
+    """One object to copy. key, new_key: its keys in the source and in the target."""
 
     key: str
     new_key: str
@@ -58,7 +59,7 @@ class Job:
 
 
 class _Room:
-    """Has a number of bytes, of which each copy takes what it needs, and gives it back. Used by several threads."""
+    """A number of bytes, from which each copy takes what it needs and later returns it. Used by several threads."""
 
     def __init__(self, size_bytes: int) -> None:
         self._left = size_bytes
@@ -66,7 +67,7 @@ class _Room:
 
     @contextmanager
     def taken(self, size_bytes: int, is_over: Callable[[], bool]) -> Iterator[None]:
-        """Wait for so many bytes, and hold them. Raises StoppedError as soon as the copy is over."""
+        """Wait for this many bytes, and hold them. Raises StoppedError as soon as the copy is over."""
         with self._changed:
             while self._left < size_bytes:
                 self._changed.wait(LOOK_EVERY_S)
@@ -83,7 +84,8 @@ class _Room:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopiedCheckpoint:
-    """Says what the copy of a checkpoint came to. keys: its objects, whole in the target. is_new: any was not there."""
+    """The result of copying a checkpoint. keys: its objects, complete in the target. is_new: some were not there
+    before."""
 
     keys: frozenset[str]
     is_new: bool
@@ -92,7 +94,7 @@ class CopiedCheckpoint:
 def copy_objects(source: Store, target: Store, name: str, jobs: list[Job]) -> None:
     """Copy objects of checkpoint `name` whose new keys are free, several at a time.
 
-    Raises DamagedError, which names the object, when its bytes differ from its record twice in a row or it is gone;
+    Raises DamagedError, which names the object, when its bytes twice in a row differ from its record or it is missing;
     NotFoundError when the source has dropped the checkpoint.
     """
     try:
@@ -102,10 +104,10 @@ def copy_objects(source: Store, target: Store, name: str, jobs: list[Job]) -> No
 
 
 class ObjectCopier:
-    """Copies objects between two stores, and counts. Several threads may use it.
+    """Copies objects between two stores, and counts bytes. Several threads may use it.
 
-    sent_bytes: what went through this process. in_store_bytes: what the store has copied by itself. found_bytes: what
-    was there already, and right. progress: called with each number of bytes that are done, from several threads.
+    sent_bytes: sent through this process. in_store_bytes: copied within the store. found_bytes: already there, and
+    right. progress: called with each number of bytes completed, from several threads.
     """
 
     def __init__(
@@ -119,8 +121,8 @@ class ObjectCopier:
     def copy_checkpoint(self, checkpoint: Checkpoint, done: Collection[str], gives_up: Event) -> CopiedCheckpoint:
         """Copy a checkpoint under its own name, its manifest last and byte for byte.
 
-        done: the keys that are known to be whole in the target. gives_up: ends the copy with StoppedError when it is
-        set. Raises DroppedError, DamagedError (which names the object), StoreError, StoppedError.
+        done: the keys that are known to be complete in the target. gives_up: setting it ends the copy with
+        StoppedError. Raises DroppedError, DamagedError (which names the object), StoreError, StoppedError.
         """
         try:
             data = checkpoint.read_manifest_bytes()
@@ -139,7 +141,7 @@ class ObjectCopier:
         try:
             put_once(self.target, key, data)
         except SaveFailedError as error:
-            raise CorruptError(f"{error}. Another run's manifest lies there: copy to a free place") from None
+            raise CorruptError(f"{error}. Another run's manifest is there: copy to a free place") from None
         return CopiedCheckpoint(keys=keys, is_new=is_new)
 
     def copy_objects(
@@ -151,11 +153,12 @@ class ObjectCopier:
         trusts: bool = True,
         gives_up: Event | None = None,
     ) -> bool:
-        """Copy the objects of checkpoint `name`, but for those that are in the target and right.
+        """Copy the objects of checkpoint `name`, except those that are in the target and right. Return whether any was
+        copied.
 
-        there: the sizes of what is in the target. trusts: believe a checksum that the target states; False where an
-        object there may be another source's. Then it is read. gives_up: ends it with StoppedError when it is set.
-        Returns whether any object had to be copied.
+        there: the sizes of the objects in the target. trusts: trust a checksum that the target states; False where an
+        object there may come from another source, and is read instead. gives_up: setting it ends the copy with
+        StoppedError.
         """
         fails = Event()
         ends = (self._stop, fails) if gives_up is None else (self._stop, fails, gives_up)
@@ -170,7 +173,7 @@ class ObjectCopier:
             return any(
                 _finished([pool.submit(self._copy, name, job, there.get(job.new_key), trusts, is_over) for job in jobs])
             )
-        except BaseException:  # an interrupt, too: no thread outlives this call
+        except BaseException:  # including an interrupt: no thread outlives this call
             fails.set()
             raise
         finally:
@@ -186,7 +189,7 @@ class ObjectCopier:
             return False
 
     def _copy(self, name: str, job: Job, size_there: int | None, trusts: bool, is_over: Callable[[], bool]) -> bool:
-        """Copy one object, unless it is there. Returns whether it was not."""
+        """Copy one object, unless it is there. Return whether it was copied."""
         size = job.record.size_bytes
         if size < 0:
             raise DamagedError(f"{self.source}: the manifest of {name} gives {job.key} a size of {size} bytes")
@@ -215,7 +218,7 @@ class ObjectCopier:
             stop = 0
             for part in self._parts(name, job, self.target.part_bytes(record.size_bytes), is_over):
                 stop += len(part)
-                if stop > shown:  # a second reading is no progress
+                if stop > shown:  # a second reading is not progress
                     self._progress(stop - shown)
                     shown = stop
                 yield part
@@ -223,7 +226,7 @@ class ObjectCopier:
         self.target.put_parts(job.new_key, parts(), record.size_bytes)
 
     def _parts(self, name: str, job: Job, step: int, is_over: Callable[[], bool]) -> Iterator[memoryview]:
-        """Yield the bytes of an object, `step` at a time, the last ones only when all had the manifest's checksum."""
+        """Yield the bytes of an object, `step` at a time, the last ones only if all had the manifest's checksum."""
         record, crc = job.record, 0
         for start in range(0, record.size_bytes, step):
             if is_over():
@@ -247,7 +250,7 @@ class ObjectCopier:
             raise DamagedError(str(error)) from None
 
     def _copied_in_store(self, name: str, job: Job, is_over: Callable[[], bool]) -> bool:
-        """Have the store copy an object by itself. Return whether it has, and has proven which bytes."""
+        """Let the store copy an object within the service. Return whether it has, and has proven the bytes."""
         size = job.record.size_bytes
 
         def ranges() -> Iterator[Range]:
@@ -282,7 +285,7 @@ class ObjectCopier:
         return crc
 
     def _sizes(self, manifest: Manifest) -> dict[str, int]:
-        """List the objects that the target has of a checkpoint, also in the directories that it refers to."""
+        """List the objects of a checkpoint that the target has, including those in directories to which it refers."""
         found: dict[str, int] = {}
         for name in (manifest.key, *manifest.refs):
             prefix = object_keys.checkpoint_prefix(name)
@@ -305,8 +308,8 @@ class ObjectCopier:
 def check_own_directories(uri: str, name: str, directories: Iterable[str]) -> None:
     """Raise ConfigError when checkpoint `name` uses directories of other runs.
 
-    A copy has no such neighbours: what lies there has to be written into a directory of the copy, under a manifest of
-    other bytes, as a fork does.
+    A copy does not have those runs next to it. Their contents have to be written into a directory of the copy, under a
+    manifest with other bytes, as a fork does.
     """
     foreign = [directory for directory in directories if CheckpointName.parse(directory) is None]
     if foreign:
@@ -317,7 +320,7 @@ def check_own_directories(uri: str, name: str, directories: Iterable[str]) -> No
 
 
 def _finished(running: Iterable[Future[T]]) -> list[T]:
-    """Wait for all of these, and return their results. Raises the error of the first that has failed."""
+    """Wait for all of these, and return their results. Raises the error of the first one that failed."""
     running = list(running)
     left = set(running)
     while left:

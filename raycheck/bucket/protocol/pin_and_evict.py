@@ -1,8 +1,7 @@
 """Pins, unpins, evicts and forgets checkpoints, without an attempt. Step 29.
 
-Each change is a swap that keeps owner, attempt, coordinator, head and last save as it finds them, so a running
-coordinator goes on undisturbed: its next commit is computed afresh from the changed body. Anybody may make these
-changes at any time.
+Each change is a swap that leaves owner, attempt, coordinator, head and last save unchanged, so a running coordinator is
+not disturbed: its next commit is computed from the changed body. Anyone may make these changes at any time.
 """
 
 from dataclasses import replace
@@ -17,7 +16,7 @@ from raycheck.settings import Retention
 
 
 def pin(register: Register, key: str, *, pinned: bool = True) -> Latest:
-    """Keep the live checkpoint `key` whatever retention and expiry say. pinned=False ends that.
+    """Keep the live checkpoint `key` regardless of retention and expiry; pinned=False ends that.
 
     Raises NotFoundError when it is not live, ConfigError in a mirror, which has the pins of the run that it follows.
     """
@@ -31,7 +30,8 @@ def pin(register: Register, key: str, *, pinned: bool = True) -> Latest:
 
 
 def with_pin(uri: str, body: Latest, key: str, *, pinned: bool) -> Latest:
-    """Return `body`, that of the run at `uri`, with the checkpoint `key` pinned or not. Raises as `pin`."""
+    """Return `body`, that of the run at `uri`, with the checkpoint `key` pinned or unpinned. Raises the errors of
+    `pin`."""
     refuse_mirror(uri, body, "pin the checkpoint")
     entry = body.entry(key)
     if entry is None:
@@ -40,7 +40,7 @@ def with_pin(uri: str, body: Latest, key: str, *, pinned: bool) -> Latest:
 
 
 def evict(register: Register, rules: Retention) -> Latest:
-    """Move the checkpoints that no rule keeps to `evicted`, for ever. Step 19, outside of a commit."""
+    """Move the checkpoints that no rule keeps to `evicted`, permanently. Step 19, outside of a commit."""
 
     def change(body: Latest, now: float) -> Latest | None:
         new = with_evicted(body, dropped_keys(body, rules, now=now), now=now)
@@ -52,7 +52,8 @@ def evict(register: Register, rules: Retention) -> Latest:
 def with_evicted(body: Latest, keys: tuple[str, ...], *, now: float) -> Latest:
     """Return `body` with the live entries `keys` evicted.
 
-    Evicted checkpoints that only they referred to are evicted anew, so that a reader of `keys` has the whole grace.
+    Evicted checkpoints to which only these referred are evicted again, so that a reader of `keys` has the whole grace
+    period.
     """
     new = replace(body, live=tuple(entry for entry in body.live if entry.key not in keys))
     released = body.held() - new.held()
@@ -67,9 +68,9 @@ def with_evicted(body: Latest, keys: tuple[str, ...], *, now: float) -> Latest:
 
 
 def forget(register: Register, keys: frozenset[str]) -> Latest:
-    """Take names whose objects are all deleted off `evicted`. Step 21.
+    """Remove names whose objects are all deleted from `evicted`. Step 21.
 
-    They cannot come back: a save number is committed once per attempt, and an older attempt commits nothing.
+    They cannot return: a save number is committed once per attempt, and an older attempt commits nothing.
     """
 
     def change(body: Latest, now: float) -> Latest | None:

@@ -1,7 +1,7 @@
 """Tests a store on scratch objects before anything depends on it.
 
-Each coordinator tests once that the store honours conditional writes. Each node tests that it has all rights that a run
-needs.
+Each coordinator tests once that the store honors conditional writes. Each node tests that it has all permissions that a
+run needs.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ _CREATES_OVER = "creates over an existing object"
 
 
 def probe(store: Store) -> None:
-    """Prove on a scratch object that conditional writes are conditional. Step 6. This cannot prove atomicity.
+    """Test on a scratch object that conditional writes are conditional. Step 6. This cannot prove atomicity.
 
-    Raises ConfigError when a stale swap or a second create is accepted, or the right swap is refused.
+    Raises ConfigError when a stale swap or a second create is accepted, or a correct swap is refused.
     """
     key = object_keys.probe_key(uuid4().hex)
     try:
@@ -29,10 +29,10 @@ def probe(store: Store) -> None:
         try:
             store.put_if_match(key, b"three", first.version)
         except ConflictError:
-            raise ConfigError(f"{store}: the store refuses the right If-Match; raycheck cannot commit here") from None
+            raise ConfigError(f"{store}: the store refuses a correct If-Match; raycheck cannot commit here") from None
         _must_refuse(store, lambda: store.put_if_match(key, b"four", first.version), "swaps a stale version")
-        if all(store.get(key).data != b"three" for _ in range(READS)):  # an answer may have changed on its way
-            raise ConfigError(f"{store}: the store refused a conditional write and applied it all the same")
+        if all(store.get(key).data != b"three" for _ in range(READS)):  # a response may be corrupted on the way
+            raise ConfigError(f"{store}: the store refused a conditional write but applied it anyway")
     finally:
         store.delete(key)
 
@@ -49,10 +49,10 @@ def _must_refuse(store: Store, write: Callable[[], object], what: str) -> None:
 
 
 def probe_node(store: Store, *, node: str) -> None:
-    """Prove on a scratch object that `node` may do all that a run needs.
+    """Test on a scratch object that `node` may do everything that a run needs.
 
-    Raises ConfigError that names node, verb and missing permission, or what is wrong with the settings there, and
-    StoreError when the network or the store failed.
+    Raises ConfigError, which names the node, the verb and the missing permission or the wrong setting, and StoreError
+    when the network or the store failed.
     """
     key = object_keys.probe_key(uuid4().hex)
 
@@ -68,7 +68,7 @@ def probe_node(store: Store, *, node: str) -> None:
         )
         _on_node(node, "delete", lambda: store.delete(key))
     except RaycheckError:
-        with suppress(RaycheckError):  # the first error says more
+        with suppress(RaycheckError):  # the first error is more informative
             store.delete(key)
         raise
 
@@ -80,5 +80,5 @@ def _on_node(node: str, verb: str, call: Callable[[], object]) -> None:
         kind = ConfigError if error.is_denied else StoreError
         raise kind(f"node {node}: {verb}: {error}") from error
     except RaycheckError as error:
-        # A missing right can look like this, too: an object that was just written is not found.
+        # A missing permission can also look like this: an object that was just written is not found.
         raise ConfigError(f"node {node}: {verb}: {error}") from error

@@ -1,8 +1,8 @@
-"""Looks whether the objects to which a commit refers are still in the bucket. Step 16.
+"""Checks that the objects to which a commit refers are still in the bucket. Step 16.
 
 A component that training does not change is uploaded once, so its objects are the oldest ones of a run. A lifecycle
-rule by age or somebody's clean-up takes them first. Every later save would then be committed, and none could be
-restored. While the training runs, its ranks still have the bytes.
+rule by age, or a manual cleanup, deletes them first. Then every later save would be committed, and none could be
+restored. While training runs, its ranks still have the bytes.
 """
 
 import time
@@ -22,11 +22,11 @@ AT_ONCE = 32
 
 
 class ReferenceLostError(SaveFailedError):
-    """Signals that a save refers to an object that is gone. The next save uploads its component again."""
+    """A save refers to an object that is missing. The next save uploads its component again."""
 
 
 class ReferredObjects:
-    """Remembers when each component to which commits refer was last seen whole."""
+    """When each component to which commits refer was last seen complete."""
 
     def __init__(self, store: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
@@ -34,14 +34,15 @@ class ReferredObjects:
         self._seen_at: dict[tuple[str, str], float] = {}  # by name and directory
 
     def forget(self) -> None:
-        """Have the next commit look at all of them."""
+        """Make the next commit check all of them."""
         self._seen_at.clear()
 
     def refuse_lost(self, manifest: Manifest, *, every_s: float = LOOK_EVERY_S) -> None:
-        """Ask for the size of each object of the components that lie elsewhere, once in `every_s` seconds each.
+        """Check the size of each object of the components in other directories, each component once in `every_s`
+        seconds.
 
-        Raises ReferenceLostError, which names the objects that are missing or have another size. A store that is away
-        proves nothing: the next commit asks again.
+        Raises ReferenceLostError, which names the objects that are missing or have another size. An unreachable store
+        proves nothing: the next commit checks again.
         """
         now = self._clock()
         due = [part for part in manifest.components if part.checkpoint != manifest.key]
@@ -61,12 +62,12 @@ class ReferredObjects:
         since = "" if seen_at is None else f" {now - seen_at:.0f} s ago it was there."
         more = f" and {len(problems) - 1} more objects" if len(problems) > 1 else ""
         return (
-            f"{part.name} lies in {part.checkpoint}, and there {problems[0]}{more}.{since} {self._who_needs(part)}The "
+            f"{part.name} is in {part.checkpoint}, and there {problems[0]}{more}.{since} {self._who_needs(part)}The "
             f"next save uploads {part.name} again"
         )
 
     def _who_needs(self, part: Component) -> str:
-        """Returns in words which checkpoints cannot be restored any more."""
+        """Return in words which checkpoints can no longer be restored."""
         with suppress(RaycheckError):
             body = read_latest(self._store)
             keys = [entry.key for entry in body.live if part.checkpoint in (entry.key, *entry.refs)]
@@ -79,9 +80,9 @@ class ReferredObjects:
 
 
 def lost_objects(store: Store, components: Iterable[Component]) -> list[str]:
-    """Return in words which objects of these components are missing, or have another size than they should have.
+    """Return in words which objects of these components are missing or have the wrong size.
 
-    A wrong answer is asked for again before it counts. Raises StoreError.
+    A wrong response is checked again before it counts. Raises StoreError.
     """
     looks = [partial(_problem, store, key, size) for part in components for key, size in _objects(part)]
     groups = [looks[first : first + AT_ONCE] for first in range(0, len(looks), AT_ONCE)]

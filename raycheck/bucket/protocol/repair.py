@@ -1,7 +1,7 @@
-"""Rebuilds a `latest` that was lost, rolled back or damaged, from the manifests. Only ever by command. Step 32.
+"""Rebuilds a `latest` that was lost, rolled back or damaged, from the manifests. Runs by command only. Step 32.
 
-A manifest proves that all ranks' shards were durable (I1), whether or not its commit was the last thing that happened.
-The sizes of all objects, index and `.metadata` included, are checked all the same, and the head is read in full.
+A manifest proves that all ranks' shards were durable (I1), whether or not its commit succeeded. The sizes of all
+objects, including index and `.metadata`, are checked nevertheless, and the head is read in full.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ COUNTER_STRIDE = 1_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Repaired:
-    """Holds the new `latest`, and the directories that could not be listed in it, each with its reason."""
+    """The new `latest`, and the directories that could not be listed in it, each with its reason."""
 
     latest: Latest
     left_out: tuple[tuple[str, str], ...]
@@ -48,11 +48,11 @@ class Repaired:
 def repair(store: Store) -> Repaired:
     """Rebuild `latest` from the manifests. Step 32. Stop the run first: its deletes carry no condition.
 
-    Raises ConfigError when `latest` is sound, NotFoundError when there is nothing to rebuild it from, ConflictError
-    when somebody wrote it meanwhile.
+    Raises ConfigError when `latest` is sound, NotFoundError when there is nothing from which to rebuild it,
+    ConflictError when someone else has written it in the meantime.
     """
     old, got = _old(store)
-    one, other = set(list_directories(store)), set(list_directories(store))  # a name may have changed on its way
+    one, other = set(list_directories(store)), set(list_directories(store))  # a name may be corrupted on the way
     names = sorted(one | other)
     if old is not None and all(old.has_answered(name) for name in one & other) and _has_its_head(store, old):
         raise ConfigError(f"{store}: latest is sound (attempt {old.attempt.number}); there is nothing to repair")
@@ -83,7 +83,7 @@ def repair(store: Store) -> Repaired:
     new = Latest(
         run_id=run_id,
         # Without an old body its counter is unknown. This one is far above any that a coordinator can have seen, so
-        # that a coordinator that still runs does not take the new body for a rolled back one.
+        # a coordinator that is still running does not mistake the new body for a rolled back one.
         counter=old.counter + 1 if old else number * COUNTER_STRIDE,
         proven=number,
         owners=tuple(owners),
@@ -106,7 +106,8 @@ def repair(store: Store) -> Repaired:
 
 
 def _old(store: Store) -> tuple[Latest | None, Got | None]:
-    """Read what is there now: nothing, an unreadable body, or a body that may be too old. Returns body and answer."""
+    """Read what is there now: nothing, an unreadable body, or a body that may be too old. Return the body and the
+    response."""
     answers: list[Got | None] = []
 
     def read() -> Latest | None:
@@ -122,21 +123,21 @@ def _old(store: Store) -> tuple[Latest | None, Got | None]:
         raise
     except CorruptError as error:
         if answers[-1] is None:
-            raise CorruptError(f"{error}: that is none; delete it, then repair") from None
+            raise CorruptError(f"{error}: this is not a latest; delete it, then repair") from None
         return None, answers[-1]
 
 
 def _has_its_head(store: Store, old: Latest) -> bool:
-    """Return whether the head's objects are there.
+    """Return whether the head's objects exist.
 
-    A `latest` that was put back to an older state of the same attempt names checkpoints that were deleted since.
+    A `latest` that was put back to an older state of the same attempt names checkpoints that have been deleted since.
     """
     head = old.entry(old.head) if old.head else None
     return head is None or not any(finding.problem for finding in Checkpoint(store, head).verify(reads=False))
 
 
 def _verified(store: Store, name: CheckpointName, old: Latest | None, *, is_head: bool) -> tuple[Entry, float]:
-    """Verify a directory. Returns its entry, pinned and expiring as the old body said, and the bucket's time.
+    """Verify a directory. Return its entry, with pin and expiry as in the old body, and the bucket's time.
 
     Raises NotFoundError or CorruptError when it is not whole.
     """
@@ -180,25 +181,25 @@ def _entry(store: Store, name: CheckpointName, old: Latest | None, *, is_head: b
 
 
 def _with_own_name(entry: Entry, newer: list[Entry], old: Latest | None) -> Entry:
-    """Take the name of an entry away when a newer one has it, or when the old body says whose it is.
+    """Remove the name of an entry if a newer one has it, or if the old body gives it to another one.
 
-    Manifests tell only which name a save asked for: the same step may have been saved under it twice, and a person may
-    have moved it since.
+    A manifest states only which name its save requested: the same step may have been saved twice under that name, and a
+    person may have moved the name since.
     """
     taken = {item.name for item in newer} | {item.name for item in (old.live if old else ()) if item.key != entry.key}
     return replace(entry, name=None) if entry.name in taken else entry
 
 
 def _expires_at(manifest: Manifest, now: float) -> float | None:
-    """Return when a checkpoint expires of which no old body tells it: late rather than early."""
+    """Return when a checkpoint expires for which no old body says so: late rather than early."""
     return None if manifest.expire_after_s is None else now + manifest.expire_after_s
 
 
 def _committed_at(manifest: Manifest, now: float) -> float:
     """Return the earliest time at which a checkpoint can have been committed, for one that no old body lists.
 
-    If all got the time of the repair, keep_every_seconds would see them in one span, and drop all but one of them at
-    the next commit.
+    If all of them got the time of the repair, keep_every_seconds would see them in one span, and drop all but one of
+    them at the next commit.
     """
     return now if manifest.began_at is None else min(now, manifest.began_at + manifest.trained_s)
 
@@ -211,11 +212,11 @@ def _ended_attempts(store: Store) -> Iterator[Attempt]:
         try:
             yield read_document(store, item.key, load_record, max_bytes=MAX_RECORD)[0].attempt
         except (CorruptError, NotFoundError):
-            continue  # the record is for people; the directories' names also tell the attempt's number
+            continue  # the record is for people; the directories' names also give the attempt's number
 
 
 def _head(live: list[Entry], records: list[Attempt]) -> str:
-    """Choose the head: the newest checkpoint, or the one that the run was rewound to, if nothing was saved since."""
+    """Choose the head: the newest checkpoint, or the one to which the run was rewound, if nothing was saved since."""
     newest = live[-1].key
     name = CheckpointName.parse(newest)
     last = max(records, key=lambda record: record.number, default=None)
@@ -225,7 +226,7 @@ def _head(live: list[Entry], records: list[Attempt]) -> str:
 
 
 def _crowded(body: Latest) -> list[str]:
-    """Return the oldest entries that must go for `latest` to stay within its bound. The head never goes."""
+    """Return the oldest entries that must be dropped to keep `latest` within its limit, never the head."""
     excess = len(dump(body)) - COMMIT_BYTES
     found = []
     for entry in body.live:

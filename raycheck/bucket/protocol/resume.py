@@ -1,7 +1,7 @@
-"""Decides how a new driver begins on a run that may exist already: the values of `fit(resume=...)`.
+"""Decides how a new driver starts on a run that may already exist: the values of `fit(resume=...)`.
 
-`parse_resume` is the one place that reads what a user gave; `key_to_restore` is the one place that decides which
-checkpoint it means, and whether the run allows it. The claim asks it inside its swap.
+`parse_resume` is the only place that parses what a user passed. `key_to_restore` is the only place that decides which
+checkpoint it means, and whether the run allows it; the claim calls it inside its swap.
 """
 
 from contextlib import suppress
@@ -18,51 +18,52 @@ from raycheck.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """Goes on from the run's head, or starts fresh when there is none."""
+    """Resume from the run's head, or start fresh if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """Starts fresh, and refuses a run that has checkpoints."""
+    """Start fresh, and refuse a run that has checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Must:
-    """Goes on from the run's head, and refuses a run that has none."""
+    """Resume from the run's head, and refuse a run that has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Goes back to the newest checkpoint of one step that is not damaged."""
+    """Return to the newest undamaged checkpoint of one step."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class AtName:
-    """Goes back to the checkpoint that a user calls `name`, or that has this key, unless it is damaged."""
+    """Return to the checkpoint with this user-given name or key, unless it is damaged."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Begins a new run from a copy of the head of the run at `uri`. It is done before the claim, which then is Auto."""
+    """Start a new run from a copy of the head of the run at `uri`. The fork is made before the claim, which then uses
+    Auto."""
 
     uri: str
 
 
 Resume = Auto | Never | Must | Step | AtName
-"""The values that a claim knows."""
+"""The values that a claim accepts."""
 AUTO = Auto()
 WORDS: dict[str, Resume] = {"auto": AUTO, "never": Never(), "must": Must()}
-"""No checkpoint has one of these names: label.py reserves them."""
+"""No checkpoint may have one of these names: label.py reserves them."""
 
 
 def parse_resume(given: str | int | None) -> Resume | Fork:
-    """Returns what `fit(resume=given)` means; None means "auto".
+    """Return what `fit(resume=given)` means; None means "auto".
 
-    Raises ConfigError for anything else than a word, a step, a name or a URI.
+    Raises ConfigError for anything other than a word, a step, a name or a URI.
     """
     if given is None:
         return AUTO
@@ -80,9 +81,9 @@ def parse_resume(given: str | int | None) -> Resume | Fork:
 
 
 def key_to_restore(uri: str, body: Latest | None, resume: Resume) -> str | None:
-    """Returns the key of the checkpoint that a new driver's first attempt restores, None to start fresh.
+    """Return the key of the checkpoint that a new driver's first attempt restores, None to start fresh.
 
-    uri: the run's root, for errors. Raises ConfigError when the run does not allow what `resume` asks for.
+    uri: the run's root, for errors. Raises ConfigError when the run does not allow what `resume` requests.
     """
     live = () if body is None else body.live
     head = None if body is None else body.head
@@ -108,7 +109,7 @@ def key_to_restore(uri: str, body: Latest | None, resume: Resume) -> str | None:
                 words = ", ".join(map(repr, WORDS))
                 raise ConfigError(
                     f"{shown_uri(uri)}: resume={name!r}, but no checkpoint has that name; there are: {names}. Other "
-                    f"words that it takes are {words}"
+                    f"accepted words are {words}"
                 )
             if found.damaged:
                 raise ConfigError(f"{shown_uri(uri)}: resume={name!r}, but step {found.step} ({found.key}) is damaged")

@@ -1,9 +1,9 @@
-"""Decides which checkpoints stay: a pure function of a body of `latest`, part of the swap that acts on it. Step 19.
+"""Decides which checkpoints stay: a pure function of a body of `latest`, part of the swap that applies it. Step 19.
 
-Entries are in the order of their commits, which is the only order that counts here: after a rewind steps repeat. The
-head and pinned entries are never dropped, not even by the clock; the head is also what the live attempt restores, until
-its first commit moves it. An entry with a name is dropped by nothing but the clock. A checkpoint that a kept entry
-refers to may leave the list; its objects stay as long as an entry holds them (prune_and_sweep.py).
+Entries are in the order of their commits. Only this order counts here, since steps repeat after a rewind. The head and
+pinned entries are never dropped, not even when they expire; the head is also what the live attempt restores, until its
+first commit moves it. An entry with a name is dropped only when it expires. A checkpoint to which a kept entry refers
+may leave the list; its objects stay as long as an entry holds them (prune_and_sweep.py).
 """
 
 import math
@@ -17,7 +17,7 @@ from raycheck.settings import Retention
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeepDecision:
-    """Says whether one entry stays, and why."""
+    """Whether one entry stays, and why."""
 
     entry: Entry
     is_kept: bool
@@ -25,7 +25,7 @@ class KeepDecision:
 
 
 def decide_retention(body: Latest, rules: Retention, *, now: float) -> tuple[KeepDecision, ...]:
-    """Decide on each live entry, in their order.
+    """Decide on each live entry, in order.
 
     Damaged entries stay while they are pinned or named, and no rule counts them. A mirror keeps what its source keeps.
     now: the bucket's time, for expiry.
@@ -55,7 +55,8 @@ def _decision(entry: Entry, protected: dict[str, str], kept: dict[str, str], now
 
 
 def _protected(body: Latest, now: float) -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) of the entries that stay whatever the rules say. Of several reasons the last one counts."""
+    """Yield (key, reason) of the entries that stay whatever the rules say. If there are several reasons, the last one
+    counts."""
     for entry in body.live:
         if entry.is_kept_by_name(now):
             yield entry.key, f"named {entry.name}"
@@ -72,7 +73,7 @@ def _kept(live: Sequence[Entry], left: set[str], rules: Retention) -> Iterator[t
         best = _best(live, metric, mode, count)
         yield from ((entry.key, f"among the best {count} by {metric}") for entry in best)
     counted = (rules.keep_last, rules.keep_every_steps, rules.keep_every_seconds)
-    if counted == (None, None, None) and not best:  # a metric that no entry has is no rule
+    if counted == (None, None, None) and not best:  # a metric that no entry has does not count as a rule
         yield from ((entry.key, "no rule applies") for entry in live)
     if rules.keep_every_steps is not None:
         every = rules.keep_every_steps
@@ -93,7 +94,7 @@ def _rolling(keys: list[str], count: int | None) -> dict[str, str]:
 
 
 def _left_behind(body: Latest) -> set[str]:
-    """Return the keys that a later attempt left behind: it restored an earlier checkpoint than these."""
+    """Return the keys of abandoned entries: a later attempt restored a checkpoint before them."""
     sources = [(CheckpointName.parse(attempt.restore_key or ""), attempt.number) for attempt in body.attempts]
     return {
         entry.key
@@ -106,8 +107,8 @@ def _left_behind(body: Latest) -> set[str]:
 def _best(live: Iterable[Entry], metric: str, mode: str, count: int) -> list[Entry]:
     """Return the best `count` entries by a metric, never one without a finite value.
 
-    A score that was attached after the commit counts more than a metric of its name. Of equal ones the newer counts as
-    better: training went on from it.
+    A score that was attached after the commit takes precedence over a metric of the same name. Of equal entries the
+    newer counts as better: training continued from it.
     """
     sign = -1.0 if mode == "max" else 1.0
     ranked = [
@@ -119,13 +120,14 @@ def _best(live: Iterable[Entry], metric: str, mode: str, count: int) -> list[Ent
 
 
 def _milestones(live: Iterable[Entry], every: int, left: set[str]) -> list[Entry]:
-    """Return the lowest step of each span [k x every, (k + 1) x every) from k = 1 on, of equal steps the newest commit.
+    """Return the lowest step of each span [k x every, (k + 1) x every) for k >= 1, and of equal steps the newest
+    commit.
 
-    An entry that was left behind counts only where its span has no other. So a save that the clock or a preemption
-    notice asked for takes the place of a missing multiple.
+    An abandoned entry counts only where its span has no other. So a save triggered by the clock or a preemption notice
+    takes the place of a missing multiple.
     """
     found: dict[int, Entry] = {}
-    for entry in sorted(live, key=lambda entry: entry.key not in left):  # left behind first
+    for entry in sorted(live, key=lambda entry: entry.key not in left):  # abandoned ones first
         span = entry.step // every
         chosen = found.get(span)
         if span and (chosen is None or chosen.key in left or entry.step <= chosen.step):
@@ -136,10 +138,10 @@ def _milestones(live: Iterable[Entry], every: int, left: set[str]) -> list[Entry
 def _first_by_time(live: Iterable[Entry], every_s: float, left: set[str]) -> list[Entry]:
     """Return the first commit of each span [k x every_s, (k + 1) x every_s) of the bucket's time.
 
-    It is the first one, so that later commits do not change the choice for a span. An entry that was left
-    behind counts only where its span has no other.
+    The first one is chosen so that later commits do not change the choice for a span. An abandoned entry counts only
+    where its span has no other.
     """
     found: dict[float, Entry] = {}
-    for entry in sorted(live, key=lambda entry: entry.key in left):  # left behind last; else in order of commit
+    for entry in sorted(live, key=lambda entry: entry.key in left):  # abandoned ones last; otherwise in order of commit
         found.setdefault(entry.committed_at // every_s, entry)
     return list(found.values())

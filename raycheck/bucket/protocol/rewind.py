@@ -1,7 +1,7 @@
 """Rewinds a run by hand: one swap, outside of any training, moves head to an earlier checkpoint. Step 31.
 
-It is a claim like a driver's: it fences a run that is still going, since that run's next commit would undo the rewind
-unseen. The branch that is left stays listed until retention drops it, so that one can go forward again.
+It is a claim like a driver's. It fences a run that is still active, since that run's next commit would otherwise undo
+the rewind unnoticed. The abandoned branch stays listed until retention drops it, so the rewind can be reversed.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from raycheck.errors import DamagedError, NotFoundError
 def rewind(register: Register, key: str) -> Latest:
     """Make the live checkpoint `key` the head, by a new attempt without ranks. The next start restores it. Step 31.
 
-    A checkpoint that was marked as damaged is read through first; when it is whole again it loses the mark. Raises
+    A checkpoint that was marked as damaged is read completely first; if it is whole again, the mark is removed. Raises
     NotFoundError when it is not live, DamagedError when it is still damaged, CorruptError when `latest` was lost or
     rolled back.
     """
@@ -39,7 +39,7 @@ def rewind(register: Register, key: str) -> Latest:
             owners=(*body.owners, owner),
             head=key,
             mirror=None,
-            finished=None,  # a rewind means to train on from there, even from the run's end
+            finished=None,  # a rewind means continuing training from there, even from the run's end
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], mine),
         )
 
@@ -53,13 +53,14 @@ def rewind(register: Register, key: str) -> Latest:
 
 
 def check_rewind(register: Register, key: str) -> str | None:
-    """Raise what `rewind` would raise. Return the mark of damage that no longer holds, None without one."""
+    """Raise what `rewind` would raise. Return the damage mark that no longer applies, None if there is none."""
     refuse_lost(register)
     return _verified(register, key)
 
 
 def _verified(register: Register, key: str) -> str | None:
-    """Read all of a checkpoint that is marked as damaged. Returns the mark, which no longer holds; None without one.
+    """Read all of a checkpoint that is marked as damaged. Return the mark, which no longer applies; None if there is
+    none.
 
     Raises DamagedError when it is still damaged.
     """
@@ -76,7 +77,7 @@ def _verified(register: Register, key: str) -> str | None:
 
 
 def attempt_by_hand(owner: str, number: int, *, restore_key: str | None, now: float) -> Attempt:
-    """Make an attempt that no worker group holds: it only fences the earlier ones."""
+    """Make an attempt without a worker group: it only fences the earlier ones."""
     return Attempt(
         number=number,
         owner=owner,

@@ -1,8 +1,8 @@
 """Replaces `latest` by compare-and-swap. Steps 1 to 5.
 
-All writes of `latest` are made here. Only repair.py makes its own, since it replaces a body that cannot be read. The
-caller gives a function that computes the new body. It is called afresh with each body that was read, and also says
-whether the wanted effect is in that body already.
+All writes of `latest` are made here, except in repair.py, which replaces a body that cannot be read. The caller passes
+a function that computes the new body. It is called with each body that was read, and also decides whether that body
+already has the wanted effect.
 """
 
 import threading
@@ -23,15 +23,16 @@ from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundEr
 SWAP_DEADLINE_S = 60.0
 CROWDED_DEADLINE_S = 300.0
 Decide = Callable[[Latest | None, float], Latest | None]
-"""Computes the new body from the present one and the bucket's time. Returns None when the effect is there already, and
-raises to stop the swap."""
+"""Compute the new body from the current one and the bucket's time. Return None when the current body already has the
+effect; raise to stop the swap."""
 
 
 class Register:
-    """Reads and swaps the `latest` of one run. Remembers what this process has seen of it; makes one swap at a time.
+    """The `latest` of one run, to read and swap. Remembers what this process has seen of it, and runs one swap at a
+    time.
 
-    is_crowded: hundreds of processes may swap it at this moment. Then pauses are random, and the deadline is later.
-    size_bytes: of the `latest` that this process has read or written last.
+    is_crowded: hundreds of processes may be swapping it right now, so pauses are random and the deadline is later.
+    size_bytes: the size of the `latest` that this process last read or wrote.
     """
 
     def __init__(
@@ -47,15 +48,16 @@ class Register:
         self.size_bytes = 0
 
     def read(self) -> tuple[Latest, Got] | None:
-        """Read body and answer. Returns None when there is no `latest` and this process never saw one.
+        """Read the body and the store's response. Return None when there is no `latest` and this process has never seen
+        one.
 
-        Raises CorruptError when `latest` was there before and is gone, went back to an older attempt, or is another
-        run's: it was lost or rolled back, and nothing may be built on that (step 4). Each error needs two readings.
+        Raises CorruptError when `latest` existed before and is missing, is of an older attempt, or is another run's: it
+        was lost or rolled back, and nothing may be based on it (step 4). Each such error needs two readings.
         """
         return again_if_corrupt(self._read)
 
     def _read(self) -> tuple[Latest, Got] | None:
-        seen = self._seen  # before the request: an answer may be older than a swap that went on meanwhile
+        seen = self._seen  # before the request: a response may be older than a concurrent swap
         try:
             body, got = get_latest(self.store)
         except NotFoundError:
@@ -74,19 +76,19 @@ class Register:
         return body, got
 
     def read_existing(self) -> tuple[Latest, Got]:
-        """Read body and answer like `read`. Raises NotFoundError when there is no run."""
+        """Read the body and the store's response as `read` does. Raises NotFoundError when there is no run."""
         found = self.read()
         if found is None:
             raise no_run_error(self.store)
         return found
 
     def swap(self, decide: Decide, *, what: str, at: float | None = None) -> Latest:
-        """Replace the body by what `decide` makes of it. Returns the body that has the effect. Steps 1 to 5.
+        """Replace the body by what `decide` computes from it, and return the body that has the effect. Steps 1 to 5.
 
-        at: the store's time, from an answer that has just come. Then the first try is made of the body that this
-        process has read or written last, without reading it again: its condition proves that this is still the body.
-        Raises what `decide` raises, and StoreError when the outcome is still unknown after SWAP_DEADLINE_S, or when
-        a right is missing. what: the purpose, for errors.
+        at: the store's time, from a response that has just arrived. With it, the first try starts from the body that
+        this process last read or wrote, without reading it again: the condition proves that it is still current. what:
+        the purpose, for errors. Raises what `decide` raises, and StoreError when the outcome is still unknown after
+        SWAP_DEADLINE_S, or when a permission is missing.
         """
         patience_s = CROWDED_DEADLINE_S if self._is_crowded else SWAP_DEADLINE_S
         deadline = self._monotonic() + patience_s
@@ -104,18 +106,18 @@ class Register:
                     return self._replace(body, new, got)  # 3
                 except (StoreError, _NotSwappedError) as error:  # 4: unknown; read again and judge by effect
                     if isinstance(error, StoreError) and error.is_denied and not is_unknown:
-                        raise  # a missing right would be refused again
+                        raise  # a missing permission would be refused again
                     is_unknown = True
                     if self._monotonic() > deadline:
                         raise StoreError(
                             f"{self.store}: {what}: latest could not be swapped in {patience_s:.0f} s "
-                            f"({error}); whether it was stays unknown"
+                            f"({error}); whether the swap was applied is unknown"
                         ) from error
                     time.sleep(pause * CHANCE.uniform(0.2, 1.8) if self._is_crowded else pause)
                     pause = min(pause * 2, 2.0)
 
     def edit(self, change: Callable[[Latest, float], Latest | None], *, what: str, at: float | None = None) -> Latest:
-        """Swap like `swap`, but raise NotFoundError when there is no run."""
+        """Swap as `swap` does, but raise NotFoundError when there is no run."""
 
         def decide(body: Latest | None, now: float) -> Latest | None:
             if body is None:
@@ -125,10 +127,10 @@ class Register:
         return self.swap(decide, what=what, at=at)
 
     def _replace_newest(self, decide: Decide, at: float) -> Latest | None:
-        """Replace the body that this process has read or written last, if it is still there. Step 1.
+        """Replace the body that this process last read or wrote, if it is still current. Step 1.
 
-        Returns None when that is not certain to be done. Only a success counts: what `decide` says of a body that may
-        be an old one, an error too, has to be asked again of a body that was read.
+        Return None unless this has certainly succeeded. Only a success counts: any other outcome of `decide`, including
+        an error, may be due to an old body, so `decide` has to be called again with a body that was just read.
         """
         assert self._newest is not None
         body, got = self._newest
@@ -136,11 +138,11 @@ class Register:
         try:
             new = decide(body, at)
             return None if new is None else self._replace(body, new, got)
-        except Exception:  # noqa: BLE001  the caller reads, and judges anew
+        except Exception:  # noqa: BLE001  the caller reads, and decides again
             return None
 
     def _replace(self, body: Latest | None, new: Latest, got: Got | None) -> Latest:
-        """Write `new` in the place of `body`, which came with `got`. Returns what was written."""
+        """Write `new` in place of `body`, which came with `got`. Return what was written."""
         new = replace(new, counter=body.counter + 1 if body else 1)
         written = self._write(new, got)
         self._run_id = new.run_id
@@ -162,7 +164,7 @@ class Register:
 
 
 class _NotSwappedError(Exception):
-    """Signals that the condition was refused, after a rival's write or our own repeated one."""
+    """The condition was refused, because of another writer or of our own repeated write."""
 
 
 def lost_error(uri: str, what: str) -> CorruptError:
@@ -170,11 +172,11 @@ def lost_error(uri: str, what: str) -> CorruptError:
     return CorruptError(
         f"{shown_uri(uri)}: latest {what}. It was deleted or rolled back; raycheck does not start from zero over "
         "existing checkpoints. Stop the run and put the object back (bucket versioning) or rebuild it with 'raycheck "
-        "repair'; to start anew, move the run's folder away"
+        "repair'; to start from zero, move the run's folder away"
     )
 
 
 def refuse_mirror(uri: str, body: Latest, what: str) -> None:
-    """Raise ConfigError when `body` is a mirror's, which `what` would make differ from its source."""
+    """Raise ConfigError when `body` is a mirror's, which `what` would make different from its source."""
     if body.mirror is not None and body.is_mirror:
         raise ConfigError(f"{shown_uri(uri)}: a mirror keeps what its source keeps; {what} in {body.mirror.source}")

@@ -18,9 +18,10 @@ PUT_ONCE_ATTEMPTS = 4
 
 
 def put_once(store: Store, key: str, data: bytes) -> float | None:
-    """Create `key`, or accept that exactly these bytes are there. Raises SaveFailedError on other bytes (I2).
+    """Create `key`, or accept that exactly these bytes are there. Return the store's time of the write, None if they
+    were there.
 
-    Returns the store's time of the answer that says so; None when the bytes were there.
+    Raises SaveFailedError on other bytes (I2).
     """
 
     def create() -> float | None:
@@ -29,19 +30,19 @@ def put_once(store: Store, key: str, data: bytes) -> float | None:
         except ConflictError:
             return None
 
-    # After a StoreError the effect decides: if the write was applied, the next try finds these bytes.
+    # After a StoreError only the effect counts: if the write was applied, the next try finds these bytes.
     pauses_s = (CHANCE.uniform(0.1, 0.2) * 3**attempt for attempt in range(1, PUT_ONCE_ATTEMPTS))
     at = retry(create, on=StoreError, pauses_s=pauses_s)
     if at is None and not _holds(store, key, data):
-        raise SaveFailedError(f"{store}: {key} exists with other bytes; this save is given up")
+        raise SaveFailedError(f"{store}: {key} exists with other bytes; this save fails")
     return at
 
 
 def put_all_once(store: Store, documents: Mapping[str, bytes]) -> float | None:
-    """Create each of these objects as `put_once` does, or by a plain PUT what is too large for a condition.
+    """Create each of these objects as `put_once` does, or by a plain PUT if it is too large for a condition.
 
-    They are under way together, in any order, so none of them may prove another one. Returns the store's time when the
-    last one was written; None when it did not say so of each: of one that was there, or that was too large.
+    They are written concurrently, in any order, so none of them may prove another one. Return the store's time when the
+    last one was written; None when the store gave no time for one of them, because it already existed or was too large.
     """
 
     def put(key: str, data: bytes) -> float | None:
@@ -56,7 +57,8 @@ def put_all_once(store: Store, documents: Mapping[str, bytes]) -> float | None:
 
 
 def _holds(store: Store, key: str, data: bytes) -> bool:
-    """Return whether exactly these bytes are there. Others are read again: they may have changed on their way."""
+    """Return whether exactly these bytes are there. Other bytes are read again, since they may have been corrupted on
+    the way."""
     for _ in range(READS):
         with suppress(CorruptError):  # the object is longer than `data`
             if store.get(key, len(data)).data == data:
@@ -67,7 +69,7 @@ def _holds(store: Store, key: str, data: bytes) -> bool:
 def write_manifest(store: Store, manifest: Manifest) -> bytes:
     """Write the manifest by put-if-absent, and return its bytes. Step 16.
 
-    Equal bytes that are there already were written by an earlier start of this coordinator, and are accepted.
+    Equal bytes that already exist were written by an earlier start of this coordinator, and are accepted.
     """
     data = dump(manifest)
     put_once(store, object_keys.manifest_key(manifest.key), data)

@@ -1,4 +1,5 @@
-"""Holds the stores, one small file per backend, all to `interface.Store`. Nothing else touches a store client."""
+"""The stores, one small file per backend, all of which implement `interface.Store`. Nothing else touches a store
+client."""
 
 from raycheck.bucket.store.interface import Got, Listed, Store, Upload
 from raycheck.bucket.store.open import open_store

@@ -1,9 +1,9 @@
-"""Defines the grammar of URIs: the scheme names the backend, the query gives its settings.
+"""Defines the grammar of URIs: the scheme names the backend, the query contains its settings.
 
 `s3://bucket/prefix?endpoint_override=127.0.0.1:9000&scheme=http`, `gs://bucket/prefix`,
 `az://container/prefix?account_name=me` (also `abfss://container@me.dfs.core.windows.net/prefix`), `file:///folder`, a
-plain absolute path, `memory://prefix`. The query uses pyarrow's names as far as pyarrow has them, since Ray reads these
-URIs too. A URI never holds credentials; they come from the store client's own chain.
+plain absolute path, `memory://prefix`. The query uses pyarrow's names where pyarrow has them, since Ray reads these
+URIs too. A URI never contains credentials; they come from the store client's own chain.
 """
 
 import os
@@ -27,11 +27,11 @@ _PYARROW_NAMES = {"endpoint": "endpoint_override", "ca_bundle": "tls_ca_file_pat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """Holds the parts of a URI.
+    """The parts of a URI.
 
-    kind: the store behind the scheme: s3, gs, az, file or memory. bucket: the bucket or container; the first segment
-    of memory://; empty for a folder. account: Azure's storage account, else empty. said: the settings in the URI
-    itself; `settings` adds those of the environment below them.
+    kind: the store behind the scheme: s3, gs, az, file or memory. bucket: the bucket or container; the first segment of
+    memory://; empty for a folder. account: Azure's storage account, otherwise empty. said: the settings in the URI
+    itself; `settings` adds those of the environment, with lower priority.
     """
 
     kind: str
@@ -42,30 +42,30 @@ class Address:
 
     @property
     def settings(self) -> StorageSettings:
-        """Returns the settings that are in force in this process."""
+        """Return the settings that apply in this process."""
         return self.said.over(StorageSettings.from_environment(self.kind))
 
 
 class UriFiles:
-    """Marks raycheck's own file systems for Ray (S3Files, GsFiles, AzFiles): each one is nothing but its URI."""
+    """Marks raycheck's own file systems for Ray (S3Files, GsFiles, AzFiles): each one consists only of its URI."""
 
     uri: str
 
 
 def parse_uri(uri: str) -> Address:
-    """Takes a URI apart. Raises ConfigError that says what is wrong with it, and repeats no credentials."""
+    """Split a URI into its parts. Raises ConfigError that says what is wrong with it, and repeats no credentials."""
     if uri.startswith("/"):
         return Address(kind="file", bucket="", prefix=uri, account="", said=StorageSettings())
-    if odd := _CONTROL.search(uri):  # urlsplit would leave them out, and so name another place
+    if odd := _CONTROL.search(uri):  # urlsplit would omit them, and so name another place
         raise ConfigError(f"{shown_uri(uri)!r}: write the character {odd[0]!r} as %{ord(odd[0]):02X}")
-    bare = uri.partition("?")[0]  # errors repeat no more: queries of other tools hold signatures and keys
+    bare = uri.partition("?")[0]  # errors repeat only this: queries of other tools contain signatures and keys
     scheme, _, rest = bare.partition("://")
     scheme = scheme.lower()
     host, _, path = rest.partition("/")
     kind = kind_of(bare) if "://" in bare else ""
     abfss = _ABFSS.fullmatch(host) if scheme in ("abfs", "abfss") else None
     if ("@" in bare and (not abfss or "@" in path)) or (kind in ("s3", "gs", "az") and ":" in host):
-        raise ConfigError("the URI holds credentials: take them out, and use the environment or a profile")
+        raise ConfigError("the URI contains credentials: remove them, and use the environment or a profile")
     try:
         parts = urlsplit(uri)
     except ValueError as error:
@@ -85,7 +85,7 @@ def parse_uri(uri: str) -> Address:
     bucket = parts.netloc
     prefix = unquote(parts.path, errors="surrogateescape" if kind == "file" else "replace").strip("/")
     if "\0" in prefix:
-        raise ConfigError(f"{bare}: a name cannot hold the character NUL")
+        raise ConfigError(f"{bare}: a name cannot contain the character NUL")
     if kind in ("s3", "gs") and not bucket:
         raise ConfigError(f"{bare}: name the bucket, as in {kind}://bucket/runs/my-run")
     if kind == "az":
@@ -98,19 +98,19 @@ def parse_uri(uri: str) -> Address:
 
 
 def kind_of(uri: str) -> str:
-    """Returns the kind of store behind a URI's scheme (s3, gs, az, file, memory), or the scheme itself if unknown."""
+    """Return the kind of store behind a URI's scheme (s3, gs, az, file, memory), or the scheme itself if unknown."""
     scheme = uri.partition("://")[0].lower() if "://" in uri else "file"
     return _KIND_OF_SCHEME.get(scheme, scheme)
 
 
 def join_uri(uri: str, name: str) -> str:
-    """Returns `uri` with one more path segment: the run's root, from Ray's storage path and run name.
+    """Return `uri` with one more path segment: the run's root, from Ray's storage path and run name.
 
-    name: as it is, like a folder's; what has a meaning in a URI is quoted. Raises ConfigError for a name with a segment
-    "." or "..".
+    name: unquoted, like a folder's; characters with a meaning in a URI are quoted here. Raises ConfigError for a name
+    with a segment "." or "..".
     """
     if {".", ".."} & set(name.split("/")):
-        raise ConfigError(f"{name!r} is no name for a run: it would be another folder")
+        raise ConfigError(f"{name!r} is not a name for a run: it would be another folder")
     base, mark, query = ("", "", "") if uri.startswith("/") else uri.partition("?")
     if not base:  # a plain path, in which nothing is quoted
         return f"{uri.rstrip('/')}/{name}"
@@ -118,7 +118,7 @@ def join_uri(uri: str, name: str) -> str:
 
 
 def folder_uri(uri: str, name: str) -> str:
-    """Returns the URI of the folder `name` in the place at `uri`. The name may hold any character but a slash."""
+    """Return the URI of the folder `name` in the place at `uri`. The name may contain any character but a slash."""
     base, mark, query = uri.partition("?")
     base = base.rstrip("/")
     root = f"{base}//" if base.endswith(":") else base
@@ -126,35 +126,35 @@ def folder_uri(uri: str, name: str) -> str:
 
 
 def path_uri(path: str) -> str:
-    """Returns the URI of an absolute path, which is written as it is but for what has a meaning in a URI."""
+    """Return the URI of an absolute path, in which only characters with a meaning in a URI are quoted."""
     return f"file://{_quoted(path)}"
 
 
 def _quoted(path: str) -> str:
-    """Returns `path` with only those characters quoted that would mean something else in a URI."""
+    """Return `path` with only those characters quoted that would mean something else in a URI."""
     return re.sub("[%?#@\\x00-\\x1f\\x7f]", lambda found: f"%{ord(found[0]):02X}", path)
 
 
 def is_same_place(one: str, other: str) -> bool:
-    """Returns whether two URIs name one place in one bucket, whatever their settings."""
+    """Return whether two URIs name one place in one bucket, regardless of their settings."""
     return _place(one) == _place(other)
 
 
 def located(prefix: str, key: str) -> str:
-    """Returns the key in the bucket of `key`, which is relative to `prefix` and may begin with "../".
+    """Return the key in the bucket for `key`, which is relative to `prefix` and may begin with "../".
 
-    Raises ConfigError when it lies above the bucket.
+    Raises ConfigError when it is above the bucket.
     """
     while key.startswith("../"):
         if not prefix.strip("/"):
-            raise ConfigError(f"{key!r} lies above the bucket")
+            raise ConfigError(f"{key!r} is above the bucket")
         above = prefix.rstrip("/").rpartition("/")[0]
         prefix, key = f"{above}/" if above or prefix.startswith("/") else "", key[3:]
     return prefix + key
 
 
 def uri_beside(uri: str, way: str) -> str:
-    """Returns the URI of the place to which `way` ("../other") leads from `uri`, with the settings of `uri`."""
+    """Return the URI of the place at the relative path `way` ("../other") from `uri`, with the settings of `uri`."""
     base, mark, query = uri.partition("?")
     start = base.index("://") + 3 if "://" in base else 0
     root = base[start:].rstrip("/") + "/"
@@ -162,10 +162,10 @@ def uri_beside(uri: str, way: str) -> str:
 
 
 def shown_uri(uri: str) -> str:
-    """Returns `uri` as messages show it: without its query, which may hold settings, or another tool's signature.
+    """Return `uri` as messages show it: without its query, which may contain settings or another tool's signature.
 
-    What a URI has before an "@" is left out too, unless it is Azure's container. Never raises, whatever the text is.
-    A path is returned as it is. For an address that a program is to use, see `bare_uri`.
+    What a URI has before an "@" is also omitted, unless it is Azure's container. Never raises, whatever the text is. A
+    path is returned unchanged. For an address that a program is to use, see `bare_uri`.
     """
     scheme, mark, rest = uri.partition("://")
     if not mark:
@@ -176,9 +176,9 @@ def shown_uri(uri: str) -> str:
 
 
 def bare_uri(uri: str) -> str:
-    """Returns `uri` without the settings in its query, of which some are not for others to read.
+    """Return `uri` without the settings in its query, some of which are not for others to read.
 
-    It still is an address: the account in az://container/path?account_name=me stays. A path is returned as it is.
+    It is still an address: the account in az://container/path?account_name=me stays. A path is returned unchanged.
     """
     base = shown_uri(uri)
     is_azure = kind_of(base) == "az" and "@" not in base
@@ -186,7 +186,7 @@ def bare_uri(uri: str) -> str:
 
 
 def overlap(one: str, other: str) -> bool:
-    """Returns whether two URIs name one place, or one lies inside the other. Other endpoints are other places."""
+    """Return whether two URIs name one place, or one is inside the other. Other endpoints are other places."""
     a, b = parse_uri(one), parse_uri(other)
     if (a.kind, a.account, a.bucket, a.settings.endpoint) != (b.kind, b.account, b.bucket, b.settings.endpoint):
         return False
@@ -201,7 +201,7 @@ def _place(uri: str) -> tuple[str, str, str, str]:
 
 
 def with_settings(uri: str, settings: StorageSettings) -> str:
-    """Returns `uri` with `settings` in its query, where they win over those that it has. So they travel with the URI.
+    """Return `uri` with `settings` in its query, where they override existing ones. So they travel with the URI.
 
     Raises ConfigError for a setting that means nothing to the URI's scheme.
     """
@@ -220,7 +220,7 @@ def with_settings(uri: str, settings: StorageSettings) -> str:
 
 
 def settings_in_query(kind: str, query: Mapping[str, str]) -> StorageSettings:
-    """Returns the settings that a URI's query holds. Raises ConfigError for a name that this kind does not know."""
+    """Return the settings in a URI's query. Raises ConfigError for a name that this kind does not know."""
     known = _query_names(kind)
     unknown = sorted(set(query) - set(known))
     if unknown and not known:
@@ -235,7 +235,7 @@ def settings_in_query(kind: str, query: Mapping[str, str]) -> StorageSettings:
 
 
 def _query_of(settings: StorageSettings) -> dict[str, str]:
-    """Returns the settings as the pairs of a URI's query."""
+    """Return the settings as the pairs of a URI's query."""
     pairs: dict[str, str] = {}
     for field in fields(settings):
         name, value = field.name, getattr(settings, field.name)
@@ -248,13 +248,13 @@ def _query_of(settings: StorageSettings) -> dict[str, str]:
 
 
 def _query_names(kind: str) -> dict[str, str]:
-    """Returns the field behind each name that a query may use; "scheme" is only a part of the endpoint."""
+    """Return the field behind each name that a query may use; "scheme" is only a part of the endpoint."""
     names = {_PYARROW_NAMES.get(name, name): name for name in meant_for(kind)}
     return names | {"scheme": ""} if "endpoint" in meant_for(kind) else names
 
 
 def _container(bare: str, scheme: str, bucket: str, account: str, abfss: re.Match[str] | None) -> tuple[str, str]:
-    """Returns container and account, from either way of writing them; the account may come from the environment."""
+    """Return container and account, from either way of writing them; the account may come from the environment."""
     if scheme != "az":
         if abfss is None:
             raise ConfigError(f"{bare}: write {scheme}://container@account.dfs.core.windows.net/runs/my-run")

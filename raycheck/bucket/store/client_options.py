@@ -38,12 +38,12 @@ from raycheck.errors import ConfigError
 from raycheck.storage_settings import StorageSettings
 
 TIMEOUT_S = 60
-"""How long one of obstore's requests may take, its body included."""
+"""How long one of obstore's requests may take, including its body."""
 SAYABLE_TO_PYARROW: dict[str, set[str]] = {"s3": {"region", "ca_bundle"}, "gs": {"endpoint"}, "az": set()}
 
 
 def uses_path_style(settings: StorageSettings, bucket: str) -> bool:
-    """Returns whether the bucket is named in the path: in a host name, a dot in the bucket's name would not match the
+    """Return whether the bucket is named in the path: in a host name, a dot in the bucket's name would not match the
     store's wildcard certificate."""
     if settings.path_style is not None:
         return settings.path_style
@@ -51,7 +51,7 @@ def uses_path_style(settings: StorageSettings, bucket: str) -> bool:
 
 
 def s3fs_options(settings: StorageSettings, bucket: str) -> dict[str, Any]:
-    """Returns the arguments of s3fs.S3FileSystem except session and credentials. Callers may add to `config_kwargs`."""
+    """Return the arguments of s3fs.S3FileSystem except session and credentials. Callers may add to `config_kwargs`."""
     client: dict[str, Any] = {}
     if settings.region:
         client["region_name"] = settings.region
@@ -62,7 +62,7 @@ def s3fs_options(settings: StorageSettings, bucket: str) -> dict[str, Any]:
         "anon": bool(settings.anonymous),
         "endpoint_url": settings.endpoint,
         "requester_pays": bool(settings.requester_pays),
-        # s3fs gives each call those that it knows. Before 2026.9 its own requester_pays was left out of writes.
+        # s3fs passes each call those that it knows. Before 2026.9 it omitted its own requester_pays from writes.
         "s3_additional_kwargs": on_write(settings) | on_every_request(settings),
         "client_kwargs": client,
         "config_kwargs": {"s3": {"addressing_style": style}},
@@ -71,21 +71,21 @@ def s3fs_options(settings: StorageSettings, bucket: str) -> dict[str, Any]:
 
 
 def on_every_request(settings: StorageSettings) -> dict[str, str]:
-    """Returns the parameters of every botocore call on objects."""
+    """Return the parameters of every botocore call on objects."""
     return {"RequestPayer": "requester"} if settings.requester_pays else {}
 
 
 def on_write(settings: StorageSettings) -> dict[str, str]:
-    """Returns the parameters of a botocore call that creates an object: put_object, create_multipart_upload."""
+    """Return the parameters of a botocore call that creates an object: put_object, create_multipart_upload."""
     found = {"ServerSideEncryption": settings.encryption, "SSEKMSKeyId": settings.kms_key_id}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def obstore_options(settings: StorageSettings, bucket: str) -> dict[str, Any]:
-    """Returns the arguments of obstore.store.S3Store except credentials.
+    """Return the arguments of obstore.store.S3Store except credentials.
 
-    All that obstore would otherwise take from the environment is given, so that both clients reach one store. The
-    region must be known: obstore follows no redirect.
+    Everything that obstore would otherwise take from the environment is passed, so that both clients reach the same
+    store. The region must be known: obstore follows no redirect.
     """
     assert settings.region, "FastS3Store has asked botocore, or reads through s3fs"
     suffix = ".cn" if settings.region.startswith("cn-") else ""
@@ -118,10 +118,10 @@ def obstore_options(settings: StorageSettings, bucket: str) -> dict[str, Any]:
 
 
 def adlfs_options(uri: str, settings: StorageSettings, account: str | None) -> dict[str, Any]:
-    """Returns the arguments of adlfs.AzureBlobFileSystem. Credentials are left to its own chain, unless an endpoint is
-    given or no credentials are wanted, which that chain cannot express.
+    """Return the arguments of adlfs.AzureBlobFileSystem.
 
-    Raises ConfigError for requests that would go to another account, or unencrypted with a token.
+    Credentials are left to its own chain, except with an endpoint or without credentials, which that chain cannot
+    express. Raises ConfigError for requests that would go to another account, or unencrypted with a token.
     """
     account = account or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
     key = os.environ.get("AZURE_STORAGE_ACCOUNT_KEY")
@@ -146,8 +146,7 @@ def adlfs_options(uri: str, settings: StorageSettings, account: str | None) -> d
 
 
 def gcsfs_options(settings: StorageSettings) -> dict[str, Any]:
-    """Returns the arguments of gcsfs.GCSFileSystem. An emulator gets no credentials, as with
-    Google's own clients."""
+    """Return the arguments of gcsfs.GCSFileSystem. An emulator gets no credentials, as with Google's own clients."""
     is_anonymous = settings.anonymous or bool(os.environ.get("STORAGE_EMULATOR_HOST"))
     return {
         # Not None: that falls back to no credentials at all, and the error would be the bucket's 401.
@@ -161,7 +160,7 @@ def gcsfs_options(settings: StorageSettings) -> dict[str, Any]:
 
 
 def trusted(settings: StorageSettings) -> ssl.SSLContext | None:
-    """Returns a TLS context with the CA bundle; None means the system's certificates. Raises ConfigError."""
+    """Return a TLS context with the CA bundle; None means the system's certificates. Raises ConfigError."""
     if not settings.ca_bundle or settings.is_plain_http:
         return None
     path = ca_file(settings)
@@ -172,7 +171,7 @@ def trusted(settings: StorageSettings) -> ssl.SSLContext | None:
 
 
 def ca_file(settings: StorageSettings) -> Path:
-    """Returns the path of the CA bundle. Raises ConfigError when it is not on this node."""
+    """Return the path of the CA bundle. Raises ConfigError when it is not on this node."""
     path = Path(settings.ca_bundle or "")
     if not path.is_file():
         raise ConfigError(f"StorageSettings(ca_bundle): there is no file {path} on this node")

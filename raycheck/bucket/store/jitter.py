@@ -1,9 +1,8 @@
 """Draws random pauses from a generator of raycheck's own, and makes the clients of its stores do so too.
 
-The random state of a training process belongs to the user. It is saved and restored, and ranks with one seed have one
-state. A single draw for a pause between two requests would make the ranks differ for good. So nothing in raycheck draws
-from the global generators. Clients that draw from Python's when they repeat a request or renew credentials are given
-this generator in place of the module `random`.
+The random state of a training process belongs to the user. It is saved and restored, and ranks with one seed have the
+same state. A single draw for a pause between two requests would make the ranks differ permanently. So all of raycheck
+uses this generator instead of the module `random`.
 """
 
 import random
@@ -22,7 +21,7 @@ _MODULES = {
 
 
 def draw_apart(client: str) -> None:
-    """Makes an installed client draw from CHANCE. Call it before the client's first request."""
+    """Make an installed client draw from CHANCE. Call this before the client's first request."""
     for name in _MODULES[client]:
         module = import_module(name)
         if getattr(module, "random", None) is random:
@@ -31,7 +30,7 @@ def draw_apart(client: str) -> None:
 
 
 def _replace_defaults(module: ModuleType) -> None:
-    """Replaces default arguments that are functions of `random`: they were bound when the module was loaded."""
+    """Replace default arguments that are functions of `random`: they were bound when the module was loaded."""
     for made in vars(module).values():
         if isinstance(made, type) and made.__module__ == module.__name__:
             start: Any = vars(made).get("__init__")

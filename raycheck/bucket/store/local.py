@@ -1,11 +1,11 @@
 """`file://`: keeps objects in a folder, on one machine or on a shared file system with hard links and flock.
 
 An object appears by rename, so a reader never sees half of it; data and folder are flushed before a put returns.
-Creation is exclusive by `link`, replacement by a lock on a file, which ends with its process.
+Creation is exclusive through `link`, replacement through a lock on a file, which ends with its process.
 
-The root may be a symbolic link, or lie behind one. Below the root no link is followed: what it leads to is no part of
-the run. Each folder on the way to an object is opened relative to the one above it, without following links. So a link
-that somebody puts there between a check and a delete leads nowhere either.
+The root may be a symbolic link, or be behind one. Below the root no link is followed: its target is not part of the
+run. Each folder on the path to an object is opened relative to the one above it, without following links. So a link
+that someone creates there between a check and a delete leads nowhere either.
 """
 
 import errno
@@ -41,8 +41,10 @@ CHECKPOINTS = "checkpoints"
 
 
 class LocalStore(Store):
-    """Keeps objects as files in one folder. A version is a digest of the bytes: equal bytes are an equal state, and
-    only small bodies are written conditionally."""
+    """The objects as files in one folder.
+
+    A version is a digest of the bytes: equal bytes are an equal state, and only small bodies are written conditionally.
+    """
 
     def __init__(self, uri: str, root: str) -> None:
         self.uri = uri
@@ -57,7 +59,7 @@ class LocalStore(Store):
         return str(self._root).strip("/")
 
     def way_to(self, other: Store) -> str | None:
-        """Returns None, too, when the folders are on different file systems: others may see only one of them."""
+        """Return None also when the folders are on different file systems: others may see only one of them."""
         way = super().way_to(other)
         return (
             way
@@ -72,7 +74,7 @@ class LocalStore(Store):
         with self._errors(key), self._opened(key) as file:
             size_bytes = os.fstat(file.fileno()).st_size
             check_whole(self.uri, key, size_bytes, max_bytes)
-            data = file.read(size_bytes)  # Python claims memory for what it is asked to read, not for what is there
+            data = file.read(size_bytes)  # Python allocates memory for what it is asked to read, not for what is there
             return Got(data, _version(data), time.time())
 
     def get_range(self, key: str, start: int, stop: int) -> Buffer:
@@ -141,7 +143,7 @@ class LocalStore(Store):
 
     def delete(self, key: str) -> None:
         if key.startswith("../"):
-            raise ConfigError(f"{self}: {key!r} is no key of this run: nothing outside of it is deleted")
+            raise ConfigError(f"{self}: {key!r} is not a key of this run: nothing outside of it is deleted")
         is_gone = suppress(FileNotFoundError, NotADirectoryError)
         with self._errors(key), is_gone, self._folders(key) as (folders, names):
             if stat.S_ISDIR(os.stat(names[-1], dir_fd=folders[-1], follow_symlinks=False).st_mode):
@@ -151,7 +153,7 @@ class LocalStore(Store):
                 os.rmdir(name, dir_fd=above)
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
-        """Yields the temporary files that killed writers have left beside their objects, with their paths as keys."""
+        """Yield the temporary files that killed writers have left next to their objects, with their paths as keys."""
         for key, name, _ in self._files(prefix):
             if name.startswith(_HIDDEN) and name != _LOCK:
                 yield Upload(key, name)
@@ -167,14 +169,16 @@ class LocalStore(Store):
 
     @contextmanager
     def _folders(self, key: str, *, makes: bool = False) -> Iterator[tuple[list[int], list[str]]]:
-        """Opens the folders on the way to `key`, the root first. Yields them, and the names that lead from each folder
-        to the next one and to the object. makes: create the folders that are missing."""
+        """Open the folders on the path to `key`, the root first. makes: create missing folders.
+
+        Yields them, and the names that lead from each folder to the next one and to the object.
+        """
         names = key.split("/")
         root = self._root
         while not makes and names[0] == ".." and CHECKPOINTS in names:  # a borrowed directory, which is only read
             root, names = root.parent, names[1:]
         if {"", ".", ".."} & set(names) or "\0" in key:
-            raise ConfigError(f"{self}: {key!r} is no key: its parts must be names")
+            raise ConfigError(f"{self}: {key!r} is not a key: its parts must be names")
         if makes:
             root.mkdir(parents=True, exist_ok=True)
         folders = [os.open(root, os.O_RDONLY | os.O_DIRECTORY)]
@@ -190,7 +194,7 @@ class LocalStore(Store):
                 os.close(folder)
 
     def _open(self, key: str, name: str, folder: int, flags: int) -> int:
-        """Opens `name` in a folder. Raises CorruptError for a link, whatever it leads to."""
+        """Open `name` in a folder. Raises CorruptError for a link, whatever its target."""
         try:
             return os.open(name, flags | os.O_NOFOLLOW, 0o666, dir_fd=folder)
         except OSError:
@@ -206,8 +210,10 @@ class LocalStore(Store):
             )
 
     def _files(self, prefix: str) -> Iterator[tuple[str, str, int]]:
-        """Yields key, name and size of every file below `prefix`. A folder that cannot be read is an error: without it
-        the listing would look like that of an empty folder."""
+        """Yield key, name and size of every file below `prefix`.
+
+        A folder that cannot be read is an error: otherwise the listing would look like that of an empty folder.
+        """
         with self._errors(prefix), suppress(FileNotFoundError), self._folders(f"{prefix}any") as (folders, _):
             yield from self._files_in(folders[-1], prefix)
 
@@ -226,7 +232,7 @@ class LocalStore(Store):
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[IO[bytes]]:
-        """Opens a regular file for reading, without blocking: opening a pipe would wait for somebody's write."""
+        """Open a regular file for reading, without blocking: opening a pipe would wait for someone to write."""
         with self._folders(key) as (folders, names):
             file = os.fdopen(self._open(key, names[-1], folders[-1], os.O_RDONLY | os.O_NONBLOCK), "rb")
         with file:
@@ -238,7 +244,7 @@ class LocalStore(Store):
         if stat.S_ISDIR(found.st_mode):
             raise FileNotFoundError(key)
         if not stat.S_ISREG(found.st_mode):
-            raise CorruptError(f"{self}: {key} is no file but a pipe, a socket or a device")
+            raise CorruptError(f"{self}: {key} is not a file but a pipe, a socket or a device")
 
     @contextmanager
     def _errors(self, key: str) -> Iterator[None]:
@@ -253,8 +259,11 @@ class LocalStore(Store):
 
     @contextmanager
     def _written(self, key: str, parts: Iterable[memoryview]) -> Iterator[tuple[int, str, str]]:
-        """Writes the parts into a flushed temporary file beside `key`. Yields the open folder, the temporary's name in
-        it and the object's name. After the block the folder is flushed too."""
+        """Write the parts into a flushed temporary file next to `key`.
+
+        Yields the open folder, the temporary file's name in it and the object's name. After the block the folder is
+        flushed too.
+        """
         temporary = f"{_HIDDEN}{uuid4().hex}"
         with self._created(key, temporary) as (folder, file):
             try:
@@ -272,8 +281,10 @@ class LocalStore(Store):
 
     @contextmanager
     def _created(self, key: str, temporary: str) -> Iterator[tuple[int, IO[bytes]]]:
-        """Yields the open folder of `key`, and a new file in it. It tries again when a delete in another process
-        removes the empty folder before the file is made."""
+        """Yield the open folder of `key`, and a new file in it.
+
+        Tries again when a delete in another process removes the empty folder before the file is created.
+        """
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         for _ in range(100):
             with ExitStack() as stack:
@@ -284,7 +295,7 @@ class LocalStore(Store):
                     continue
                 yield folders[-1], cast("IO[bytes]", os.fdopen(file, "wb", buffering=0))
                 return
-        raise OSError(errno.ENOENT, f"the folder of {key} cannot be made")
+        raise OSError(errno.ENOENT, f"the folder of {key} cannot be created")
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -307,7 +318,7 @@ def _version(data: bytes) -> str:
 
 
 def _device(folder: Path) -> int:
-    """Returns the file system of a folder, which may not exist yet."""
+    """Return the file system of a folder, which may not exist yet."""
     while not folder.exists():
         folder = folder.parent
     return folder.stat().st_dev

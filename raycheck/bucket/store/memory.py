@@ -1,7 +1,7 @@
-"""`memory://`: keeps objects in fsspec's memory of this process, for tests and tries. No other process sees them.
+"""`memory://`: keeps objects in fsspec's memory of this process, for tests and experiments. No other process sees them.
 
-It is fsspec's, so that other readers of this process find them under the same URI: stock torch reads a checkpoint there
-with its FsspecReader.
+It is fsspec's memory so that other readers in this process find the objects under the same URI: stock torch can read a
+checkpoint there with its FsspecReader.
 """
 
 import copy
@@ -31,10 +31,10 @@ _lock = threading.RLock()
 
 
 class MemoryStore(Store):
-    """Keeps objects in a mapping. Every write holds one lock, so conditional writes hold between threads.
+    """The objects in a mapping. Every write takes one lock, so conditional writes hold between threads.
 
-    objects: the mapping, by the store's root and the key; fsspec's memory unless another one is given. Equal bytes have
-    equal versions, as on stores whose ETag is the MD5 of the content: the worst case for compare-and-swap.
+    objects: the mapping, from the store's root and the key; fsspec's memory unless another one is given. Equal bytes
+    have equal versions, as on stores whose ETag is the MD5 of the content: the worst case for compare-and-swap.
     """
 
     def __init__(self, uri: str, root: str = "", objects: MutableMapping[str, bytes] | None = None) -> None:
@@ -56,7 +56,7 @@ class MemoryStore(Store):
         return other
 
     def _full(self, key: str) -> str:
-        """Returns the path in the mapping of a key or prefix that is relative to the root."""
+        """Return the path in the mapping of a key or prefix that is relative to the root."""
         return located(self._root, key)
 
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
@@ -127,7 +127,7 @@ class MemoryStore(Store):
 
 
 class _FsspecMemory(MutableMapping[str, bytes]):
-    """Shows fsspec's memory as a mapping from a path, which begins with "/", to the bytes of that file."""
+    """fsspec's memory as a mapping from a path, which begins with "/", to the bytes of that file."""
 
     def __getitem__(self, path: str) -> bytes:
         return bytes(MemoryFileSystem.store[path].getvalue())

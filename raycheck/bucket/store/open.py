@@ -1,4 +1,5 @@
-"""Opens the store behind a URI: the scheme picks the backend, which is imported, with its client, when it is needed."""
+"""Opens the store behind a URI. The scheme selects the backend, which is imported only when it is needed, like its
+client."""
 
 import importlib.util
 
@@ -8,10 +9,9 @@ from raycheck.storage_settings import StorageSettings
 
 
 def open_store(uri: str, storage: StorageSettings | None = None) -> Store:
-    """Returns the store rooted at `uri`, without connecting to it. Raises ConfigError that says what is wrong with the
-    URI.
+    """Return the store rooted at `uri`, without connecting to it.
 
-    storage: settings that win over those in the URI.
+    storage: settings that override those in the URI. Raises ConfigError that says what is wrong with the URI.
     """
     if storage is not None:
         uri = with_settings(uri, storage)
@@ -38,7 +38,7 @@ def open_store(uri: str, storage: StorageSettings | None = None) -> Store:
 
 
 def _open_s3(uri: str, at: Address) -> Store:
-    """Returns the store that moves bytes through obstore where that is installed (the extra `fast`).
+    """Return the store that transfers bytes through obstore where that is installed (the extra `fast`).
 
     A prefix with empty segments is left to s3fs: obstore drops them, S3 does not.
     """

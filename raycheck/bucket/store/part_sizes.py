@@ -1,7 +1,7 @@
-"""Says how large objects are cut into parts, for each store.
+"""Defines how large objects are cut into parts, for each store.
 
-A part is small enough that its request ends within the time-out on a slow link, and large enough that the request's own
-cost does not matter. More parts in flight gained nothing on the stores that were measured.
+A part is small enough that its request ends within the timeout on a slow link, and large enough that the overhead of a
+request does not matter. More parts in flight brought no gain on the stores that were measured.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartSizes:
-    """Says how one store's objects are cut.
+    """How one store's objects are cut into parts.
 
     part_bytes: the size of each part but the last. max_parts: how many the service allows, so that larger objects get
     larger parts; None where there is no limit. in_flight: how many parts of one object are sent at a time.
@@ -20,7 +20,7 @@ class PartSizes:
     in_flight: int = 4
 
     def part_bytes_of(self, size_bytes: int) -> int:
-        """Returns how long the parts of an object of this size are, in bytes."""
+        """Return how long the parts of an object of this size are, in bytes."""
         smallest = 0 if self.max_parts is None else -(-size_bytes // self.max_parts)
         return max(self.part_bytes, smallest)
 
@@ -28,7 +28,7 @@ class PartSizes:
 MIN_PART_BYTES = 5 * 1024 * 1024
 """The least that S3 accepts for a part that is not the last one."""
 MAX_COPIED_BYTES = 256 * 1024 * 1024
-"""The longest range that a store is asked to copy itself: its answer must come within the time-out of a request."""
+"""The longest range that a store is asked to copy itself: its response must arrive within the timeout of a request."""
 PART_SIZES = {
     "s3": PartSizes(),
     "gs": PartSizes(max_parts=None, in_flight=1),  # chunks of a resumable upload, one after another

@@ -1,10 +1,10 @@
-"""Translates between a run's URI and the pyarrow file system with which Ray writes its own files, in both directions.
+"""Translates in both directions between a run's URI and the pyarrow file system with which Ray writes its own files.
 
-Ray is given the URI itself wherever pyarrow understands all of it. Otherwise it is given an fsspec file system that is
-nothing but the URI: pickled it carries no secret, and equal URIs are equal file systems, which Ray compares.
+Ray receives the URI itself wherever pyarrow understands all of it. Otherwise it receives an fsspec file system that
+consists only of the URI: pickled it carries no secret, and equal URIs are equal file systems, which Ray compares.
 
-`main` runs in a process of its own and uses Ray's file system as Ray would. The caller ends that process when it hangs:
-pyarrow waits in C++, some of its clients for a quarter of an hour, and no thread of Python can be told to stop.
+`main` runs in a separate process and uses Ray's file system as Ray would. The caller ends that process if it hangs:
+pyarrow waits in C++, with some of its clients for a quarter of an hour, and a Python thread cannot be told to stop.
 """
 
 import os
@@ -35,7 +35,7 @@ _S3FS_HARMLESS = (
 
 
 def ray_filesystem(uri: str) -> tuple[str, Any] | None:
-    """Returns path and file system for Ray to use instead of `uri`; None where pyarrow understands all of the URI."""
+    """Return path and file system for Ray to use instead of `uri`; None where pyarrow understands all of the URI."""
     at = parse_uri(uri)
     if not at.bucket or at.kind == "memory" or _is_sayable(uri, at):
         return None
@@ -57,10 +57,10 @@ def ray_filesystem(uri: str) -> tuple[str, Any] | None:
 
 
 def uri_of(filesystem: Any, path: str) -> str:
-    """Returns the URI of `path` on a pyarrow file system.
+    """Return the URI of `path` on a pyarrow file system.
 
-    Raises ConfigError for a file system whose bucket cannot be seen, and for one that holds secrets, which must not get
-    into a URI. GcsFileSystem and AzureFileSystem are what Ray makes of a plain gs:// or abfss:// URI.
+    Raises ConfigError for a file system whose bucket cannot be determined, and for one that contains secrets, which
+    must not get into a URI. GcsFileSystem and AzureFileSystem are what Ray makes of a plain gs:// or abfss:// URI.
     """
     from pyarrow import fs
 
@@ -87,9 +87,9 @@ def uri_of(filesystem: Any, path: str) -> str:
 
 
 def main() -> None:
-    """Reads a file through Ray's file system and writes another; says on stdout what it begins, and what has failed.
+    """Read a file through Ray's file system and write another; report on stdout what starts, and what has failed.
 
-    stdin holds, pickled, Ray's storage path and file system (None: the path's own), the two names, and the bytes.
+    stdin contains, pickled, Ray's storage path and file system (None: the path's own), the two names, and the bytes.
     """
     storage_path, files, source, target, data = pickle.load(sys.stdin.buffer)  # noqa: S301  of its parent process
     doing = "be made for it"
@@ -107,7 +107,7 @@ def main() -> None:
         _begin("")
     except Exception as error:  # noqa: BLE001  whatever it is, the caller reports it
         _say("failed", f"{doing}: {type(error).__name__}: {error}")
-    os._exit(0)  # pyarrow's threads may not end by themselves
+    os._exit(0)  # pyarrow's threads may not end on their own
 
 
 def _begin(doing: str) -> str:
@@ -121,14 +121,16 @@ def _say(*words: str) -> None:
 
 
 def _is_sayable(uri: str, at: Address) -> bool:
-    """Returns whether pyarrow would do all that raycheck does. It reads AWS's region, endpoint and profile from the
-    environment itself. For Azure it understands abfss:// only."""
+    """Return whether pyarrow would do everything that raycheck does.
+
+    It reads AWS's region, endpoint and profile from the environment itself. For Azure it understands only abfss://.
+    """
     said = {name for name, value in asdict(at.said).items() if value is not None}
     is_pyarrows_scheme = at.kind != "az" or (uri.startswith("abfs") and "?" not in uri)
     has_own_environment = any(name.startswith("RAYCHECK_STORAGE_") for name in os.environ)
     has_own_ca = at.kind == "s3" and not at.settings.is_plain_http and bool(os.environ.get("AWS_CA_BUNDLE"))
     has_own_endpoint = at.kind == "s3" and at.settings.endpoint is not None  # see client_options.py
-    has_emulator = at.kind == "gs" and bool(os.environ.get("STORAGE_EMULATOR_HOST"))  # pyarrow does not look at it
+    has_emulator = at.kind == "gs" and bool(os.environ.get("STORAGE_EMULATOR_HOST"))  # pyarrow ignores it
     has_own = has_own_environment or has_own_ca or has_own_endpoint or has_emulator
     return is_pyarrows_scheme and said <= SAYABLE_TO_PYARROW[at.kind] and not has_own
 
@@ -219,6 +221,6 @@ def _unreadable(kind: str) -> ConfigError:
 
 def _secret(kind: str) -> ConfigError:
     return ConfigError(
-        f"RunConfig(storage_filesystem=...): the {kind} holds explicit keys, which would have to be part of the run's "
-        "URI. Use a profile, a role or the environment instead"
+        f"RunConfig(storage_filesystem=...): the {kind} contains explicit keys, which would have to be part of the "
+        "run's URI. Use a profile, a role or the environment instead"
     )

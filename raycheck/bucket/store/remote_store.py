@@ -1,6 +1,7 @@
-"""Holds what the stores behind a network share: their requests run on fsspec's event loop and are repeated by retry.py.
+"""The common part of the stores behind a network: requests run on fsspec's event loop and are retried by retry.py.
 
-A backend says what one request is (an async function that is given its client) and what an error means (`_translate`).
+A backend defines what one request is (an async function that receives its client) and what an error means
+(`_translate`).
 """
 
 import asyncio
@@ -28,12 +29,12 @@ from raycheck.bucket.store.retry import ATTEMPTS, CLEAN_UP_S, Repeat, deadline, 
 from raycheck.errors import ConfigError, RaycheckError, StoreError
 
 _WAKE_EVERY_S = 1.0
-"""Any thread of the process may be told of Ctrl-C, but only the main thread handles it, and only when it wakes."""
+"""Ctrl-C may reach any thread of the process, but only the main thread handles it, and only when it wakes."""
 T = TypeVar("T")
 
 
 class RemoteStore(Store):
-    """Runs the requests for one bucket and prefix on fsspec's event loop, through a client of the backend's."""
+    """Runs the requests for one bucket and prefix on fsspec's event loop, through a client of the backend."""
 
     def __init__(self, uri: str, *, prefix: str) -> None:
         self.uri = uri
@@ -55,20 +56,20 @@ class RemoteStore(Store):
         return [call.result() for call in begun]
 
     def _full(self, key: str) -> str:
-        """Returns the key in the bucket of a key or prefix that is relative to the root."""
+        """Return the key in the bucket for a key or prefix that is relative to the root."""
         return located(self._prefix, key)
 
     @abstractmethod
     async def _client(self) -> Any:
-        """Returns the client that each request is given."""
+        """Return the client that each request receives."""
 
     @abstractmethod
     def _translate(self, key: str, error: Exception) -> tuple[RaycheckError, Repeat]:
-        """Returns the typed error for a client's error, and what may be sent again after it."""
+        """Return the typed error for a client's error, and what may be sent again after it."""
 
     @abstractmethod
     async def _range(self, key: str, start: int, stop: int, client: Any) -> bytes:
-        """Asks once for the bytes from `start` to `stop`; returns fewer where the object ends before."""
+        """Request once the bytes from `start` to `stop`; return fewer where the object ends before."""
 
     def get_range(self, key: str, start: int, stop: int) -> Buffer:
         if start == stop:
@@ -77,11 +78,11 @@ class RemoteStore(Store):
         return check_length(self.uri, key, data, start, stop)
 
     def _run(self, key: str, call: Callable[[Any], Awaitable[T]], *, attempts: int = ATTEMPTS) -> T:
-        """Returns what the request `call` comes to, which may be sent several times."""
+        """Return the result of the request `call`, which may be sent several times."""
         return self._start(key, call, attempts=attempts).result()
 
     def _run_conditional(self, key: str, call: Callable[[Any], Awaitable[T]]) -> T:
-        """Sends a conditional write once, and again only after an answer that says it was turned away unread."""
+        """Send a conditional write once, and again only after a response that says it was rejected unread."""
         return self._start(key, call, is_conditional=True).result()
 
     def _start(
@@ -92,7 +93,7 @@ class RemoteStore(Store):
         attempts: int = ATTEMPTS,
         is_conditional: bool = False,
     ) -> Future[T]:
-        """Begins a request on the event loop, and does not wait for it."""
+        """Start a request on the event loop, without waiting for it."""
         check_process(self.uri, self._process)
 
         async def send() -> T:
@@ -103,8 +104,10 @@ class RemoteStore(Store):
         return asyncio.run_coroutine_threadsafe(repeated, get_loop())
 
     def _clean_up(self, key: str, call: Callable[[Any], Awaitable[object]]) -> None:
-        """Sends a request that tidies up after an error. That error matters more than one of this request, and the
-        deadline may have passed."""
+        """Send a request that cleans up after an error.
+
+        That error matters more than one of this request, and the deadline may have passed.
+        """
         with suppress(RaycheckError), ends_by(time.monotonic() + CLEAN_UP_S):
             self._run(key, call, attempts=1)
 
@@ -121,9 +124,9 @@ class RemoteStore(Store):
 
 
 def until_deadline(start: Callable[[], Awaitable[T]]) -> T:
-    """Returns what `start` comes to on fsspec's event loop, for a client that RemoteStore does not know.
+    """Return the result of `start` on fsspec's event loop, for a client that RemoteStore does not know.
 
-    It is broken off at this thread's deadline, which raises TimeoutError, and when the thread is interrupted.
+    It is cancelled at this thread's deadline, which raises TimeoutError, and when the thread is interrupted.
     """
     until = deadline()
 
@@ -142,7 +145,7 @@ def until_deadline(start: Callable[[], Awaitable[T]]) -> T:
 
 
 def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
-    """Returns the failed handshake behind a client's error, if the next handshake would fail in the same way."""
+    """Return the failed handshake behind a client's error, if the next handshake would fail in the same way."""
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError) or getattr(error, "reason", "") == "WRONG_VERSION_NUMBER":
             found = getattr(error, "certificate_error", error)  # aiohttp wraps it in a class of the same kind
@@ -158,30 +161,32 @@ def _tls_advice(error: ssl.SSLError) -> str:
             "StorageSettings(ca_bundle=...) or correct the endpoint's host name"
         )
     return (
-        "the server speaks plain HTTP where https:// was asked for: write http:// in StorageSettings(endpoint=...), or "
-        "&scheme=http beside endpoint_override in the URI"
+        "the server speaks plain HTTP where https:// was requested: write http:// in StorageSettings(endpoint=...), or "
+        "&scheme=http next to endpoint_override in the URI"
     )
 
 
 def said(*words: object) -> str:
-    """Returns the words of a store's refusal, without those it left out: an answer without a body has neither code nor
+    """Return the words of a store's refusal, without missing ones: a response without a body has neither code nor
     message."""
     return " ".join(str(word) for word in words if word) or "no reason given"
 
 
 def not_accepted(uri: str, said: str) -> ConfigError:
-    """Returns the error for credentials that have expired or are wrong, not for good ones that lack a permission."""
+    """Return the error for credentials that have expired or are wrong, not for good ones that lack a permission."""
     return ConfigError(f"{shown_uri(uri)}: the store does not accept these credentials ({said}); renew or correct them")
 
 
 def bucket_time(date: str | None) -> float:
-    """Returns the bucket's clock in seconds, from an answer's Date header. Ages are differences of these times, never
-    of a host's clock."""
+    """Return the bucket's clock in seconds, from a response's Date header.
+
+    Ages are differences of these times, never of a host's clock.
+    """
     return email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
 
 
 def optional_import(module: str, *, extra: str) -> ModuleType:
-    """Imports a store client that not every user has. Raises ConfigError that says how to get it."""
+    """Import a store client that not every user has installed. Raises ConfigError that says how to install it."""
     try:
         return import_module(module)
     except ImportError as error:

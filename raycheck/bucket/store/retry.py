@@ -23,25 +23,25 @@ REQUEST_TIMEOUT_S = 60.0
 CONDITIONAL_TIMEOUT_S = 15.0
 """Shorter, so that several tries fit into a swap's deadline: the body is small, and the caller judges by effect."""
 CLEAN_UP_S = 10.0
-"""How long the requests may take that tidy up after a deadline has passed."""
+"""How long cleanup requests may take after a deadline has passed."""
 T = TypeVar("T")
 _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 
 class Repeat(Enum):
-    """Says what may be sent again after an error."""
+    """What may be sent again after an error."""
 
     NOTHING = "the answer would not change"
     UNCONDITIONAL = "it may have been applied: repeat only a request that may be applied twice"
-    EVERYTHING = "it was turned away unread: repeat a conditional write as well"
+    EVERYTHING = "it was rejected unread: repeat a conditional write as well"
 
 
 @contextmanager
 def ends_by(at: float) -> Iterator[None]:
-    """Sets a deadline for the requests that this thread begins inside the block.
+    """Set a deadline for the requests that this thread starts inside the block.
 
-    They are broken off at the moment `at` (of time.monotonic), are not repeated after it, and raise StoreError. Only
-    obstore's reads are not broken off; they end by their own time-out.
+    They are cancelled at the time `at` (of time.monotonic), are not repeated after it, and raise StoreError. Only
+    obstore's reads are not cancelled; they end by their own timeout.
     """
     token = _deadline.set(at)
     try:
@@ -51,12 +51,12 @@ def ends_by(at: float) -> Iterator[None]:
 
 
 def deadline() -> float:
-    """Returns this thread's deadline as a moment of time.monotonic; it is infinite where nobody has set one."""
+    """Return this thread's deadline as a time of time.monotonic; it is infinite where none is set."""
     return _deadline.get()
 
 
 def retry(call: Callable[[], T], *, on: type[Exception], pauses_s: Iterable[float]) -> T:
-    """Returns what `call` returns, calling it again after an error of class `on`.
+    """Return what `call` returns, calling it again after an error of class `on`.
 
     pauses_s: seconds to wait before each further call; when they are used up, the last error is raised.
     """
@@ -75,10 +75,10 @@ async def send_with_retries(
     until: float,
     is_conditional: bool = False,
 ) -> T:
-    """Returns what `send` returns: on an event loop, up to `attempts` tries with a time-out each, until the deadline.
+    """Return what `send` returns: on an event loop, up to `attempts` tries with a timeout each, until the deadline.
 
-    judge: turns a client's error into a typed one, and says what may be sent again after it.
-    is_conditional: `send` is a conditional write, which is only repeated when it was certainly not applied.
+    judge: turns a client's error into a typed one, and decides what may be sent again after it. is_conditional: `send`
+    is a conditional write, which is only repeated when it was certainly not applied.
     """
     timeout_s = CONDITIONAL_TIMEOUT_S if is_conditional else REQUEST_TIMEOUT_S
     for attempt in range(1, attempts + 1):

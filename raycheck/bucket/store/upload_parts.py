@@ -1,7 +1,7 @@
 """Sends one object from a buffer of the caller: several parts at a time, each as a body that is read piece by piece.
 
-A body goes out as copies of 1 MiB, so that what a connection still holds when a request has failed is never the
-caller's buffer. This is faster than handing over a whole part, which asyncio would copy at once and cut again.
+A body is sent as copies of 1 MiB, so that what a connection still has after a failed request is never the caller's
+buffer. This is faster than passing a whole part, which asyncio would copy at once and cut again.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -16,10 +16,10 @@ P = TypeVar("P")
 
 
 def send_parts(parts: Iterable[P], start: Callable[[int, P], Future[T]], *, in_flight: int) -> list[T]:
-    """Returns what `start` came to for each part; it is called with the part's number, from 1, and the part.
+    """Return the result of `start` for each part; it is called with the part's number, from 1, and the part.
 
-    Up to `in_flight` parts are sent at a time, and the next one is pulled meanwhile. When this raises, every request
-    that was started has ended: the buffer behind the parts is free again.
+    Up to `in_flight` parts are sent at a time, while the next one is pulled. If this raises, every request that was
+    started has ended: the buffer behind the parts is free again.
     """
     sent: list[Future[T]] = []
     try:

@@ -497,7 +497,7 @@ def test_an_index_that_no_reader_would_take_is_not_written(monkeypatch: pytest.M
     size = len(zlib.decompress(dump_plan(index.plan)))
     monkeypatch.setattr(plan_codec, "MAX_DECODED_BYTES", size - 1)
 
-    with pytest.raises(ConfigError, match=f"would have {size} bytes, and readers take {size - 1}"):
+    with pytest.raises(ConfigError, match=f"would have {size} bytes, and readers accept {size - 1}"):
         dump_plan(index.plan)
 
 

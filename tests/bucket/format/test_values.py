@@ -186,18 +186,18 @@ def forged(name: str, fields: list[str] | None = None) -> Any:
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        (forged("subprocess:Popen"), "no plain dataclass here"),
-        (forged("tests.support.samples.sample_values:Level"), "no plain dataclass here"),
+        (forged("subprocess:Popen"), "not a plain dataclass here"),
+        (forged("tests.support.samples.sample_values:Level"), "not a plain dataclass here"),
         (
             forged("tests.support.samples.sample_values:Frozen", ["other"]),
             "has the fields inner here, and other when saved",
         ),
-        ({"$namedtuple": ["tests.support.samples.sample_values:Frozen", ["inner"], [1]]}, "no named tuple here"),
+        ({"$namedtuple": ["tests.support.samples.sample_values:Frozen", ["inner"], [1]]}, "not a named tuple here"),
         (
             {"$namedtuple": ["tests.support.samples.sample_values:Point", ["x"], [1]]},
             "has the fields x, y here, and x when saved",
         ),
-        ({"$enum": ["tests.support.samples.sample_values:Point", "x", 1]}, "no enum here"),
+        ({"$enum": ["tests.support.samples.sample_values:Point", "x", 1]}, "not an enum here"),
         ({"$enum": ["tests.support.samples.sample_values:Level", "NONE", 1]}, "has no member 'NONE' here"),
         ({"$enum": ["tests.support.samples.sample_values:Level", "LOW", 7]}, "has another value here"),
         ({"$enum": ["tests.support.samples.sample_values:Level", "LOW", True]}, "has another value here"),

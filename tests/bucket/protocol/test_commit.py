@@ -583,7 +583,7 @@ def test_an_unreachable_store_ends_in_an_error_that_says_the_outcome_is_unknown(
     ann = Driver(store)
     ann.register = Register(Unreachable(store), monotonic=lambda: next(clock))
 
-    with pytest.raises(StoreError, match=rf"commit of {manifest.key}.*connection refused.*stays unknown"):
+    with pytest.raises(StoreError, match=rf"commit of {manifest.key}.*connection refused.*is unknown"):
         ann.commit(manifest)
 
     assert everything(store) == before

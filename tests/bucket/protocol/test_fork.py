@@ -51,7 +51,7 @@ def test_a_run_that_began_without_a_checkpoint_is_no_place_for_a_fork(old: Store
     """A fork into it would go on from zero silently."""
     claimed(store)
 
-    with pytest.raises(ConfigError, match="has begun already"):
+    with pytest.raises(ConfigError, match="has already started"):
         fork(old, store, run_id="new")
 
     assert_invariants(store)

@@ -9,7 +9,7 @@ from raycheck.errors import ConfigError
 @pytest.mark.parametrize("name", [".", "..", "a/../b", "../b", "a/..", "./a"])
 @pytest.mark.parametrize("uri", ["/runs", "file:///runs", "s3://bucket/runs?region=eu"])
 def test_a_name_that_leads_elsewhere_is_refused(uri: str, name: str) -> None:
-    with pytest.raises(ConfigError, match="no name for a run"):
+    with pytest.raises(ConfigError, match="is not a name for a run"):
         join_uri(uri, name)
 
 

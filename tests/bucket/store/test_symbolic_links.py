@@ -223,7 +223,7 @@ def test_a_fork_copies_nothing_from_behind_a_link(store, root, outside, tmp_path
 def test_a_key_that_leads_elsewhere_is_none(store, outside, key):
     before = precious(outside)
     for verb in (store.get, store.head, store.delete, lambda key: store.put(key, b"1")):
-        with pytest.raises(ConfigError, match="is no key"):
+        with pytest.raises(ConfigError, match="is not a key"):
             verb(key)
 
     assert precious(outside) == before

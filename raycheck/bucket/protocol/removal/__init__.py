@@ -1,4 +1,4 @@
-"""Deletes what has left a run, as the rules or a person decided.
+"""Deletes what has left a run, as decided by the rules or a person.
 
 - prune_and_sweep.py: the only deletes of checkpoints, steps 19 to 23.
 - delete.py: the delete of a checkpoint or run by hand, step 37.

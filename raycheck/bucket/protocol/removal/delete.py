@@ -1,7 +1,7 @@
 """Deletes a checkpoint or a whole run by hand. Step 37.
 
-Both begin with a swap, after which nobody lists or restores what is being deleted. The objects go after that, as those
-of evicted checkpoints do. After a crash anywhere a repetition goes on.
+Both begin with a swap, after which nobody lists or restores what is being deleted. The objects are deleted after that,
+like those of evicted checkpoints. After a crash at any point, repeating the delete continues it.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from raycheck.show_progress import ProgressTally
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeletedRun:
-    """Says what a delete of a run came to.
+    """The result of deleting a run.
 
     is_gone: nothing of it is left. holds: the runs that still use directories of it, which stay.
     """
@@ -35,9 +35,9 @@ class DeletedRun:
 
 
 def delete_checkpoint(register: Register, key: str) -> Latest:
-    """Evict the live checkpoint `key`, whatever keeps it. Returns the new body. A prune deletes its objects.
+    """Evict the live checkpoint `key`, whatever keeps it. Return the new body. A prune deletes its objects.
 
-    Raises ConfigError for the head and in a mirror, and NotFoundError when the checkpoint was never there.
+    Raises ConfigError for the head and in a mirror, and NotFoundError when the checkpoint never existed.
     """
 
     def change(body: Latest, now: float) -> Latest | None:
@@ -71,11 +71,11 @@ def delete_run(
 ) -> DeletedRun:
     """Delete a run: mark it, delete its checkpoints, then everything else, and `latest` last.
 
-    keeps_shared: what other runs use stays, with `latest`, until they have given it back; else a run that others use is
-    refused. keeps_exports: leave its exported directories alone. only_at: the counter of the body by which somebody has
-    judged that the run may go. tally: counts the objects. Raises NotFoundError without a run; ConflictError when
-    `latest` has been written since `only_at`; and ConfigError when others use it or another run lies inside its folder.
-    Then nothing was changed.
+    keeps_shared: what other runs use stays, along with `latest`, until they have returned it; otherwise a run that
+    others use is refused. keeps_exports: leave its exported directories alone. only_at: the counter of the body from
+    which the caller decided that the run may be deleted. tally: counts the objects. Raises NotFoundError without a run;
+    ConflictError when `latest` has been written since `only_at`; and ConfigError when others use it or another run is
+    inside its folder. In these cases nothing was changed.
     """
     store = register.store
     check_folder(store)
@@ -87,7 +87,7 @@ def delete_run(
         if body.deleted_at is not None:
             return None
         if only_at is not None and body.counter != only_at:
-            raise ConflictError(f"{store}: somebody has changed the run just now; nothing was deleted")
+            raise ConflictError(f"{store}: somebody has just changed the run; nothing was deleted")
         mine = attempt_by_hand(owner, body.attempt.number + 1, restore_key=None, now=now)
         marked = replace(
             body,
@@ -114,9 +114,9 @@ def delete_run(
 
 
 def mark_lost(register: Register) -> None:
-    """Write a `latest` that says that the run is deleted, where checkpoints lie and `latest` is missing. Step 37.
+    """Write a `latest` that marks the run as deleted, where checkpoints exist and `latest` is missing. Step 37.
 
-    It does nothing where there is one. Raises as check_lost.
+    Does nothing if `latest` exists. Raises the errors of check_lost.
     """
     store = register.store
     owner = f"delete-{uuid4().hex[:12]}"
@@ -139,7 +139,7 @@ def mark_lost(register: Register) -> None:
 
 
 def check_lost(store: Store) -> int:
-    """Return the highest attempt of the checkpoints that lie where `latest` is missing.
+    """Return the highest attempt of the checkpoints that exist where `latest` is missing.
 
     Raises NotFoundError when there is none, and ConfigError when other runs were given holds on them.
     """
@@ -155,19 +155,19 @@ def check_lost(store: Store) -> int:
 
 
 def check_folder(store: Store) -> None:
-    """Raise ConfigError when another run lies inside the folder of this one, however deep. This lists all objects."""
+    """Raise ConfigError when another run is inside the folder of this one, at any depth. This lists all objects."""
     for item in store.list_objects(""):
         check_in_run(store, item.key)
 
 
 def check_in_run(store: Store, key: str) -> None:
-    """Raise ConfigError when an object in the run's folder is part of another run inside of it."""
+    """Raise ConfigError when an object in the run's folder is part of another run inside it."""
     if (inside := object_keys.run_inside(key)) is not None:
-        raise ConfigError(f"{store}: another run lies in its folder {inside!r}; delete or move that one first")
+        raise ConfigError(f"{store}: another run is in its folder {inside!r}; delete or move that one first")
 
 
 def users_of(store: Store, body: Latest) -> tuple[Hold, ...]:
-    """Return the holds of other runs on this one. The run's own reservation is none."""
+    """Return the holds of other runs on this one, without the run's own reservation."""
     return without_reservation(store, body).holds
 
 
@@ -184,7 +184,7 @@ def check_users(store: Store, body: Latest, *, keeps_shared: bool) -> None:
 
 
 def objects_of(store: Store, *, keeps_exports: bool) -> Iterator[Listed]:
-    """Yield all that lies in the run's folder, but for its exports if they are kept."""
+    """Yield all objects in the run's folder, except its exports if they are kept."""
     for item in store.list_objects(""):
         if not (keeps_exports and item.key.startswith(object_keys.EXPORTS_PREFIX)):
             yield item

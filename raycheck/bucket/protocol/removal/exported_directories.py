@@ -1,10 +1,10 @@
 """Finds the exported directories that are this run's own, and deletes old ones on request. Step 34.
 
-Only its record, `raycheck.json`, proves that a directory is this run's. It names run, checkpoint, and every file with
-its size, and is written before the index, without which no reader starts. A delete marks the record, on condition
-of its version, then removes the index, the other files of the record, and the record last. So a reader never finds half
-a model, a crash anywhere leaves a record by which the next prune goes on, and until then nobody exports to that place.
-Nothing that a record does not list is ever deleted.
+Only its record, `raycheck.json`, proves that a directory is this run's. It names the run, the checkpoint, and every
+file with its size. It is written before the index, without which no reader starts. A delete marks the record, on
+condition of its version, and then removes the index, the other files of the record, and the record last. So a reader
+never finds half a model, and a crash at any point leaves a record with which the next prune continues; until then
+nobody exports to that place. Nothing that a record does not list is ever deleted.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,10 +23,10 @@ MAX_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportRecord(Document):
-    """Describes an exported directory: its `raycheck.json`.
+    """The `raycheck.json` of an exported directory.
 
     files: the size in bytes of every other file. last: the one of them that was written last, the index. by_training: a
-    training wrote the directory by its settings; False when somebody exported it by hand. is_pruned: it is being
+    training run wrote the directory by its settings; False when someone exported it by hand. is_pruned: it is being
     deleted.
     """
 
@@ -49,7 +49,7 @@ class ExportRecord(Document):
 
     @property
     def name(self) -> CheckpointName:
-        """Returns the checkpoint's name, by which exports are ordered."""
+        """Return the checkpoint's name, by which exports are ordered."""
         name = CheckpointName.parse(self.checkpoint)
         assert name is not None, "checked at construction"
         return name
@@ -57,10 +57,10 @@ class ExportRecord(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportedDirectory:
-    """Describes a directory as it was found.
+    """A directory as it was found.
 
-    place: its prefix in the store. sizes: the bytes of each file in it, by name. record: None when there is none, or
-    none that can be read. version: that of the record's object.
+    place: its prefix in the store. sizes: the bytes of each file in it, by name. record: None when it is missing or
+    cannot be read. version: that of the record's object.
     """
 
     place: str
@@ -70,13 +70,13 @@ class ExportedDirectory:
 
     @property
     def size_bytes(self) -> int:
-        """Returns the bytes that a delete would free."""
+        """Return the bytes that a delete would free."""
         return sum(self.sizes.get(name, 0) for name in (self.record.files if self.record else ()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportDecision:
-    """Says whether an exported directory stays, and why."""
+    """Whether an exported directory stays, and why."""
 
     directory: ExportedDirectory
     is_kept: bool
@@ -100,8 +100,8 @@ def find_exports(store: Store, prefix: str) -> tuple[ExportedDirectory, ...]:
 def decide_exports(found: Sequence[ExportedDirectory], body: Latest, *, keep_last: int) -> tuple[ExportDecision, ...]:
     """Decide on each directory.
 
-    The exports of the newest `keep_last` checkpoints stay, those of pinned and of named checkpoints, and every
-    directory that is not proven to be this run's own, whole and unchanged. body: the run's `latest`.
+    Exports of the newest `keep_last` checkpoints stay, as do those of pinned and of named checkpoints, and every
+    directory that is not proven to be this run's own, complete and unchanged. body: the run's `latest`.
     """
     doubts = [_doubt(directory, body) for directory in found]
     mine = {  # without those that an earlier prune has begun to delete
@@ -118,7 +118,7 @@ def decide_exports(found: Sequence[ExportedDirectory], body: Latest, *, keep_las
 
 
 def prune_exports(store: Store, prefix: str, body: Latest, *, keep_last: int) -> tuple[str, ...]:
-    """Delete the directories that `decide_exports` does not keep. Returns their places.
+    """Delete the directories that `decide_exports` does not keep. Return their places.
 
     body: the run's `latest`, read before.
     """
@@ -128,7 +128,8 @@ def prune_exports(store: Store, prefix: str, body: Latest, *, keep_last: int) ->
 
 
 def check_not_being_pruned(store: Store, place: str) -> None:
-    """Raise ConfigError when a delete of this place has begun and not ended: it would delete a new export's files, too.
+    """Raise ConfigError when a delete of this place has started and not ended: it would also delete files of a new
+    export.
 
     Raises NewerFormatError when only a newer raycheck can read the record.
     """
@@ -139,7 +140,9 @@ def check_not_being_pruned(store: Store, place: str) -> None:
     except (NotFoundError, CorruptError):
         return
     if record.is_pruned:
-        raise ConfigError(f"{store}: {place} is being pruned, or that ended half-way: 'raycheck prune-exports' ends it")
+        raise ConfigError(
+            f"{store}: {place} is being pruned, or a prune was interrupted: 'raycheck prune-exports' completes it"
+        )
 
 
 def _decision(
@@ -162,7 +165,7 @@ def _decision(
 
 
 def _doubt(directory: ExportedDirectory, body: Latest) -> str | None:
-    """Say why a directory must not be touched. Returns None for one that is this run's, by a training, and whole."""
+    """Return why a directory must not be touched, or None if a training of this run wrote it and it is complete."""
     record, sizes = directory.record, directory.sizes
     if record is None:
         return "it has no record of raycheck's" if EXPORT_RECORD not in sizes else "its record cannot be read"
@@ -173,14 +176,14 @@ def _doubt(directory: ExportedDirectory, body: Latest) -> str | None:
     if record.is_pruned:
         return None
     if record.last not in sizes:
-        return "it is not whole: it is being written, or its export died"
+        return "it is incomplete: it is being written, or its export died"
     if any(sizes.get(name) != size for name, size in record.files.items()):
         return "its files are not those that were exported"
     return None
 
 
 def _delete(store: Store, directory: ExportedDirectory) -> bool:
-    """Delete a directory. Returns False when somebody else has changed its record meanwhile."""
+    """Delete a directory. Return False when someone else has changed its record in the meantime."""
     record, key = directory.record, export_key(directory.place, EXPORT_RECORD)
     assert record is not None, "a directory without a record is kept"
     if not record.is_pruned:

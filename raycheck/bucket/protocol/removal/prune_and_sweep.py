@@ -1,10 +1,10 @@
-"""Deletes checkpoints: the only module that removes an object of one. Steps 19 to 23.
+"""Deletes checkpoints: the only module that removes their objects. Steps 19 to 23.
 
-A delete cannot be fenced, so only what is dead for ever is deleted (I6), and then it does not matter who deletes it,
-how late, or how often. Two kinds of objects are dead for ever. First, an evicted checkpoint, without the directories
-that a live entry holds: a commit may refer only to what an entry of the body it replaces holds, so what nobody holds is
-never held again. Second, what an attempt lower than that of `latest` wrote and `latest` does not name: an older attempt
-cannot commit (I4).
+A delete cannot be fenced, so only objects that can never be needed again are deleted (I6). Then it does not matter who
+deletes them, how late, or how often. There are two kinds. First, an evicted checkpoint, except directories that a live
+entry holds: a commit may refer only to what an entry of the body it replaces holds, so what nobody holds is never held
+again. Second, what an attempt lower than that of `latest` wrote and `latest` does not name: an older attempt cannot
+commit (I4).
 
 Nothing outside `checkpoints/` is ever touched, and nothing whose name is not exactly a checkpoint's.
 """
@@ -37,9 +37,10 @@ NO_RULES = Retention()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deletion:
-    """Describes what a prune or sweep deletes of one checkpoint or upload, and why.
+    """What a prune or sweep deletes of one checkpoint or upload, and why.
 
-    name: the checkpoint's name, or the upload's key. wait_s: seconds until readers' grace ends, by the bucket's clock.
+    name: the checkpoint's name, or the upload's key. wait_s: seconds until the readers' grace period ends, by the
+    bucket's clock.
     """
 
     name: str
@@ -60,8 +61,8 @@ def prune(
     """Evict what `rules` do not keep or what has expired, and delete evicted checkpoints. Steps 19 to 21.
 
     grace_s: seconds that readers have before a delete. spare: checkpoints that the caller is still reading, which stay.
-    tally: counts the objects. Returns the names that are gone. After a crash anywhere the next prune goes on. Raises
-    NotFoundError without a run.
+    tally: counts the objects. Returns the names that are completely deleted. After a crash at any point the next prune
+    continues. Raises NotFoundError without a run.
     """
     crowded = _crowded(register.read_existing()[0])
     evict(register, rules)
@@ -72,11 +73,11 @@ def prune(
         if not wait_s and name not in spare:
             try:
                 _delete_checkpoint(register.store, name, is_held=name in held, tally=tally)
-            except (StoreError, CorruptError) as error:  # one object that cannot be deleted must not keep the others
+            except (StoreError, CorruptError) as error:  # one object that cannot be deleted must not stop the others
                 failures.append(error)
                 continue
             if name not in held:
-                gone.append(name)  # else its objects stay, and it stays in `evicted`, until nobody refers to it
+                gone.append(name)  # otherwise its objects stay, and it stays in `evicted`, until nobody refers to it
     if gone:
         forget(register, frozenset(gone))
     try:
@@ -95,7 +96,7 @@ def plan_prune(
     grace_s: float = GRACE_S,
     tally: ProgressTally | None = None,
 ) -> tuple[Deletion, ...]:
-    """List what `prune` would delete now or after the grace. Writes nothing. tally: counts the objects."""
+    """List what `prune` would delete now or after the grace period. Write nothing. tally: counts the objects."""
     body, got = register.read_existing()
     decisions = decide_retention(body, rules, now=got.at)
     held = replace(body, live=tuple(item.entry for item in decisions if item.is_kept), head=None).held()
@@ -113,10 +114,10 @@ def plan_prune(
 def sweep(store: Store, *, also_whole: bool = False) -> tuple[Deletion, ...]:
     """Delete what failed saves of earlier attempts left, and abort their uploads. Steps 22 and 23.
 
-    Returns what is gone. After a crash anywhere the next sweep goes on. also_whole: delete directories that have
-    manifest and index, too. They could be restored; if `latest` was put back to an older state unseen, only a person
-    can tell whether they are checkpoints. Raises NotFoundError without a run, CorruptError when `latest` is older than
-    a directory; nothing is deleted then.
+    Returns what was deleted. After a crash at any point the next sweep continues. also_whole: also delete directories
+    that have a manifest and an index. They could be restored; if `latest` was put back to an older state unnoticed,
+    only a person can decide whether they are checkpoints. Raises NotFoundError without a run, CorruptError when
+    `latest` is older than a directory; then nothing is deleted.
     """
     drop_orphans(Register(store))
     swept, uploads = _garbage(store, also_whole=also_whole)
@@ -129,21 +130,21 @@ def sweep(store: Store, *, also_whole: bool = False) -> tuple[Deletion, ...]:
 
 
 def plan_sweep(store: Store, *, also_whole: bool = False) -> tuple[Deletion, ...]:
-    """List what `sweep` would delete. Writes nothing."""
+    """List what `sweep` would delete. Write nothing."""
     swept, uploads = _garbage(store, also_whole=also_whole)
     return (*swept, *(_unfinished(store, upload) for upload in uploads))
 
 
 def _crowded(body: Latest) -> set[str]:
-    """Return the evicted checkpoints beyond the newest MAX_EVICTED, which get no grace.
+    """Return the evicted checkpoints beyond the newest MAX_EVICTED, which get no grace period.
 
-    `latest` has a size bound, and a full one would end the run: that matters more than a reader's grace.
+    `latest` has a size limit, and a full one would end the run: that matters more than the readers' grace period.
     """
     return {item.key for item in body.evicted[:-MAX_EVICTED]}
 
 
 def _waits(body: Latest, now: float, grace_s: float, crowded: set[str]) -> Iterator[tuple[str, float]]:
-    """Yield each evicted checkpoint, and for how many seconds readers still have it."""
+    """Yield each evicted checkpoint, and the number of seconds that readers still have."""
     for item in body.evicted:
         yield item.key, 0.0 if item.key in crowded else max(0.0, grace_s - (now - item.at))
 
@@ -151,8 +152,8 @@ def _waits(body: Latest, now: float, grace_s: float, crowded: set[str]) -> Itera
 def _garbage(store: Store, *, also_whole: bool) -> tuple[list[Deletion], list[Upload]]:
     """Find the directories and uploads to sweep.
 
-    `latest` is read after the listing: else a claim in between would look like a lost `latest`. A mirror has none: what
-    it does not list may be on its way there.
+    `latest` is read after the listing: otherwise a claim in between would look like a lost `latest`. A mirror has
+    nothing to sweep: what it does not list may still be arriving.
     """
     uploads = _uploads(store)
 
@@ -187,7 +188,7 @@ def _garbage(store: Store, *, also_whole: bool) -> tuple[list[Deletion], list[Up
 
 
 def _uploads(store: Store) -> list[Upload]:
-    """List the unfinished uploads, none without the right to do so: directories can be swept all the same."""
+    """List the unfinished uploads; none without the permission, since directories can still be swept."""
     try:
         return list(store.list_uploads(object_keys.CHECKPOINTS_PREFIX))
     except StoreError as error:
@@ -211,14 +212,14 @@ def _deletion(store: Store, name: str, reason: str, wait_s: float, held: set[str
 def _sizes(store: Store, name: str) -> dict[str, int]:
     """Return the size in bytes of each object of a checkpoint, by key.
 
-    Keys outside of it are left out, whatever a listing says: nothing else may be deleted.
+    Keys outside of it are left out, whatever a listing returns: nothing else may be deleted.
     """
     prefix = object_keys.checkpoint_prefix(name)
     return {item.key: item.size_bytes for item in store.list_objects(prefix) if item.key.startswith(prefix)}
 
 
 def _delete_checkpoint(store: Store, name: str, *, is_held: bool, tally: ProgressTally | None = None) -> None:
-    """Delete a checkpoint's objects, the manifest first: from then on no reader takes the rest for a checkpoint."""
+    """Delete a checkpoint's objects, the manifest first: from then on no reader mistakes the rest for a checkpoint."""
     store.delete(object_keys.manifest_key(name))
     if tally is not None:
         tally.add(1)
@@ -228,7 +229,7 @@ def _delete_checkpoint(store: Store, name: str, *, is_held: bool, tally: Progres
 
 
 def delete_objects(store: Store, keys: Sequence[str], *, tally: ProgressTally | None = None) -> None:
-    """Delete objects, several at a time. tally: counts them. Raises the first error when all have been tried."""
+    """Delete objects, several at a time. tally: counts them. Raises the first error after all have been tried."""
     if not keys:
         return
     failures = []
@@ -243,7 +244,7 @@ def delete_objects(store: Store, keys: Sequence[str], *, tally: ProgressTally | 
 
 
 def _delete(store: Store, key: str) -> StoreError | None:
-    """Delete an object. Returns the store's error, since one that is raised would end the deletes of all others."""
+    """Delete an object. Return the store's error, since raising it would end the deletes of all others."""
     try:
         store.delete(key)
     except StoreError as error:

@@ -1,8 +1,8 @@
-"""Lets a run that is being trained use a component of another run, its base, in place of uploading it. Step 39.
+"""Lets a run in training use a component of another run, its base, instead of uploading it. Step 39.
 
-The base holds the directory for the run before anybody compares a byte. The run then *reserves* it: one swap of its
-`latest` lists the loan, and a hold of the run by itself. So its next commit refers only to what the body that it
-replaces holds, as every commit does.
+The base holds the directory for the run before any byte is compared. The run then *reserves* it: one swap of its
+`latest` lists the loan, and a hold whose holder is the run itself. So its next commit refers only to what the body that
+it replaces holds, as every commit does.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,12 +20,12 @@ from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, NotFoundError
 
 MAX_LOOKED_AT = 10
-"""The number of a base's checkpoints, newest first, whose components are looked at."""
+"""The number of a base's checkpoints, newest first, whose components are examined."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WantedTensor:
-    """Describes a tensor that a run is about to save. names: all its names, several for tied weights."""
+    """A tensor that a run is about to save. names: all its names, several for tied weights."""
 
     names: tuple[str, ...]
     dtype: str
@@ -38,10 +38,10 @@ Wanted = Mapping[str, tuple[WantedTensor, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseOffer:
-    """Describes what a base has that a run may use, and holds for it.
+    """The components of a base that a run may use, and that are held for it.
 
-    way: leads to the base. entry: its checkpoint. components: the records of its components, with their directories as
-    the run names them. loans: what the `latest` of the run must list to use them.
+    way: the path to the base. entry: its checkpoint. components: the records of its components, with their directories
+    as the run names them. loans: what the `latest` of the run must list to use them.
     """
 
     way: str
@@ -51,13 +51,13 @@ class BaseOffer:
 
 
 def way_to_base(store: Store, base: Store) -> str:
-    """Return the way from the run at `store` to its base. Raises ConfigError when it cannot be a base."""
+    """Return the path from the run at `store` to its base. Raises ConfigError when it cannot be a base."""
     if base.bucket_id == store.bucket_id and base.root_path == store.root_path:
         raise ConfigError(f"SaveSettings(base=...): {base} is the run itself; give another run")
     way = store.way_to(base)
     if way is None:
         raise ConfigError(
-            f"SaveSettings(base=...): {base} and {store} are not two runs in one bucket, reached in one way; "
+            f"SaveSettings(base=...): {base} and {store} are not two runs in one bucket, reached in the same way; "
             "import or fork the base into this bucket, or leave base out"
         )
     return way
@@ -86,7 +86,7 @@ def offer(store: Store, base: Store, wanted: Wanted, *, run_id: str) -> BaseOffe
 
 
 def _candidates(base: Store, body: Latest, wanted: Wanted) -> Iterator[tuple[Checkpoint, Manifest]]:
-    """Yield the checkpoints that may have wanted components, the head first, and one only of those that share them."""
+    """Yield the checkpoints that may have wanted components, the head first, and only one of those that share them."""
     newest_first = [entry for entry in body.live[::-1] if not entry.damaged]
     seen: list[tuple[Component, ...]] = []
     for entry in sorted(newest_first, key=lambda entry: entry.key != body.head)[:MAX_LOOKED_AT]:
@@ -99,7 +99,7 @@ def _candidates(base: Store, body: Latest, wanted: Wanted) -> Iterator[tuple[Che
 
 
 def missing_in(index: Index, component: str, tensors: Sequence[WantedTensor]) -> str:
-    """Return what the component of a checkpoint lacks of these tensors; "" for nothing."""
+    """Return in words what the component of a checkpoint lacks of these tensors; "" for nothing."""
     numbers = numbers_in(index, component)
     if not numbers:
         return f"its checkpoints have no component {component}"
@@ -117,7 +117,7 @@ def missing_in(index: Index, component: str, tensors: Sequence[WantedTensor]) ->
 
 
 def numbers_in(index: Index, component: str) -> dict[str, int]:
-    """Return the numbers in the index of the tensors that lie in a component, by name."""
+    """Return the numbers in the index of the tensors in a component, by name."""
     plan = index.plan
     is_there = [item.component == component for item in plan.objects]
     return {
@@ -128,15 +128,15 @@ def numbers_in(index: Index, component: str) -> dict[str, int]:
 
 
 def own_way(store: Store) -> str:
-    """Return the way from a run to itself, the holder of its reservations."""
+    """Return the path from a run to itself, the holder of its reservations."""
     return f"../{basename(store.root_path)}"
 
 
 def reserve(register: Register, me: Identity, components: Iterable[Component], loans: tuple[Loan, ...]) -> None:
-    """Have the next commits of this attempt refer to borrowed components: list loans and a reservation, then confirm.
+    """Let the next commits of this attempt refer to borrowed components: list loans and a reservation, then confirm.
 
-    May be repeated. Raises SupersededError or FencedError when the attempt is over, CorruptError when a hold has gone
-    meanwhile, and ConfigError when `latest` is too full.
+    May be repeated. Raises SupersededError or FencedError when the attempt is over, CorruptError when a hold is gone,
+    and ConfigError when `latest` is too full.
     """
     directories = {part.checkpoint for part in components}
     way = own_way(register.store)
@@ -170,7 +170,7 @@ def _merged(before: Loan | None, loan: Loan) -> Loan:
 
 
 def without_reservation(store: Store, body: Latest, directories: Iterable[str] | None = None) -> Latest:
-    """Return `body` without the run's reservation. directories: only of these, which an entry refers to now."""
+    """Return `body` without the run's reservation. directories: remove only these, to which an entry now refers."""
     way = own_way(store)
     left: list[Hold] = []
     for hold in body.holds:

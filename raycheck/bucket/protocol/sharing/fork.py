@@ -1,7 +1,7 @@
-"""Begins a run from another run's checkpoint. Step 30.
+"""Starts a run from another run's checkpoint. Step 30.
 
-Within one bucket no byte of a tensor moves: the new run uses the directories of the other one, which holds them for it
-(holds.py). Only manifest and index are written anew. Into another bucket everything is copied.
+Within one bucket no byte of a tensor is copied: the new run uses the directories of the other one, which holds them for
+it (holds.py). Only manifest and index are written. Into another bucket everything is copied.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,17 +32,17 @@ from raycheck.bucket.store.address import bare_uri
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
 
 MAX_FIRST_MANIFEST = 1024 * 1024
-"""A larger manifest is not read to learn a fork's origin: that is for listings of very many runs."""
+"""A larger manifest is not read to find a fork's origin, which is for listings of very many runs."""
 _OWNER = "fork-"  # new_run.py makes it of the verb
-"""What the name of a fork's first owner begins with. Owners never leave `latest`."""
+"""The start of the name of a fork's first owner. Owners are never removed from `latest`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forked:
-    """Says what a fork came to.
+    """The result of a fork.
 
-    key: the new run's checkpoint. is_new: False when the run was there before. source: the checkpoint's name in the
-    other run. copied_bytes, borrowed_bytes: how much was copied, and how much stays where it is.
+    key: the new run's checkpoint. is_new: False when the run existed before. source: the checkpoint's name in the other
+    run. copied_bytes, borrowed_bytes: how much was copied, and how much stays where it is.
     """
 
     key: str
@@ -60,17 +60,18 @@ def fork(
     key: str | Callable[[Latest], str] | None = None,
     copies: bool = False,
 ) -> Forked:
-    """Begin a new run at `target` from a checkpoint of the run at `source`.
+    """Start a new run at `target` from a checkpoint of the run at `source`.
 
-    Does nothing when that run exists already, so that a script may be submitted twice. run_id: the new run's. key: the
-    checkpoint, or what chooses it by the source's body; None: the head. The source's `latest` is read once. copies:
-    copy all bytes, also within one bucket. Raises NotFoundError when the source has no such checkpoint, CorruptError
-    when its bytes differ from their checksums, and ConfigError when the new run has begun without a checkpoint.
+    Does nothing if that run already exists, so a script may be submitted twice. The source's `latest` is read once.
+    run_id: the new run's. key: the checkpoint, or a function that chooses it from the source's body; None: the head.
+    copies: copy all bytes, even within one bucket. Raises NotFoundError when the source has no such checkpoint,
+    CorruptError when its bytes differ from their checksums, and ConfigError when the new run has started without a
+    checkpoint.
     """
     register = Register(target)
     existing, save = look_at_place(register)
     if existing is not None and existing.head is None:
-        raise ConfigError(f"{target}: the run has begun already, without a checkpoint. Give it another name")
+        raise ConfigError(f"{target}: the run has already started, without a checkpoint. Give it another name")
     if existing is not None:
         return Forked(key=str(existing.head), is_new=False)
     way = None if copies else target.way_to(source)
@@ -104,9 +105,10 @@ def fork(
 
 
 def _body_of(source: Store, lenders: Lenders, way: str | None) -> tuple[Latest, str | None]:
-    """Return the source's body, and the way to it; None for the way when nothing is to be borrowed.
+    """Return the source's body, and the path to it; None for the path when nothing is to be borrowed.
 
-    It is read at the end of the way, where its directories will be used; only what cannot be found there is copied.
+    The body is read at the end of the path, where its directories will be used; only what cannot be found there is
+    copied.
     """
     if way is not None:
         with suppress(NotFoundError):
@@ -124,7 +126,7 @@ def _wanted(source: Store, body: Latest, key: str | None) -> Entry:
 
 
 def _copy(checkpoint: Checkpoint, old: Manifest, target: Store, manifest: Manifest, borrowed: Mapping[str, str]) -> int:
-    """Copy what is not borrowed into the new run. Return how many bytes that are."""
+    """Copy what is not borrowed into the new run. Return the number of bytes copied."""
     stays = tuple(object_keys.checkpoint_prefix(directory) for directory in borrowed.values())
     pairs = zip(old.objects(), manifest.objects(), strict=True)
     jobs = [Job(key=key, new_key=new_key, record=record) for (key, record), (new_key, _) in pairs]
@@ -136,8 +138,8 @@ def _copy(checkpoint: Checkpoint, old: Manifest, target: Store, manifest: Manife
 def origin_of(store: Store, body: Latest) -> str | None:
     """Return the URI of the run from which the run in `store` was forked.
 
-    None for a run that was not forked, and for a fork that has dropped the checkpoint with which it began: its manifest
-    alone says it. body: the run's `latest`. The URI is whatever lies in the bucket. Raises StoreError.
+    None for a run that was not forked, and for a fork that has dropped its first checkpoint, whose manifest alone
+    states the origin. body: the run's `latest`. The URI is untrusted text from the bucket. Raises StoreError.
     """
     if not is_fork(body):
         return None
@@ -152,7 +154,7 @@ def origin_of(store: Store, body: Latest) -> str | None:
 
 
 def origin_in(body: Latest, first: Manifest) -> str | None:
-    """Return what `origin_of` does, from the manifest of the checkpoint with which the run began, without a request."""
+    """Return what `origin_of` returns, from the manifest of the run's first checkpoint, without a request."""
     return (first.restored_from or "").rpartition(" ")[0] or None if is_fork(body) else None
 
 

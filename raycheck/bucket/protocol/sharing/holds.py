@@ -1,10 +1,10 @@
 """Lets one run use directories of another one in its bucket, without copying them. Step 30.
 
-The run that has the directories lists a hold in its `latest`, and what a hold names is not deleted, as what a live
-entry names is not. The run that uses them lists a loan. Both are changed by swaps only, in an order that leaves at
-every moment a hold for each directory that is used: it is given before it is used, and given back after.
+The lending run lists a hold in its `latest`. What a hold names is not deleted, just as what a live entry names is not.
+The borrowing run lists the same directories in its `loans`. Both are changed by swaps only, in an order that ensures a
+hold for each used directory at every moment: it is given before the directory is used, and returned afterwards.
 
-A hold outlives its `latest` in a record below `holds/`, from which a repair takes it.
+A record below `holds/` keeps each hold even if `latest` is lost; a repair reads it.
 """
 
 import math
@@ -24,13 +24,13 @@ from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, NotFoundError, StoreError
 
 HOLD_GRACE_S = 86400.0
-"""For how long a hold stays whose run is not there yet: that run may be about to be created."""
+"""How long a hold stays whose run does not exist yet: that run may be about to be created."""
 MAX_RECORD = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HoldRecord(Document):
-    """Tells a repair of the run that gives a hold what it was when it was given. Its fields are those of a Hold."""
+    """A hold as it was given, for a repair of the lending run. Its fields are those of a Hold."""
 
     format_version: int = FORMAT_VERSION
     holder: str
@@ -40,9 +40,9 @@ class HoldRecord(Document):
 
 
 class Lenders:
-    """Reads `latest` of each run that lends to a new run once, and swaps what was read or written last.
+    """The runs from which a new run borrows: each `latest` is read once, and the body last read or written is swapped.
 
-    A swap is refused when somebody else has written since, and then reads anew.
+    If someone else has written since, the swap is refused and reads again.
     """
 
     def __init__(self, store: Store) -> None:
@@ -50,7 +50,7 @@ class Lenders:
         self._read: dict[str, tuple[Register, Latest, float]] = {}
 
     def read(self, way: str) -> tuple[Register, Latest, float]:
-        """Return the register of the run at `way`, its body, and the time of that, all as they were read first.
+        """Return the register of the run at `way`, its body, and the time of that body, all as first read.
 
         Raises NotFoundError when there is no run.
         """
@@ -70,13 +70,13 @@ def borrow(
     renews: bool = False,
     lenders: Lenders | None = None,
 ) -> tuple[Loan, ...]:
-    """Take holds on directories that the run at `store` is about to use. Returns the loans that its `latest` must list.
+    """Take holds on directories that the run at `store` is about to use. Return the loans that its `latest` must list.
 
-    way: leads to the run that names the directories: its own ones, and those that it has borrowed itself. They are held
-    there first, all of them, so that it does not give the borrowed ones back meanwhile, and then where they lie.
-    renews: the run at `store` is there already, and its prunes may just be giving holds back: each hold becomes another
-    one. lenders: has read them just now, for a run that is not there yet. Raises NotFoundError when a directory is not
-    held any more, ConfigError when a `latest` is too full for a hold.
+    way: the path to the run that names the directories, both its own ones and those that it has borrowed. All of them
+    are first held there, so that it does not return the borrowed ones in the meantime, and then in the runs that have
+    them. renews: the run at `store` already exists, and its prunes may be returning holds right now, so each hold is
+    renewed. lenders: the runs as just read, for a run that does not exist yet. Raises NotFoundError when a directory is
+    no longer held, ConfigError when a `latest` is too full for a hold.
     """
     wanted = frozenset(directories)
     source_ids = {way: _take(store, way, wanted, run_id=run_id, renews=renews, lenders=lenders)}
@@ -93,9 +93,9 @@ def borrow(
 
 
 def borrow_again(store: Store, refs: Iterable[str], loans: tuple[Loan, ...], *, run_id: str) -> tuple[Loan, ...]:
-    """Take holds on the directories of other runs among `refs`, for a repair. Returns `loans` with them.
+    """Take holds on the directories of other runs among `refs`, for a repair. Return `loans` with these added.
 
-    Raises NotFoundError when one is not held any more.
+    Raises NotFoundError when one is no longer held.
     """
     wanted: dict[str, set[str]] = {}
     for owner, name in map(split_directory, refs):
@@ -110,13 +110,13 @@ def borrow_again(store: Store, refs: Iterable[str], loans: tuple[Loan, ...], *, 
 
 
 def directory_from(store: Store, way: str, directory: str) -> str:
-    """Return how the run at `store` names a directory that the run at `way` names `directory`."""
+    """Return the name that the run at `store` uses for a directory that the run at `way` calls `directory`."""
     further, name = split_directory(directory)
     return borrowed_directory(_way_over(store, way, further), name)
 
 
 def _way_over(store: Store, way: str, further: str) -> str:
-    """Return the way from `store` to the run that is at `further` as seen from the run at `way`."""
+    """Return the path from `store` to the run that is at `further` as seen from the run at `way`."""
     if not further:
         return way
     over = store.way_to(store.beside(way).beside(further))
@@ -134,7 +134,7 @@ def _take(
     renews: bool = False,
     lenders: Lenders | None = None,
 ) -> str:
-    """Have the run at `way` hold these directories for the run at `store`. Returns its run id. See `borrow`."""
+    """Make the run at `way` hold these directories for the run at `store`. Return its run id. See `borrow`."""
     source, holder = _lender(store, way)
 
     def change(body: Latest, now: float) -> Latest | None:
@@ -170,38 +170,39 @@ def _take(
 
 
 def _lender(store: Store, way: str) -> tuple[Store, str]:
-    """Return the store of the run at `way`, and the way from there back to `store`, which is its holder's name."""
+    """Return the store of the lending run at `way`, and the path from there back to `store`, which names the holder."""
     source = store.beside(way)
     holder = source.way_to(store)
-    assert holder is not None, "a run beside this one has a way back"
+    assert holder is not None, "a run in the same bucket has a path back"
     return source, holder
 
 
 def confirm(store: Store, body: Latest, lenders: Lenders | None = None) -> None:
-    """Confirm the holds that the run at `store` was created with, and give back what it does not use.
+    """Confirm the holds with which the run at `store` was created, and return what it does not use.
 
-    body: its `latest`. lenders: with which it has taken them. Raises CorruptError when a hold is gone: more than a day
-    has passed, and it was swept.
+    body: its `latest`. lenders: the object with which the holds were taken. Raises CorruptError when a hold is gone:
+    more than a day has passed, and it was swept.
     """
     for loan in body.loans:
         _confirm(store, loan, run_id=body.run_id, renews=False, lenders=lenders)
 
 
 def confirm_loans(store: Store, loans: Iterable[Loan], *, run_id: str, renews: bool = False) -> None:
-    """Confirm the holds behind these loans, which the `latest` at `store` lists. Raises CorruptError as `confirm`.
+    """Confirm the holds for these loans, which the `latest` at `store` lists. Raises CorruptError as `confirm` does.
 
-    renews: each hold becomes another one, and keeps all that it names. So a prune of the run at `store` that saw the
-    hold, and did not see the loan yet, can no longer end it.
+    renews: each hold is renewed, and keeps everything that it names. So a prune of the run at `store` that saw the
+    hold, but not yet the loan, can no longer end it.
     """
     for loan in loans:
         _confirm(store, loan, run_id=run_id, renews=renews)
 
 
 def check_holds(store: Store, loans: Iterable[Loan]) -> None:
-    """Check that the holds behind loans, which the `latest` at `store` lists, are there and will stay.
+    """Check that the holds for loans, which the `latest` at `store` lists, exist and will stay.
 
-    It is enough for a run whose prunes cannot have seen such a loan before: only a sweep could end the hold, and that
-    of one that is younger than HOLD_GRACE_S now sees the loan. Raises CorruptError when one is gone, or too old.
+    This is enough for a run whose prunes cannot have seen such a loan before. Then only a sweep could end the hold, and
+    a sweep that finds a hold younger than HOLD_GRACE_S now also finds the loan. Raises CorruptError when a hold is
+    gone, or too old.
     """
     for loan in loans:
         source, holder = _lender(store, loan.source)
@@ -231,14 +232,15 @@ def _confirm(store: Store, loan: Loan, *, run_id: str, renews: bool, lenders: Le
         Register(source, is_crowded=renews).edit(change, what=what)
     else:
         register, _, at = lenders.read(loan.source)
-        register.edit(change, what=what, at=at)  # the body is the one that took the hold, with which `at` has no part
+        register.edit(change, what=what, at=at)  # the body is the one with the hold, which does not depend on `at`
 
 
 def settle(register: Register) -> None:
-    """Give back what the run does not use any more. May be repeated; after a crash anywhere the next one goes on.
+    """Return what the run no longer uses. May be repeated; after a crash at any point the next call continues.
 
-    A directory is given back in the source first, and leaves the loan after that. What no body of this run needs is
-    needed again only after its hold was renewed (base_run.py), and a hold that was renewed since is left alone.
+    A directory is returned to the lending run first, and removed from `loans` after that. What no body of this run
+    needs is needed again only after its hold was renewed (base_run.py), and a hold that was renewed in the meantime is
+    left alone.
     """
     store = register.store
     for loan in register.read_existing()[0].loans:
@@ -253,7 +255,7 @@ def settle(register: Register) -> None:
 
 
 def _hold_seen(store: Store, way: str) -> Hold | None:
-    """Return what the run at `way` holds for the run at `store`; None for nothing, also when it is gone."""
+    """Return what the run at `way` holds for the run at `store`; None if it holds nothing or no longer exists."""
     source, holder = _lender(store, way)
     try:
         return _hold_of(read_latest(source), holder)
@@ -262,7 +264,7 @@ def _hold_seen(store: Store, way: str) -> Hold | None:
 
 
 def _end_loan(register: Register, source: str) -> None:
-    """Take what is not needed off the loan from `source`, and the loan itself when nothing is left."""
+    """Remove what is not needed from the loan from `source`, and the loan itself when nothing is left."""
 
     def change(body: Latest, now: float) -> Latest | None:
         del now
@@ -280,8 +282,8 @@ def _end_loan(register: Register, source: str) -> None:
 def _reduce(store: Store, way: str, directories: frozenset[str], *, run_id: str, seen: Hold) -> None:
     """Reduce what the run at `way` holds for the run at `store` to `directories`, or remove a hold that has none left.
 
-    seen: the hold as it was before it was known what is needed. Another one is left as it is. A run that is gone holds
-    nothing.
+    seen: the hold as it was before it was known what is needed. A hold that has changed since is left as it is. A run
+    that no longer exists holds nothing.
     """
     source, holder = _lender(store, way)
 
@@ -304,10 +306,10 @@ def _reduce(store: Store, way: str, directories: frozenset[str], *, run_id: str,
 
 
 def drop_orphans(register: Register) -> tuple[Hold, ...]:
-    """Drop the holds whose runs are gone, or were never created. Returns them. Step 30.
+    """Drop the holds whose runs no longer exist, or were never created, and return them. Step 30.
 
-    A run that cannot be read keeps its hold, and so does one that has lost its `latest`. Records without a hold go when
-    they are as old as a hold without a run.
+    A run that cannot be read keeps its hold, and so does one that has lost its `latest`. Records without a hold are
+    deleted when they are as old as a hold without a run.
     """
     store = register.store
     body, got = register.read_existing()
@@ -321,7 +323,7 @@ def drop_orphans(register: Register) -> tuple[Hold, ...]:
 
     def change(body: Latest, now: float) -> Latest | None:
         del now
-        left = tuple(hold for hold in body.holds if hold not in gone)  # one that was confirmed meanwhile is another one
+        left = tuple(hold for hold in body.holds if hold not in gone)  # one that was confirmed since differs
         return None if left == body.holds else replace(body, holds=left)
 
     after = register.edit(change, what="end of holds without a run")
@@ -339,7 +341,7 @@ def _is_orphan(store: Store, hold: Hold, *, age_s: float) -> bool:
         body = _body_or_none(holder)
         if body is None:
             return not list_directories(holder)
-    except (CorruptError, StoreError):  # also without the right to read there: a sweep of this run must not need it
+    except (CorruptError, StoreError):  # also without permission to read there, which a sweep must not need
         return False
     back = holder.way_to(store)
     return all(loan.source != back for loan in body.loans)
@@ -353,7 +355,7 @@ def _body_or_none(store: Store) -> Latest | None:
 
 
 def recorded_holds(store: Store, *, now: float) -> tuple[Hold, ...]:
-    """Return the holds that the records tell of, for a repair that has no old body. They count as confirmed."""
+    """Return the holds in the records, for a repair that has no old body. They count as confirmed."""
     found: dict[str, Hold] = {}
     for record in _records(store):
         before = found.get(record.holder)
@@ -378,7 +380,7 @@ def _load_record(data: bytes, *, what: str) -> HoldRecord:
 
 
 def _forget_records(store: Store, run_id: str, *, until: float = math.inf) -> None:
-    """Delete the records of a run's hold that ended. until: when it was given; a hold that came since has its own."""
+    """Delete the records of a run's hold that ended. until: when it was given; a later hold has its own records."""
     for item in list(store.list_objects(f"{object_keys.HOLDS_PREFIX}{run_id}/")):
         if until == math.inf or _record_at(store, item.key).at <= until:
             store.delete(item.key)

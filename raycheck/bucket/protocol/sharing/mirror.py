@@ -1,9 +1,9 @@
-"""Keeps `latest` of a mirror: a copy of a run in another place that follows it, and is not trained on. Step 38.
+"""Maintains the `latest` of a mirror: a copy of a run in another place that follows it and is not trained on. Step 38.
 
-A mirror names only checkpoints that are whole in it (I3). Its live attempt is nobody's, and has a number above every
-attempt whose objects a copier may still write, so that whoever begins to train there never uses a name that a late
-copier writes to (I2). That claim is by another owner, which ends the mirror for good: each change here is a swap of a
-body that is still a mirror, and of the very run that is copied.
+A mirror names only checkpoints that are complete in it (I3). Its live attempt belongs to no driver, and has a number
+above every attempt whose objects a copier may still write. So training that starts there never uses a name to which a
+late copier writes (I2). The claim for that training is by another owner, which ends the mirror permanently: each change
+here is a swap of a body that is still a mirror, and of the very run that is copied.
 """
 
 from collections.abc import Collection, Iterable
@@ -23,16 +23,16 @@ from raycheck.errors import ConfigError, CorruptError
 
 
 def original(body: Latest) -> Latest:
-    """Return the body as the training wrote it, for the body of a mirror; `body` itself for any other.
+    """Return the body as the training wrote it if `body` is a mirror's; otherwise `body` itself.
 
-    So a mirror can be copied in its turn. Nothing is to be concluded from what an unfinished one lacks.
+    So a mirror can itself be copied. Nothing may be concluded from what an unfinished mirror lacks.
     """
     if body.mirror is None or not body.is_mirror:
         return body
     return replace(
         body,
         counter=body.mirror.counter,
-        holds=(),  # by runs that were forked from the mirror
+        holds=(),  # for runs that were forked from the mirror
         owners=tuple(owner for owner in body.owners if owner != body.mirror.owner),
         attempts=body.attempts[:-1],
         mirror=None,
@@ -43,14 +43,16 @@ def look_at_mirror(register: Register) -> tuple[Latest | None, tuple[CheckpointN
     """Read the body at the place of a mirror, None when nothing is there, and list the directories that it has.
 
     Raises CorruptError when there are checkpoints without `latest`, or of attempts that it does not know; ConfigError
-    when other runs lie in the place.
+    when the place contains other runs.
     """
 
     def look() -> tuple[Latest | None, tuple[CheckpointName, ...]]:
         names = list_directories(register.store)
         found = register.read()  # after the listing, as in step 10
         if names and (found is None or not found[0].has_answered(names[-1])):
-            raise lost_error(register.store.uri, f"{'does not know' if found else 'is missing beside'} {names[-1]}")
+            raise lost_error(
+                register.store.uri, f"{'does not know' if found else 'is missing, but there is'} {names[-1]}"
+            )
         return (found[0] if found else None), tuple(names)
 
     found, names = again_if_corrupt(look)
@@ -62,11 +64,11 @@ def look_at_mirror(register: Register) -> tuple[Latest | None, tuple[CheckpointN
 def check_mirror(uri: str, body: Latest, source: Latest) -> None:
     """Raise ConfigError when the body at `uri` is not that of a mirror of the run whose body is `source`.
 
-    Owners are never taken off their list, and each line of a run begins with a claim of its own. So a copy has an owner
-    that its source lacks as soon as the two have parted.
+    Owners are never removed from their list, and every branch of a run begins with a claim. So a copy has an owner that
+    its source lacks as soon as the two have diverged.
     """
     if body.run_id != source.run_id:
-        raise ConfigError(f"{shown_uri(uri)}: there is another run already ({body.run_id}); give a free place")
+        raise ConfigError(f"{shown_uri(uri)}: there is already another run ({body.run_id}); give a free place")
     if not body.is_mirror:
         what = "somebody has trained, rewound or repaired there" if body.mirror is None else "somebody has claimed it"
         what = "it was deleted" if body.deleted_at is not None else what
@@ -77,8 +79,8 @@ def check_mirror(uri: str, body: Latest, source: Latest) -> None:
     known, owners = original(body).owners, source.owners
     if known[: len(owners)] != owners[: len(known)]:
         raise ConfigError(
-            f"{shown_uri(uri)}: it mirrors another line of this run: one of the two was trained on, or repaired, "
-            "since they parted. Copy to another place"
+            f"{shown_uri(uri)}: it mirrors another branch of this run: one of the two was trained on, or repaired, "
+            "since they diverged. Copy to another place"
         )
 
 
@@ -93,9 +95,9 @@ def check_forward(uri: str, body: Latest, source: Latest) -> None:
 
 
 def open_mirror(register: Register, source: Latest, *, uri: str) -> Latest:
-    """Make the place a mirror of the run that has the body `source`, unless it is one. Returns its body.
+    """Make the place a mirror of the run that has the body `source`, unless it already is one. Return its body.
 
-    After that objects of every attempt that `source` knows may be written there. A new mirror has no checkpoint, and
+    After that, objects of every attempt that `source` knows may be written there. A new mirror has no checkpoint, and
     cannot be claimed (claim.py). uri: where the source is, without settings.
     """
     owner = f"mirror-{uuid4().hex[:12]}"
@@ -130,14 +132,14 @@ def show(
     coming: Collection[str] = (),
     directories: Iterable[str] = (),
 ) -> Latest:
-    """Make the mirror show `source`, as far as its checkpoints are here. Step 38. Returns the mirror's body.
+    """Make the mirror show `source`, as far as its checkpoints are here. Step 38. Return the mirror's body.
 
-    What the source has dropped is evicted here in the same swap, for ever. Nothing changes when the head is not here,
-    or when another copier has shown a later state meanwhile.
+    What the source has dropped is evicted here in the same swap, permanently. Nothing changes if the head is not here,
+    or if another copier has already shown a later state.
 
-    whole: checkpoints whose objects and manifest are all here and verified; those that the mirror lists are, too.
-    coming: those that are to come. directories: what else has begun to be copied; what can never be live again of it is
-    evicted, so that it is deleted.
+    whole: checkpoints whose objects and manifest are all here and verified, in addition to those that the mirror lists.
+    coming: those still to come. directories: other checkpoints whose copy has begun; those that can never be live again
+    are evicted, so that they are deleted.
     """
 
     def decide(body: Latest | None, now: float) -> Latest | None:
@@ -169,9 +171,10 @@ def show(
 
 
 def _evicted(body: Latest, new: Latest, source: Latest, directories: Iterable[str], now: float) -> tuple[Evicted, ...]:
-    """Return what is evicted after the swap: that was before, and what has left the source and is not listed here."""
+    """Return what is evicted after the swap: what was evicted before, and what has left the source and is not listed
+    here."""
     before, live = {item.key for item in body.evicted}, {entry.key for entry in new.live}
-    released = (body.held() - new.held()) & before  # anew, so that readers have the whole grace
+    released = (body.held() - new.held()) & before  # again, so that readers have the whole grace period
     left = {key for key in body.held() | set(directories) if key not in before | live and _has_gone(source, key)}
     kept = tuple(item for item in body.evicted if item.key not in released)
     return (*kept, *(Evicted(key=key, at=now) for key in sorted(released | left)))

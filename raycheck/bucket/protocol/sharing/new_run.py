@@ -1,8 +1,8 @@
-"""Begins a run whose first checkpoint comes from elsewhere: another run, an archive, or foreign files. Step 30.
+"""Starts a run whose first checkpoint comes from elsewhere: another run, an archive, or foreign files. Step 30.
 
 Its checkpoint has a name of attempt 0, which no live attempt can have. The name is reserved before anything is written
-below it, so that two that begin a run in one place at once never write to one key (I2). `latest` is created last, so a
-crash before that leaves a run that does not exist yet, and the next try takes the next save number.
+below it, so two processes that start a run in one place at the same time never write to one key (I2). `latest` is
+created last: after a crash before that, the run does not exist yet, and the next try takes the next save number.
 """
 
 from collections.abc import Mapping
@@ -25,17 +25,17 @@ from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, SaveFailedError
 
 MOST_FOLDERS_ASKED = 20
-"""How many folders in a place are asked whether they are runs: in a folder of runs the first one is."""
+"""The number of folders in a place that are checked for being runs: in a folder of runs the first one is."""
 NOTHING_BORROWED: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin(Document):
-    """Says where the first checkpoint of a new run comes from, for people, and reserves its name: its `origin.json`.
+    """The `origin.json` of a new run's first checkpoint: where it comes from, for people. It also reserves the name.
 
-    run_id: the new run's, to which the name belongs alone; "" when it belongs to all copies of that checkpoint, since
-    they write the same bytes. uri: the run, archive or files. source_run_id, checkpoint: the id of the run that it was
-    of and its name there, "" for foreign files.
+    run_id: the new run's id, if the name belongs to it alone; "" if the name belongs to all copies of that checkpoint,
+    since they write the same bytes. uri: the run, archive or files. source_run_id, checkpoint: the id of the source run
+    and the checkpoint's name there, "" for foreign files.
     """
 
     format_version: int = FORMAT_VERSION
@@ -46,11 +46,11 @@ class Origin(Document):
 
 
 def look_at_place(register: Register) -> tuple[Latest | None, int]:
-    """Look at the place where a run is to begin.
+    """Look at the place where a run is to start.
 
-    Returns the body of the run that is there already, or None, and the lowest save number that no directory of a
-    checkpoint has. Raises CorruptError when there are checkpoints of trainings, but no `latest`: it was lost; and
-    ConfigError when the place is the folder in which other runs lie.
+    Return the body of the run that already exists there, or None, and the lowest save number that no checkpoint
+    directory has. Raises CorruptError when there are checkpoints of training runs but no `latest`, so it was lost; and
+    ConfigError when the place is a folder that contains other runs.
     """
 
     def look() -> tuple[Latest | None, list[CheckpointName]]:
@@ -67,9 +67,9 @@ def look_at_place(register: Register) -> tuple[Latest | None, int]:
 
 
 def refuse_folder_of_runs(store: Store) -> None:
-    """Raise ConfigError when runs lie in the folder that the store is of: a run there would have them inside of it."""
+    """Raise ConfigError when the store's folder contains runs: a run there would have them inside it."""
     for name in islice(store.list_folders(""), MOST_FOLDERS_ASKED):
-        with suppress(NotFoundError, CorruptError):  # the latter: a link or folder of that name, which is none of ours
+        with suppress(NotFoundError, CorruptError):  # the latter: a link or folder of that name, not raycheck's
             store.head(f"{name}/{object_keys.LATEST_KEY}")
             folder = str(store).rstrip("/")
             raise ConfigError(
@@ -81,7 +81,7 @@ def refuse_folder_of_runs(store: Store) -> None:
 def reserve_name(store: Store, origin: Origin, *, step: int, save: int) -> CheckpointName:
     """Reserve a name for the first checkpoint of a new run, before anything else is written below it.
 
-    It has the first save number from `save` on that is free, or that is reserved by the same origin already. Raises
+    Its save number is the first one from `save` on that is free, or that the same origin has already reserved. Raises
     StoreError.
     """
     data = dump(origin)
@@ -89,7 +89,7 @@ def reserve_name(store: Store, origin: Origin, *, step: int, save: int) -> Check
         name = CheckpointName(step=step, attempt=0, save=save)
         try:
             put_once(store, object_keys.origin_key(str(name)), data)
-        except SaveFailedError:  # somebody else begins a run here, too
+        except SaveFailedError:  # another process is starting a run here, too
             save += 1
         else:
             return name
@@ -100,8 +100,8 @@ def first_manifest(
 ) -> Manifest:
     """Return the manifest of a new run's checkpoint `name` that has the objects of `old` in its own directory.
 
-    restored_from: where its bytes come from, for people. borrowed: the directories that stay where they are, by the
-    names that `old` gives them, with the names that the new run gives them.
+    restored_from: where its bytes come from, for people. borrowed: the directories that stay where they are: the names
+    in `old`, mapped to the names in the new run.
     """
     return replace(
         old,
@@ -124,10 +124,10 @@ def first_manifest(
 
 
 def first_entry(manifest: Manifest, data: bytes, *, of: Entry | None = None) -> Entry:
-    """Return the entry of a new run's checkpoint, which nothing pins, names or lets expire.
+    """Return the entry of a new run's checkpoint, without pin, name or expiry.
 
-    data: the manifest's bytes as they lie in the bucket. of: the entry of the checkpoint that it was made of, whose
-    metrics and scores it keeps.
+    data: the manifest's bytes as they are in the bucket. of: the entry of the source checkpoint, whose metrics and
+    scores are kept.
     """
     entry = Entry(
         key=manifest.key,
@@ -145,11 +145,11 @@ def first_entry(manifest: Manifest, data: bytes, *, of: Entry | None = None) -> 
 def begin_run(
     register: Register, entry: Entry, manifest: Manifest, *, run_id: str, verb: str, loans: tuple[Loan, ...] = ()
 ) -> Latest:
-    """Create `latest` with the checkpoint `entry` as its head, by a swap. All its objects must be there.
+    """Create `latest` with the checkpoint `entry` as its head, by a swap. All its objects must exist.
 
     entry: `committed_at` becomes the bucket's time. manifest: the checkpoint's. verb: what makes the run, for its
     owner's name and for errors. loans: what it uses of other runs, which hold it. Returns the body that is there, which
-    is another run's when that was faster.
+    is another run's if that one was faster.
     """
 
     def create(existing: Latest | None, now: float) -> Latest | None:

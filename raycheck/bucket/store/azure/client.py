@@ -1,6 +1,6 @@
 """Sets up adlfs for raycheck: arguments come from client_options.py, and the client trusts the CA bundle.
 
-`AzFiles` is for Ray: a file system that is nothing but a URI, like S3Files in s3/client.py.
+`AzFiles` is for Ray: a file system that consists only of a URI, like S3Files in s3/client.py.
 """
 
 from adlfs import AzureBlobFileSystem
@@ -29,7 +29,7 @@ class AzClient(AzureBlobFileSystem):  # type: ignore[misc]  # adlfs is untyped
 
 
 class AzFiles(UriFiles, AzClient):
-    """Writes Ray's own files, as to az://container/prefix?account_name=me. Each process finds credentials anew."""
+    """Writes Ray's own files, as to az://container/prefix?account_name=me. Each process finds its own credentials."""
 
     cachable = True
 

@@ -1,9 +1,9 @@
-"""`az://` and `abfss://`: reaches Azure Blob Storage through adlfs, which supplies credentials and the event loop.
+"""`az://` and `abfss://`: accesses Azure Blob Storage through adlfs, which provides credentials and the event loop.
 
-Requests are made on the azure-storage-blob client that adlfs holds. adlfs itself tells a refused condition from other
-errors only by the text, and repeats writes. An object's version is its ETag. A large object is staged block by block,
-several at a time, and appears when its list of blocks is committed. Accounts with a hierarchical namespace keep folders
-as objects marked by metadata; these are never shown as objects here.
+Requests are made on adlfs's azure-storage-blob client. adlfs itself distinguishes a refused condition from other errors
+only by the text, and repeats writes. An object's version is its ETag. A large object is staged block by block, several
+at a time, and appears when its list of blocks is committed. Accounts with a hierarchical namespace keep folders as
+objects marked by metadata; these are never shown as objects here.
 """
 
 import hashlib
@@ -40,12 +40,12 @@ from raycheck.storage_settings import StorageSettings
 
 CONNECT_TIMEOUT_S = 10
 ROLE = "Storage Blob Data Contributor"
-_AS_IT_IS = {"decompress": False}  # raycheck compresses no object, and a hostile one may unpack to any size
+_AS_IT_IS = {"decompress": False}  # raycheck compresses no object, and a hostile one may decompress to any size
 _BAD_IDENTITY = ("InvalidAuthenticationInfo", "AuthenticationFailed")
 
 
 class AzStore(RemoteStore):
-    """Keeps objects in one container, below one prefix. Uses the settings endpoint, anonymous and ca_bundle."""
+    """The objects in one container, below one prefix. Uses the settings endpoint, anonymous and ca_bundle."""
 
     def __init__(
         self, uri: str, *, container: str, account: str | None, prefix: str, settings: StorageSettings
@@ -85,7 +85,7 @@ class AzStore(RemoteStore):
             )  # Azure computes it itself for what one request has put
             if said and bytes(said) != hashlib.md5(data, usedforsecurity=False).digest():
                 raise ChangedError
-            # Above 32 MiB the rest comes in further answers, for which the client demands the ETag of the first one.
+            # Above 32 MiB the rest comes in further responses, for which the client demands the ETag of the first one.
             date = answers[0].get("Date")
             at = bucket_time(date)
             return Got(data, answers[0]["ETag"], at)
@@ -151,7 +151,7 @@ class AzStore(RemoteStore):
         def start(number: int, part: memoryview) -> Future[str]:
             return self._start(key, partial(self._stage, key, f"{upload}-{number:05}", part))
 
-        # When this raises nothing was committed, so no object exists; blocks never committed vanish by themselves.
+        # If this raises, nothing was committed, so no object exists; Azure discards uncommitted blocks.
         staged = send_parts(parts, start, in_flight=PART_SIZES["az"].in_flight)
 
         async def commit(client: Any) -> None:
@@ -187,7 +187,7 @@ class AzStore(RemoteStore):
         return client.get_blob_client(self._full(key))
 
     def _upload(self, key: str, data: Buffer, **condition: Any) -> Callable[[Any], Awaitable[Any]]:
-        """Returns one Put Blob request: the client sends up to 64 MiB of bytes in a single request."""
+        """Return one Put Blob request: the client sends up to 64 MiB of bytes in a single request."""
 
         async def call(client: Any) -> Any:
             blob = self._blob(client, key)
@@ -239,7 +239,7 @@ class AzStore(RemoteStore):
         if status == 412 or name == "BlobAlreadyExists":
             return ConflictError(f"{self}: {key}: refused by its condition ({name})"), Repeat.NOTHING
         if status == 416:
-            return CorruptError(f"{self}: {key} is shorter than the range that was asked for"), Repeat.NOTHING
+            return CorruptError(f"{self}: {key} is shorter than the requested range"), Repeat.NOTHING
         if name in _BAD_IDENTITY:
             return not_accepted(self.uri, name), Repeat.NOTHING
         if status in (401, 403):

@@ -1,6 +1,6 @@
 """Sets up gcsfs for raycheck: arguments come from client_options.py, and the session trusts the CA bundle.
 
-`GsFiles` is for Ray: a file system that is nothing but a URI, like S3Files in s3/client.py.
+`GsFiles` is for Ray: a file system that consists only of a URI, like S3Files in s3/client.py.
 """
 
 from typing import Any
@@ -17,7 +17,8 @@ from raycheck.storage_settings import StorageSettings
 
 
 class GsClient(GCSFileSystem):  # type: ignore[misc]  # gcsfs is untyped
-    """Finds credentials at construction, perhaps from the machine's metadata server. Raises ConfigError without any."""
+    """A gcsfs client that finds credentials at construction, possibly from the metadata server. Raises ConfigError
+    without any."""
 
     cachable = False  # two stores are two clients
 
@@ -42,7 +43,7 @@ class GsClient(GCSFileSystem):  # type: ignore[misc]  # gcsfs is untyped
 
 
 class GsFiles(UriFiles, GsClient):
-    """Writes Ray's own files, as to gs://bucket/prefix?requester_pays=true. Each process finds credentials anew."""
+    """Writes Ray's own files, as to gs://bucket/prefix?requester_pays=true. Each process finds its own credentials."""
 
     cachable = True
 

@@ -1,7 +1,7 @@
-"""Speaks the JSON API of Google Cloud Storage: single requests, and the chunks of a resumable upload.
+"""Implements the JSON API of Google Cloud Storage: single requests, and the chunks of a resumable upload.
 
-gcsfs finds the credentials and holds the session. This file knows HTTP, but no keys and no retry policy: it raises
-RefusedError for an answer of 400 or more, and the store decides what that means.
+gcsfs finds the credentials and has the session. This file knows HTTP, but no keys and no retry policy: it raises
+RefusedError for a response of 400 or more, and the store decides what that means.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ApiResponse:
-    """Holds one answer of the API."""
+    """One response of the API."""
 
     status: int
     headers: Mapping[str, str]
@@ -37,9 +37,9 @@ class ApiResponse:
 
     @property
     def crc32c(self) -> str | None:
-        """Returns the checksum of the whole object, in base64.
+        """Return the checksum of the whole object, in base64.
 
-        Returns None where the answer does not state it, or states it for other bytes than those that came. There is one
+        Return None where the response does not state it, or states it for bytes other than those received. There is one
         such header for each kind of checksum.
         """
         if not isinstance(self.headers, MultiMapping) or "Content-Encoding" in self.headers:
@@ -52,7 +52,7 @@ class RefusedError(Exception):
     """GCS answered 400 or more.
 
     needs: the permission that the request requires. is_signed: the request had a token. Messages are for people:
-    servers choose their own words, and nothing is decided by them.
+    servers choose their own wording, and no decision depends on it.
     """
 
     def __init__(self, answer: ApiResponse, needs: str, *, is_signed: bool = False) -> None:
@@ -69,7 +69,7 @@ class RefusedError(Exception):
 
 
 class Api:
-    """Sends requests. The first one connects, since finding credentials may ask the machine's metadata server."""
+    """Sends requests. The first one connects, since finding credentials may involve the machine's metadata server."""
 
     def __init__(self, settings: StorageSettings) -> None:
         # gcsfs's default class asks for the bucket's type by gRPC, which an HTTP endpoint never answers.
@@ -91,9 +91,9 @@ class Api:
         accepts: tuple[int, ...] = (),
         check: Callable[[int], None] = lambda _: None,
     ) -> ApiResponse:
-        """Sends one request. Raises RefusedError for a status of 400 and above that is not in `accepts`.
+        """Send one request. Raises RefusedError for a status of 400 and above that is not in `accepts`.
 
-        needs: the permission that the request requires, for the error. check: raises when the answer has too many
+        needs: the permission that the request requires, for the error. check: raises when the response has too many
         bytes.
         """
         # In threads: both may wait for a token, and would hold up all requests on the event loop.
@@ -117,7 +117,7 @@ class Api:
         return answer
 
     def _headers(self, more: Mapping[str, str] | None, needs: str) -> dict[str, str]:
-        """Returns the headers with a token, which is renewed when that is due."""
+        """Return the headers with a token, which is renewed when due."""
         from gcsfs.retry import HttpError
 
         try:
@@ -142,24 +142,24 @@ class Api:
 
 
 class ResumableUpload:
-    """Sends an object in chunks. The object appears when its last byte has arrived, and not before."""
+    """Sends an object in chunks. The object appears only when its last byte has arrived."""
 
     def __init__(self, url: str, size_bytes: int, needs: str) -> None:
         self.url = url
         self._size_bytes = size_bytes
         self._needs = needs
-        self._kept = 0  # how many bytes GCS said that it holds
+        self._kept = 0  # how many bytes GCS has, by its own statement
         self._is_sure = True  # the outcome of every request is known
         self._is_finished = False
 
     async def finish(self, start: int, part: memoryview, checksum: str, api: Api) -> None:
-        """Sends the last bytes, with the checksum of all bytes: GCS makes no object that does not match it."""
+        """Send the last bytes, with the checksum of all bytes: GCS creates no object that does not match it."""
         await self.send(start, part, api, **{"x-goog-hash": checksum})
         if not self._is_finished:
             raise StoreError(f"the parts end at byte {start + len(part)} of {self._size_bytes}")
 
     async def send(self, start: int, part: memoryview, api: Api, **headers: str) -> None:
-        """Sends the bytes from `start` on. May be repeated: after a broken request it first asks how much GCS holds."""
+        """Send the bytes from `start` on. May be repeated: after a broken request it first asks how much GCS has."""
         stop = start + len(part)
         while self._kept < stop:
             if self._is_sure:
@@ -171,7 +171,7 @@ class ResumableUpload:
                 answer = await self._put(api, f"bytes */{self._size_bytes}", {}, None)
             kept = self._kept_after(answer)
             if not start <= kept <= stop:
-                raise StoreError(f"GCS holds {kept} bytes of an upload, not {start} to {stop}; begin anew")
+                raise StoreError(f"GCS has {kept} bytes of an upload, not {start} to {stop}; start again")
             self._kept, self._is_sure = kept, True
 
     async def _put(self, api: Api, span: str, headers: Mapping[str, str], body: RequestBody | None) -> ApiResponse:
@@ -184,9 +184,9 @@ class ResumableUpload:
             accepts=(400, 404, 410, 412),
         )
         if answer.status in (404, 410):
-            raise StoreError("GCS forgot an upload under way; begin anew")
+            raise StoreError("GCS forgot an upload in progress; start again")
         if answer.status in (400, 412):  # a wrong checksum: this upload is over, even if GCS says otherwise when asked
-            raise StoreError(f"GCS refused an upload ({answer.status} {_explained(answer.data)[0]}); begin anew")
+            raise StoreError(f"GCS refused an upload ({answer.status} {_explained(answer.data)[0]}); start again")
         return answer
 
     def _kept_after(self, answer: ApiResponse) -> int:
@@ -197,8 +197,11 @@ class ResumableUpload:
 
 
 async def _body(response: aiohttp.ClientResponse, check: Callable[[int], None]) -> bytes:
-    """Reads an answer's body, and calls `check` with its size. It is read piece by piece where the answer does not
-    state its length, or states that of packed bytes, which aiohttp unpacks."""
+    """Read a response's body, and call `check` with its size.
+
+    It is read piece by piece where the response does not state its length, or states that of compressed bytes, which
+    aiohttp decompresses.
+    """
     if response.status >= 400:
         return await response.read()
     if response.content_length is not None and "Content-Encoding" not in response.headers:
@@ -212,7 +215,7 @@ async def _body(response: aiohttp.ClientResponse, check: Callable[[int], None]) 
 
 
 def _explained(data: bytes) -> tuple[str, str]:
-    """Returns message and reasons of an error's body: JSON, or bare text where the request was for bytes."""
+    """Return message and reasons of an error's body: JSON, or plain text where the request was for bytes."""
     text = data.decode(errors="replace").strip()
     try:
         error = json.loads(text)["error"]

@@ -1,12 +1,13 @@
-"""`gs://`: reaches Google Cloud Storage through gcsfs, which supplies session, credentials and event loop.
+"""`gs://`: accesses Google Cloud Storage through gcsfs, which provides session, credentials and event loop.
 
-Requests of the JSON API are made on its session directly (json_api.py). gcsfs itself turns a refused precondition into
+Requests of the JSON API are made directly on its session (json_api.py). gcsfs itself turns a refused precondition into
 FileExistsError and a refused permission into text, and repeats conditional writes six times. An object's version is its
-generation. One request writes a small object (multipart: name, checksum and bytes together), a resumable upload writes
-a large one: nothing is visible before its last chunk, which is held back until the source of the parts has ended well.
+generation. One request writes a small object (multipart: name, checksum and bytes together). A resumable upload writes
+a large one: nothing is visible before its last chunk, which is withheld until the source of the parts has ended without
+an error.
 
-Answers are judged by status, reason and effect, never by their wording: Google's own test server uses other words. Its
-JSON is made from protocol buffers, and so leaves out a zero, an empty text and an empty list.
+Responses are judged by status, reason and effect, never by their wording: Google's own test server uses other words.
+Its JSON is made from protocol buffers, and so omits a zero, an empty text and an empty list.
 """
 
 import base64
@@ -54,8 +55,10 @@ REWRITTEN_AT_ONCE = 1 << 30
 
 
 class GsStore(RemoteStore):
-    """Keeps objects in one bucket, below one prefix. Uses the settings endpoint, anonymous, requester_pays,
-    ca_bundle."""
+    """The objects in one bucket, below one prefix.
+
+    Uses the settings endpoint, anonymous, requester_pays and ca_bundle.
+    """
 
     def __init__(self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings) -> None:
         super().__init__(uri, prefix=prefix)
@@ -142,7 +145,7 @@ class GsStore(RemoteStore):
                 start, held, crc = start + len(held), part, self._crc(part, crc)
             if flying is not None:
                 flying.result()
-            # Only now: the source has ended without an error, and the last chunk makes the object.
+            # Only now: the source has ended without an error, and the last chunk creates the object.
             flying = self._start(key, partial(upload.finish, start, held, f"crc32c={_encoded(crc)}"))
             flying.result()
         except BaseException:
@@ -165,12 +168,12 @@ class GsStore(RemoteStore):
                 crc = self._crc(part, crc)
             wanted = {"size": str(size_bytes), "crc32c": _encoded(crc)}
             if about.get("crc32c") != wanted["crc32c"]:
-                return False  # it was written anew since
+                return False  # it has been rewritten since
         except (StoreError, NotFoundError):
             return False
         try:
             made = self._rewrite(key, source._object(source_key), about["generation"])  # noqa: SLF001
-        except RaycheckError:  # a right is missing, or this server cannot do it: no other object is read for nothing
+        except RaycheckError:  # no permission, or this server cannot do it: read no other object in vain
             self._may_rewrite = False
             return False
         return {name: made.get(name) for name in wanted} == wanted
@@ -183,7 +186,7 @@ class GsStore(RemoteStore):
         return self._run(key, call)
 
     def _rewrite(self, key: str, source: str, generation: str) -> dict[str, Any]:
-        """Has GCS copy that generation of another object. Returns what it states of the new one."""
+        """Make GCS copy that generation of another object. Return what it states about the new one."""
         params = {"ifSourceGenerationMatch": generation, "maxBytesRewrittenPerCall": str(REWRITTEN_AT_ONCE)}
         url = f"{source}/rewriteTo{self._object(key).removeprefix('/storage/v1')}"
         body = {name: value for name, value in json.loads(self._described(key)).items() if name != "name"}
@@ -215,7 +218,7 @@ class GsStore(RemoteStore):
             return
 
     def _insert_if(self, key: str, data: bytes, generation: str) -> Written:
-        """Writes over that generation only; "0" means that there must be no object."""
+        """Write over that generation only; "0" means that there must be no object."""
         insert = self._insert(key, data, {"ifGenerationMatch": generation})
 
         async def call(api: Api) -> Written:
@@ -240,10 +243,10 @@ class GsStore(RemoteStore):
         return str(answer.json().get("generation", "0"))
 
     async def _ask(self, api: Api, method: str, key: str, **more: Any) -> ApiResponse:
-        """Sends one request about one object.
+        """Send one request about one object.
 
-        GCS answers 404 for a missing object and for a missing bucket. Until an answer has shown that the bucket is
-        there, a listing tells the two apart: only a missing bucket makes it answer 404.
+        GCS answers 404 for a missing object and for a missing bucket. Until a response has shown that the bucket
+        exists, a listing distinguishes the two: only a missing bucket makes it answer 404.
         """
         try:
             answer = await api.ask(method, self._object(key), **more)
@@ -268,7 +271,7 @@ class GsStore(RemoteStore):
         return json.dumps(about | more).encode()
 
     def _insert(self, key: str, data: Buffer, condition: dict[str, str]) -> Callable[[Api], Awaitable[ApiResponse]]:
-        """Returns one request that writes one object. GCS refuses it when the bytes do not match the checksum."""
+        """Return one request that writes one object. GCS refuses it when the bytes do not match the checksum."""
         mark = uuid4().hex
         about = self._described(key, crc32c=_encoded(self._crc(data)))
         head = f"--{mark}\r\nContent-Type: application/json\r\n\r\n".encode() + about
@@ -296,7 +299,7 @@ class GsStore(RemoteStore):
         return ResumableUpload(answer.headers["Location"], size_bytes, CREATE)
 
     def _abandon(self, key: str, upload: ResumableUpload) -> None:
-        """Ends an upload. If this fails, GCS discards the upload after a week."""
+        """End an upload. If this fails, GCS discards the upload after a week."""
         self._clean_up(key, lambda api: api.ask("DELETE", upload.url, needs=CREATE, accepts=(404, 410, 499)))
 
     def _pages(self, prefix: str, **more: str) -> Iterator[dict[str, Any]]:
@@ -324,22 +327,22 @@ class GsStore(RemoteStore):
             return StoreError(f"{self}: {key}: {type(error).__name__}: {error}"), Repeat.UNCONDITIONAL
         text = f"{self}: {key}: the store answered {error.status} {said(error.message)}"
         if error.is_rate_limit:
-            # One object accepts about one write a second, even `latest`. A request that was turned away was not
-            # applied, so a conditional write may be repeated too. Were it applied after all, the repeated one is a
-            # conflict, and the caller judges by the effect.
+            # One object accepts about one write a second, even `latest`. A rejected request was not applied, so a
+            # conditional write may be repeated too. If it was applied after all, the repeated one is a conflict, and
+            # the caller judges by the effect.
             return StoreError(text), Repeat.EVERYTHING
-        if error.status == 404 and error.needs in (GET, DELETE):  # _ask has seen that the bucket is there
+        if error.status == 404 and error.needs in (GET, DELETE):  # _ask has seen that the bucket exists
             return NotFoundError(f"{self}: no object {key}"), Repeat.NOTHING
         if error.status == 404:
             return ConfigError(f"{self}: there is no such bucket; create it or correct the name"), Repeat.NOTHING
         if error.is_by_condition:
             return ConflictError(f"{self}: {key}: refused by its condition"), Repeat.NOTHING
         if error.needs == CREATE and (error.status == 412 or (error.status == 400 and "invalid" in error.reasons)):
-            # Its checksum was refused, or another condition than ours: the bytes may have changed on their way. Nothing
+            # Its checksum was refused, or a condition other than ours: the bytes may be corrupted on the way. Nothing
             # was written, so a conditional write may be repeated too.
-            return StoreError(f"{text}; the bytes that came may not be those that were sent"), Repeat.EVERYTHING
+            return StoreError(f"{text}; the bytes that arrived may not be those that were sent"), Repeat.EVERYTHING
         if error.status == 416:
-            return CorruptError(f"{self}: {key} is shorter than the range that was asked for"), Repeat.NOTHING
+            return CorruptError(f"{self}: {key} is shorter than the requested range"), Repeat.NOTHING
         if error.is_bad_identity:
             return not_accepted(self.uri, said(error.message)), Repeat.EVERYTHING  # the next try may renew it
         if error.status in (401, 403):

@@ -1,4 +1,4 @@
-"""Lends the caller's buffer to a client that reads it in threads of its own, and sees when they have let go of it."""
+"""Lends the caller's buffer to a client that reads it in threads of its own, and detects when they have released it."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,12 +13,12 @@ _LOOK_EVERY_S = 0.005
 
 
 class BufferLoan:
-    """Lends parts to a client that may read them after its call has ended. One loan serves one call.
+    """The parts lent to a client that may read them after its call has ended. One object serves one call.
 
-    A memoryview cannot be released while something reads it. By this the loan sees when the client has let go of a
-    part, whatever the client's threads do.
+    A memoryview cannot be released while something reads it. That shows when the client has released a part, whatever
+    the client's threads do.
 
-    lent_bytes: how much was lent in all. source_error: what the source of the parts raised, if it did.
+    lent_bytes: how much was lent in total. source_error: what the source of the parts raised, if it did.
     """
 
     def __init__(self, *, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -30,7 +30,7 @@ class BufferLoan:
         self._sleep = sleep
 
     def lend(self, part: Buffer) -> memoryview:
-        """Returns a view of `part` that only the client holds."""
+        """Return a view of `part` that only the client has."""
         view = memoryview(part).cast("B")
         self._out = [out for out in self._out if not _release(out)]
         self._out.append(view)
@@ -38,7 +38,7 @@ class BufferLoan:
         return view
 
     def lend_each(self, parts: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Lends the parts one by one, pulling each when the client asks for it, in whatever thread."""
+        """Lend the parts one by one, pulling each when the client requests it, in whatever thread."""
         source = iter(parts)
         while True:
             with self._pull:
@@ -48,7 +48,7 @@ class BufferLoan:
             yield view
 
     def _next(self, source: Iterator[Buffer]) -> memoryview | None:
-        if self._is_over:  # a normal end would tell the client that it has the whole object
+        if self._is_over:  # a normal end would mean to the client that it has the whole object
             raise StoreError("the upload is over")
         try:
             part = next(source, None)
@@ -58,7 +58,7 @@ class BufferLoan:
         return None if part is None else self.lend(part)
 
     def take_back(self, timeout_s: float = RETURN_TIMEOUT_S) -> bool:
-        """Ends the loan, and waits until the client has let go of every part. Returns whether it has.
+        """Stop lending, and wait until the client has released every part. Return whether it has.
 
         From now on nothing is lent, and the source, which reads the buffer too, no longer runs.
         """
@@ -75,7 +75,7 @@ class BufferLoan:
 
 
 def _release(view: memoryview) -> bool:
-    """Releases the view unless something reads it. Returns whether it is released."""
+    """Release the view unless something reads it. Return whether it is released."""
     try:
         view.release()
     except BufferError:

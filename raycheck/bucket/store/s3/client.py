@@ -1,7 +1,7 @@
 """Sets up s3fs for raycheck: credentials come from raycheck's own chain, arguments from client_options.py.
 
-`S3Files` is for Ray. It is nothing but a URI: pickled it carries no more than that, equal URIs are equal file systems,
-and each process that unpickles one reads its own environment.
+`S3Files` is for Ray. It consists only of a URI: pickled it carries nothing else, equal URIs are equal file systems, and
+each process that unpickles one reads its own environment.
 """
 
 import asyncio
@@ -19,8 +19,11 @@ from raycheck.storage_settings import StorageSettings
 
 
 class ChainedFiles(s3fs.S3FileSystem):  # type: ignore[misc]  # s3fs is untyped
-    """Keeps the session that it was made with. Before 2026.9 s3fs replaces it, and with it raycheck's credentials, by
-    one of its own whenever it finds no open connection."""
+    """An s3fs file system that keeps the session with which it was made.
+
+    Before 2026.9 s3fs replaces that session, and raycheck's credentials with it, by its own whenever it finds no open
+    connection.
+    """
 
     _made_with: AioSession | None = None
 
@@ -45,7 +48,7 @@ class S3Files(UriFiles, ChainedFiles):
 
 
 def session(settings: StorageSettings, chain: CredentialChain) -> AioSession:
-    """Makes a session for s3fs. It is given the profile too, since profiles also hold regions and endpoints."""
+    """Make a session for s3fs. It also receives the profile, since profiles contain regions and endpoints, too."""
     draw_apart("aiohttp")
     made = _Session(profile=settings.profile)
     made.chain = chain
@@ -60,13 +63,13 @@ class _Session(AioSession):  # type: ignore[misc]  # aiobotocore is untyped
 
 
 class _Credentials(AioCredentials):  # type: ignore[misc]  # aiobotocore is untyped
-    """Passes the chain's credentials to aiobotocore's signer, which asks before each request. Holds none itself."""
+    """Passes the chain's credentials to aiobotocore's signer, which asks before each request. Stores none itself."""
 
     def __init__(self, chain: CredentialChain) -> None:
         super().__init__("", "", method="raycheck")
         self._chain = chain
 
     async def get_frozen_credentials(self) -> Any:
-        if self._chain.needs_time():  # on the event loop it would hold up every request of this process
+        if self._chain.needs_time():  # on the event loop it would delay every request of this process
             return await asyncio.to_thread(self._chain.frozen)
         return self._chain.frozen()

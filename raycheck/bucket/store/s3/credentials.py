@@ -1,8 +1,8 @@
-"""Finds AWS credentials for s3fs and obstore alike: botocore's whole chain, and a role on top where one is set.
+"""Finds AWS credentials for both s3fs and obstore: botocore's whole chain, and a role on top where one is set.
 
-botocore looks into the environment, profiles, SSO, web identities (IRSA), credential_process, containers and instance
-roles, and renews what it has found 10 to 15 minutes before it expires. Both clients ask again before the credentials
-that they hold have expired.
+botocore examines the environment, profiles, SSO, web identities (IRSA), credential_process, containers and instance
+roles, and renews what it has found 10 to 15 minutes before it expires. Both clients ask again before their credentials
+have expired.
 """
 
 import threading
@@ -34,26 +34,26 @@ class CredentialChain:
             self._session.set_config_variable("ca_bundle", settings.ca_bundle)
 
     def located(self) -> StorageSettings:
-        """Returns the settings, with region, endpoint and CA bundle from the profile where the settings have none."""
+        """Return the settings, with region, endpoint and CA bundle from the profile where the settings have none."""
         session = self._session
         endpoint = ConfiguredEndpointProvider(session.full_config, session.get_scoped_config(), "s3").provide()
         found = {name: session.get_config_variable(name) or None for name in ("region", "ca_bundle")}
         return self._settings.over(StorageSettings(endpoint=endpoint or None, **found))
 
     def has_variant_endpoint(self) -> bool:
-        """Returns whether environment or profile ask for hosts (FIPS, dual stack) whose names only botocore knows."""
+        """Return whether environment or profile request hosts (FIPS, dual stack) whose names only botocore knows."""
         return any(map(self._session.get_config_variable, ("use_fips_endpoint", "use_dualstack_endpoint")))
 
     def frozen(self) -> Any:
-        """Returns access key, secret and token, valid for the next minutes. May ask a service or run a process."""
+        """Return access key, secret and token, valid for the next minutes. May query a service or run a process."""
         return self._load().get_frozen_credentials()
 
     def needs_time(self) -> bool:
-        """Returns whether `frozen` may have to ask a service or run a process."""
+        """Return whether `frozen` may have to query a service or run a process."""
         return self._credentials is None or self._expires_within(15 * 60)
 
     def for_obstore(self) -> dict[str, Any]:
-        """Returns the credentials as obstore's provider; they expire there well before they do in botocore."""
+        """Return the credentials as obstore's provider; they expire there well before they do in botocore."""
         frozen = self.frozen()
         lease = timedelta(seconds=0 if self._expires_within(2 * LEASE_S) else LEASE_S)
         return {
@@ -77,7 +77,7 @@ class CredentialChain:
             return self._credentials
 
     def _assumed(self, source: Credentials) -> Credentials:
-        """Returns the credentials of the role, which are renewed from `source` for as long as `source` is valid."""
+        """Return the credentials of the role, which are renewed from `source` for as long as `source` is valid."""
         extra = {"RoleSessionName": SESSION_NAME}
         if self._settings.external_id:
             extra["ExternalId"] = self._settings.external_id

@@ -1,4 +1,4 @@
-"""Translates botocore's errors into raycheck's. No other file knows what S3 and compatible stores mean by an answer."""
+"""Translates botocore's errors into raycheck's. No other file knows what responses of S3 and compatible stores mean."""
 
 from botocore.exceptions import (
     ClientError,
@@ -36,7 +36,7 @@ _PERMISSIONS = {
     "DeleteObject": "s3:DeleteObject",
     "AbortMultipartUpload": "s3:AbortMultipartUpload",
 }
-# The last four say that the bytes that arrived are not those that were sent.
+# The last four mean that the bytes that arrived are not those that were sent.
 _MAY_PASS = (
     "SlowDown",
     "RequestTimeout",
@@ -60,7 +60,7 @@ _MISCONFIGURED = (
 
 
 def translate(uri: str, key: str, error: Exception, settings: StorageSettings) -> tuple[RaycheckError, bool]:
-    """Returns the typed error, and whether an unconditional request may be repeated after it."""
+    """Return the typed error, and whether an unconditional request may be repeated after it."""
     if isinstance(error, ClientError):
         return _answered(uri, key, error, settings)
     if isinstance(error, NoCredentialsError):
@@ -87,7 +87,7 @@ def _answered(uri: str, key: str, error: ClientError, settings: StorageSettings)
     if status in (409, 412):
         return ConflictError(f"{shown_uri(uri)}: {key}: refused by its condition ({said(code)})"), False
     if status == 416:
-        return CorruptError(f"{shown_uri(uri)}: {key} is shorter than the range that was asked for"), False
+        return CorruptError(f"{shown_uri(uri)}: {key} is shorter than the requested range"), False
     if code in BAD_IDENTITY:
         return not_accepted(uri, code), False
     if status in (401, 403):
@@ -100,10 +100,10 @@ def _answered(uri: str, key: str, error: ClientError, settings: StorageSettings)
 
 
 def _needed(verb: str, settings: StorageSettings) -> str:
-    """Says which permission to grant for the request that was refused."""
+    """Return which permission to grant for the request that was refused."""
     permission = _PERMISSIONS.get(verb, "s3:PutObject")
     if settings.anonymous:
-        return f"The bucket does not let everybody do this ({permission}); anonymous=True is set"
+        return f"The bucket does not allow everyone to do this ({permission}); anonymous=True is set"
     text = f"Grant {permission}"
     if settings.encryption == "aws:kms":
         text += " and, on the key, kms:GenerateDataKey and kms:Decrypt"

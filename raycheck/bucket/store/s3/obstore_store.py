@@ -1,11 +1,12 @@
-"""`s3://` with the extra `fast`: obstore moves the bytes of shards both ways, s3fs does everything else.
+"""`s3://` with the extra `fast`: obstore transfers the bytes of shards both ways, s3fs does everything else.
 
-A request that obstore does not answer with bytes, or an upload that it does not begin, is sent again through s3fs: it
-follows redirects to a bucket's region, and its errors are translated in one place. So this class decides nothing.
+A request that obstore does not answer with bytes, or an upload that it does not start, is sent again through s3fs,
+which follows redirects to a bucket's region and whose errors are translated in one place. So this class makes no
+decisions.
 
-The obstore used here is a copy of raycheck's own (private_obstore.py): the readers in forked loader workers may use the
-script's. Parts go to the wire from the caller's buffer. obstore drops them in threads of its own, even after an error;
-the caller gets the buffer back once all parts are seen to be free (buffer_loan.py).
+The obstore used here is raycheck's private copy (private_obstore.py): the readers in forked loader workers may use the
+script's. Parts are sent directly from the caller's buffer. obstore releases them in threads of its own, even after an
+error; the caller gets the buffer back once all parts are known to be free (buffer_loan.py).
 """
 
 import asyncio
@@ -33,17 +34,17 @@ from raycheck.storage_settings import StorageSettings
 
 logger = logging.getLogger("raycheck")
 MAX_RETRIES = 4
-"""How often obstore repeats a request of an upload in parts. Every other request is repeated through s3fs instead."""
+"""How often obstore retries a request of an upload in parts. Every other request is repeated through s3fs instead."""
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.=-]*(/[A-Za-z0-9_-][A-Za-z0-9_.=-]*)*")
-"""Other keys, such as a hostile run name makes, obstore may write in another way than S3."""
+"""Other keys, such as those of a hostile run name, may be written differently by obstore than by S3."""
 _PLAIN_REGION = "us-east-1"  # servers at an endpoint of their own accept it
 
 
 class FastS3Store(S3Store):
-    """Moves bytes through obstore, and does the rest as S3Store does."""
+    """Transfers bytes through obstore, and does everything else as S3Store does."""
 
     def get_data(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> bytes:
-        """Costs an eighth of the CPU time of `get`. obstore tells neither the store's time nor its checksum."""
+        """Read as `get` does, at an eighth of its CPU time. obstore provides no time and no checksum of the store."""
         client = self._client_of(max_retries=0) if _PLAIN_KEY.fullmatch(self._full(key)) else None
         if client is None:
             return super().get_data(key, max_bytes)
@@ -114,18 +115,20 @@ class FastS3Store(S3Store):
 
     def _take_back(self, key: str, loan: BufferLoan) -> None:
         if not loan.take_back():
-            raise StoreError(f"{self}: {key}: the client still reads the buffer, long after its requests ended")
+            raise StoreError(f"{self}: {key}: the client still reads the buffer, long after its requests have ended")
 
     def _abort_uploads(self, key: str) -> None:
-        """Aborts what is unfinished of `key`, which has one writer. obstore aborts an upload that fails, but not one
-        that was broken off."""
+        """Abort unfinished uploads of `key`, which has one writer.
+
+        obstore aborts an upload that fails, but not one that was cancelled.
+        """
         with suppress(RaycheckError), ends_by(time.monotonic() + CLEAN_UP_S):
             for upload in self.list_uploads(key):
                 if upload.key == key:
                     self.abort_upload(upload)
 
     def _was_completed(self, key: str, loan: BufferLoan, size_bytes: int, error: Exception) -> bool:
-        """Returns whether the object is there, and only the answer was lost: the repeated request finds no upload."""
+        """Return whether the object exists, and only the response was lost: the repeated request finds no upload."""
         if not isinstance(error, FileNotFoundError) or loan.lent_bytes != size_bytes:
             return False
         try:
@@ -134,7 +137,7 @@ class FastS3Store(S3Store):
             return False
 
     def _upload_error(self, key: str, error: Exception) -> RaycheckError:
-        """Returns the typed error for parts that were on their way. Bucket and permissions were checked before them."""
+        """Return the typed error for parts in flight. Bucket and permissions were checked before them."""
         if isinstance(error, FileNotFoundError):
             return NotFoundError(f"{self}: no unfinished upload of {key}: it was aborted from elsewhere")
         code = re.search(r"<Code>(\w+)</Code>", str(error))
@@ -148,7 +151,7 @@ class FastS3Store(S3Store):
         return StoreError(text)
 
     def _client_of(self, *, max_retries: int) -> Any:
-        """Returns obstore's store of the bucket; None where s3fs has to move the bytes."""
+        """Return obstore's store of the bucket; None where s3fs has to transfer the bytes."""
         check_process(self.uri, self._process)
         return self._with_retries if max_retries else self._without_retries
 
@@ -161,7 +164,7 @@ class FastS3Store(S3Store):
         return self._connected(max_retries=MAX_RETRIES)
 
     def _connected(self, *, max_retries: int) -> Any:
-        """Makes obstore's store; None where s3fs has to find the region or the host, or to say what is wrong."""
+        """Make obstore's store; None where s3fs has to find the region or the host, or to report what is wrong."""
         try:
             settings = self._chain.located()
         except BotoCoreError:
@@ -188,11 +191,11 @@ class FastS3Store(S3Store):
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """Returns the classes of errors that obstore raises."""
+    """Return the classes of errors that obstore raises."""
     return own_obstore().exceptions.BaseError, OSError
 
 
 async def _pulled(parts: Iterator[memoryview]) -> AsyncIterator[memoryview]:
-    """Yields the parts, each pulled in a thread: a source that waits must not hold up the parts on their way."""
+    """Yield the parts, each pulled in a thread: a source that waits must not delay the parts in flight."""
     while (part := await asyncio.to_thread(next, parts, None)) is not None:
         yield part

@@ -1,10 +1,10 @@
 """Loads a private copy of obstore, whose threads are not those of the `obstore` that a training script imports.
 
 A process has one set of obstore's threads. The first request starts them, and they do not survive a fork: a forked
-DataLoader worker that reads with obstore waits for ever once anything in its parent has used obstore. raycheck uploads
-from the training process. So it loads the compiled part of obstore a second time, from a file of its own in memory. To
-the loader of shared libraries this is another library, with threads of its own, and raycheck's uploads do not start
-those of the script's obstore. A forked child that needs raycheck's copy loads one more.
+DataLoader worker that reads with obstore waits forever once anything in its parent has used obstore. raycheck uploads
+from the training process. So it loads the compiled part of obstore a second time, from its own file in memory. To the
+dynamic loader this is a different library, with threads of its own, and raycheck's uploads do not start those of the
+script's obstore. A forked child that needs raycheck's copy loads another one.
 """
 
 import os
@@ -22,7 +22,7 @@ _NAME = "_obstore"  # the library's start function is named after it
 
 
 def own_obstore() -> Any:
-    """Returns this process's copy. Raises ImportError or OSError where the system allows no library in memory."""
+    """Return this process's copy. Raises ImportError or OSError where the system allows no library in memory."""
     with _here.lock:
         if _here.module is None:
             _here.module = _load()
@@ -30,14 +30,14 @@ def own_obstore() -> Any:
 
 
 class _Process:
-    """Remembers what this process has loaded. forks: how many forks lie between it and the first process."""
+    """What this process has loaded. forks: how many forks there are between it and the first process."""
 
     def __init__(self) -> None:
         self.forks = -1
         self.start_anew()
 
     def start_anew(self) -> None:
-        """Forgets the parent's copy: called in a forked child, which has none of its threads."""
+        """Forget the parent's copy. Called in a forked child, which has none of its threads."""
         self.forks += 1
         self.lock = threading.Lock()
         self.module: Any = None
@@ -58,8 +58,8 @@ def _load() -> Any:
     with os.fdopen(memory, "wb") as copy, Path(original.origin).open("rb") as source:
         shutil.copyfileobj(source, copy, 1024 * 1024)
         copy.flush()
-        # The loader of shared libraries knows them by path. Where a child's file has the number that the parent's had,
-        # it would return the parent's copy. So each generation of processes spells the path in its own way.
+        # The dynamic loader identifies libraries by path. If a child's file had the number of the parent's, it would
+        # return the parent's copy. So each generation of processes spells the path differently.
         path = f"/proc/self/fd/{'./' * _here.forks}{memory}"
         name = f"{__package__}.{_NAME}"
         spec = spec_from_file_location(name, path, loader=ExtensionFileLoader(name, path))
@@ -73,7 +73,7 @@ def _load() -> Any:
 
 @contextmanager
 def _names_kept() -> Iterator[None]:
-    """Keeps the script's own copy in sys.modules: the copy loaded in the block enters the same names."""
+    """Keep the script's own copy in sys.modules: the copy loaded in the block uses the same names."""
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "obstore"}
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "obstore"]:

@@ -1,4 +1,4 @@
-"""Makes single requests of S3 through a botocore client: bodies, parts of an upload, pages of a listing."""
+"""Makes single S3 requests through a botocore client: bodies, parts of an upload, pages of a listing."""
 
 import base64
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +11,7 @@ from raycheck.errors import StoreError
 
 
 class SeekableBody(RequestBody):
-    """Adds what botocore asks of a body: a length, and a way back to its start when it follows a redirect."""
+    """A body with what botocore needs: a length, and a way back to its start when it follows a redirect."""
 
     def __len__(self) -> int:
         return self.size_bytes
@@ -21,8 +21,10 @@ class SeekableBody(RequestBody):
 
 
 async def read_body(answer: Mapping[str, Any], check: Callable[[int], None] = lambda _: None) -> bytes:
-    """Reads an answer's body, and closes it even when that fails, since its connection would stay open otherwise.
-    check: raises for a size that is too large."""
+    """Read a response's body, and close it even when that fails, since its connection would otherwise stay open.
+
+    check: raises for a size that is too large.
+    """
     async with answer["Body"] as body:
         if "ContentLength" in answer:
             check(answer["ContentLength"])
@@ -35,7 +37,7 @@ async def read_body(answer: Mapping[str, Any], check: Callable[[int], None] = la
 
 
 async def upload_part(where: Mapping[str, str], number: int, part: memoryview, client: Any) -> dict[str, Any]:
-    """Sends one part. Returns what completing the upload needs to know of it."""
+    """Send one part. Return what completing the upload needs to know about it."""
     crc = crc_header(part)
     with SeekableBody(part) as body:
         answer = await client.upload_part(**where, PartNumber=number, Body=body, ChecksumCRC32=crc)
@@ -45,7 +47,7 @@ async def upload_part(where: Mapping[str, str], number: int, part: memoryview, c
 async def copy_part(
     where: Mapping[str, str], number: int, part: Range, source: Mapping[str, str], client: Any
 ) -> dict[str, Any]:
-    """Have the store copy one part from another object. Raise StoreError if its answer has no checksum of the part."""
+    """Have the store copy one part from another object. Raises StoreError if its response has no checksum of it."""
     answer = await client.upload_part_copy(
         **where,
         PartNumber=number,
@@ -60,26 +62,26 @@ async def copy_part(
 
 
 def check_assembled(key: str, done: Iterable[Mapping[str, Any]], lengths: Iterable[int], crc: int) -> None:
-    """Raises StoreError when the parts of an upload in a row do not have this CRC-32.
+    """Raise StoreError when the parts of an upload, in sequence, do not have this CRC-32.
 
     done: what upload_part and copy_part returned.
     """
     crcs = (int.from_bytes(base64.b64decode(part["ChecksumCRC32"]), "big") for part in done)
     if combined(zip(crcs, lengths, strict=True)) != crc:
-        raise StoreError(f"{key}: its parts have another checksum than the whole should have")
+        raise StoreError(f"{key}: its parts do not have the checksum of the whole")
 
 
 async def list_uploads_page(where: Mapping[str, str], client: Any) -> Mapping[str, Any]:
-    """Asks for one page of unfinished uploads."""
+    """Request one page of unfinished uploads."""
     page: Mapping[str, Any] = await client.list_multipart_uploads(**where)
     return page
 
 
 async def list_parts_page(where: Mapping[str, Any], client: Any) -> Any:
-    """Asks for one page of an unfinished upload's parts."""
+    """Request one page of an unfinished upload's parts."""
     return await client.list_parts(**where)
 
 
 def crc_header(data: Buffer) -> str:
-    """Returns the CRC-32 of `data` as S3's headers have it."""
+    """Return the CRC-32 of `data` in the form of S3's headers."""
     return base64.b64encode(crc32(data).to_bytes(4, "big")).decode()

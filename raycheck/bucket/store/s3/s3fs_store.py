@@ -1,7 +1,7 @@
-"""`s3://`: reaches S3 and compatible stores through s3fs, which supplies the session and the event loop.
+"""`s3://`: accesses S3 and compatible stores through s3fs, which provides the session and the event loop.
 
-Requests are made on its botocore client directly. s3fs itself drops If-Match once a body goes multipart, repeats
-conditional writes, which then collide with themselves, and uploads parts one after another.
+Requests are made directly on its botocore client. s3fs itself drops If-Match once a body goes multipart, repeats
+conditional writes, which then conflict with themselves, and uploads parts one after another.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -49,7 +49,7 @@ from raycheck.storage_settings import StorageSettings
 
 
 class S3Store(RemoteStore):
-    """Keeps objects in one bucket, below one prefix."""
+    """The objects in one bucket, below one prefix."""
 
     def __init__(self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings) -> None:
         super().__init__(uri, prefix=prefix)
@@ -112,7 +112,7 @@ class S3Store(RemoteStore):
 
         try:
             return self._run(key, call)
-        except NotFoundError:  # an answer to HEAD has no body that could say that the bucket is missing; a listing has
+        except NotFoundError:  # a response to HEAD has no body to say that the bucket is missing; a listing has
             with suppress(StoreError):
                 next(self._pages(key, MaxKeys=1))
             raise
@@ -160,14 +160,14 @@ class S3Store(RemoteStore):
         try:
             self._put_each(key, parts, size_bytes, crc, source=source)
         except RaycheckError:
-            self._proves_copies = False  # give up server-side copies for good; the caller uploads the bytes instead
+            self._proves_copies = False  # give up server-side copies permanently; the caller uploads the bytes instead
             return False
         return True
 
     def _reaches(self, source: Store | None) -> bool:
-        """Returns whether this store's credentials and endpoint serve for `source`, as far as their settings tell.
+        """Return whether this store's credentials and endpoint also work for `source`, as far as the settings show.
 
-        Whether they have the right to read there is known by the first copy.
+        Whether they have the permission to read there is known after the first copy.
         """
         return source is None or (isinstance(source, S3Store) and source._settings == self._settings)  # noqa: SLF001
 
@@ -214,7 +214,7 @@ class S3Store(RemoteStore):
         try:
             self._run(key, lambda client: client.complete_multipart_upload(**where, MultipartUpload={"Parts": done}))
         except NotFoundError:
-            # It was completed before, and the answer was lost: the repeated request finds no such upload.
+            # It was completed before, and the response was lost: the repeated request finds no such upload.
             if self.head(key) != size_bytes:
                 raise
 
@@ -231,8 +231,8 @@ class S3Store(RemoteStore):
             return self._put_conditional(key, data, IfMatch=forms[0])
         except ConflictError:
             # Ceph RGW compares If-Match with the ETag without its quotes. The second request is conditional too, so it
-            # is safe. (To a swap that another one overtakes on its way Ceph answers 500. This stays a StoreError, since
-            # it may mean other things.)
+            # is safe. (Ceph answers 500 to a swap that is overtaken by another one. This stays a StoreError, since it
+            # may mean other things.)
             written = self._put_conditional(key, data, IfMatch=forms[1])
             self._wants_bare_etags = not self._wants_bare_etags
             return written
@@ -271,8 +271,8 @@ class S3Store(RemoteStore):
     def _put_conditional(self, key: str, data: bytes, **condition: str) -> Written:
         try:
             answer = self._run_conditional(key, lambda client: self._put_object(client, key, data, **condition))
-        except NotFoundError:  # S3 answers so to an If-Match on a missing key
-            raise ConflictError(f"{self}: {key}: refused by its condition: it is not there") from None
+        except NotFoundError:  # S3's answer to an If-Match on a missing key
+            raise ConflictError(f"{self}: {key}: refused by its condition: it does not exist") from None
         return Written(answer["ETag"], bucket_time(answer["ResponseMetadata"]["HTTPHeaders"].get("date")))
 
     async def _put_object(self, client: Any, key: str, data: Buffer, **condition: str) -> Any:
@@ -295,7 +295,7 @@ class S3Store(RemoteStore):
             where["ContinuationToken"] = page["NextContinuationToken"]
 
     def _abandon(self, key: str, where: dict[str, str]) -> None:
-        """Aborts an upload. The sweep, below `checkpoints/`, and lifecycle rules abort what is left."""
+        """Abort an upload. The sweep, below `checkpoints/`, and lifecycle rules abort what is left."""
         self._clean_up(key, lambda client: client.abort_multipart_upload(**where))
 
     async def _client(self) -> Any:
@@ -309,5 +309,5 @@ class S3Store(RemoteStore):
 
 
 def _as_requests(signature_version: str, context: dict[str, Any], signing_name: str, **_: object) -> str:
-    """Has botocore sign addresses as it signs requests. By default it takes version 2, which many stores refuse."""
+    """Have botocore sign addresses as it signs requests. By default it uses version 2, which many stores refuse."""
     return set_operation_specific_signer(context, signing_name) or signature_version
