@@ -43,7 +43,7 @@ class BackgroundActs:
                 act.text = work(told)
             except RaycheckError as error:
                 act.text, act.has_failed = str(error), True
-            except Exception as error:  # noqa: BLE001  the page says what it was; the server goes on
+            except Exception as error:  # noqa: BLE001  the page shows the error; the server continues
                 act.text, act.has_failed = f"{type(error).__name__}: {error}", True
             finally:
                 act.is_done = True

@@ -53,8 +53,8 @@ def pack(
     a local file or a stream; needs the package zstandard. storage: how the source's bucket is reached, and `file` in
     the same kind of store. progress: is told the bytes that are packed, and how many there are.
 
-    Raises NotFoundError when there is no such checkpoint or retention drops it meanwhile, CorruptError when bytes are
-    not those that were saved; then no file appears.
+    Raises NotFoundError if there is no such checkpoint or retention drops it in the meantime, and CorruptError if bytes
+    differ from what was saved; then no file appears.
     """
     run = open_run(source, storage)
     place = Place.of(file, storage, beside=source) if isinstance(file, str) else None

@@ -163,7 +163,7 @@ class LoaderConversion:
         is_known = type(sampler) in (RandomSampler, SequentialSampler, DistributedSampler) and is_whole
         problem = ""
         if type(loader).__iter__ is not DataLoader.__iter__ and not is_torchdatas:
-            problem = f"is a {type(loader).__module__}.{type(loader).__qualname__} with an iterator of its own"
+            problem = f"is a {type(loader).__module__}.{type(loader).__qualname__} with a custom iterator"
         elif isinstance(loader.dataset, torch.utils.data.IterableDataset):
             problem = f"streams a {type(loader.dataset).__qualname__}"
         elif type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
