@@ -175,8 +175,7 @@ class _Search:
         return found
 
     def _look_and_go_on(self, folder: _Folder) -> RunSummary | list[_Folder]:
-        """Check a folder. A folder that the store refuses becomes a line of the listing; for the caller's prefix it is
-        an error."""
+        """Check a folder. One that the store refuses is a line of the listing, but an error for the caller's prefix."""
         try:
             return self._look(folder)
         except ConfigError:
@@ -242,8 +241,7 @@ class _Search:
 
 
 def _is_fit(name: str) -> bool:
-    """Return whether a run may have this name. Clients resolve dots, and `checkpoints` is a folder in a run, never a
-    run."""
+    """Return whether a run may have this name. Clients resolve dots, and `checkpoints` is a folder of a run."""
     return name not in ("", ".", "..") and CheckpointName.parse(name) is None
 
 

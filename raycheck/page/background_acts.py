@@ -1,5 +1,4 @@
-"""Runs long actions in the background and reports their progress. Only one runs at a time, as each may need much
-memory."""
+"""Runs long actions in the background, one at a time since each may need much memory, and reports their progress."""
 
 import threading
 from collections.abc import Callable

@@ -133,8 +133,7 @@ class _Packing:
         )
 
     def contents(self) -> Iterator[Iterable[Buffer]]:
-        """Yield each member's bytes. Raises CorruptError, before the end, if any of them differs from what was
-        saved."""
+        """Yield each member's bytes. Raises CorruptError, before the end, if any byte differs from the saved one."""
         yield from ([text] for text in self.texts.values())
         spans = [Spans(item.store, item.key, 0, item.size_bytes) for item in self.objects]
         with closing(read_ahead(span for own in spans for span in own)) as ahead:

@@ -107,8 +107,7 @@ def unpack_into(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Target:
-    """The place of the objects in the new run, under a name used by nothing else. save: the lowest save number for the
-    name."""
+    """The objects' place in the new run, under an unused name. save: the lowest save number that the name may have."""
 
     store: Store
     run_id: str
