@@ -1,6 +1,6 @@
-# Sourced by cluster/demo.sh and tests/run.sh: makes or reuses .venv beside this repository's README.
+# Sourced by cluster/demo.sh and tests/run.sh: creates or reuses .venv next to this repository's README.
 # Usage: extras=train,demo . cluster/bootstrap.sh      (leaves $python set)
-# With RAYCHECK_PYTHON in the environment that is $python, and nothing is installed.
+# If RAYCHECK_PYTHON is set, $python is that, and nothing is installed.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${RAYCHECK_PYTHON:-$root/.venv/bin/python}
@@ -9,12 +9,12 @@ base=${PYTHON:-python3}
     echo "raycheck needs Python 3.11 or newer; '$base' is not. Set PYTHON=/path/to/python3.11 and run again." >&2
     exit 1
 }
-# Every version is locked for Pythons that have a lock (cluster/lock.sh makes it); for others only a few are fixed.
+# All versions are locked for Pythons with a lock file (made by cluster/lock.sh); for others only a few are pinned.
 version=$("$base" -c 'import sys; print(*sys.version_info[:2], sep=".")')
 if [ -x "$python" ]; then version=$("$python" -c 'import sys; print(*sys.version_info[:2], sep=".")'); fi
 constraints=$root/cluster/constraints-$version.txt
 [ -f "$constraints" ] || constraints=$root/cluster/constraints.txt
-# The stamp holds what was installed for which inputs, so that a second run costs nothing.
+# The stamp records the inputs of the last install, so that a second run installs nothing.
 want="$extras $(cat "$root/pyproject.toml" "$constraints" | cksum)"
 stamp=$root/.venv/raycheck-$(echo "$extras" | tr ',' '-')
 if [ -z "${RAYCHECK_PYTHON:-}" ] && [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then

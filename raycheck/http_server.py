@@ -1,5 +1,4 @@
-"""Serves an aiohttp application so that no client can hold a connection forever, exhaust the server, or write to its
-log.
+"""Serves an aiohttp application; no client can hold a connection forever, exhaust the server, or write to its log.
 
 aiohttp waits without limit for the end of a started request, and for a client that does not read its response. It
 accepts every connection until the process has no descriptor left. And for each request that is not HTTP it logs a

@@ -60,8 +60,8 @@ class SourceBody:
 class RoundReport:
     """What the rounds of one copier did, by checkpoint.
 
-    present: was there already. dropped: left the source while it was copied. damaged: what is wrong with it. deleted:
-    gone from the mirror.
+    present: existed before. dropped: dropped by the source while it was copied. damaged: what is wrong with it.
+    deleted: deleted from the mirror.
     """
 
     copied: list[str] = field(default_factory=list)

@@ -38,9 +38,9 @@ from raycheck.storage_settings import StorageSettings
 class CopiedRun:
     """The result of a copy.
 
-    uri, run_id, head: of the copy. copied: the checkpoints that were copied now, by name. present: those that were
-    there. dropped: those that the source has dropped meanwhile. sent_bytes: what went through this process.
-    in_store_bytes: what the store has copied by itself. found_bytes: what was there already.
+    uri, run_id, head: of the copy. copied: the checkpoints that were copied now, by name. present: those that existed
+    before. dropped: those that the source dropped in the meantime. sent_bytes: bytes sent through this process.
+    in_store_bytes: bytes copied inside the store. found_bytes: bytes that existed before.
     """
 
     uri: str
@@ -91,8 +91,8 @@ def copy_run(
     progress: called with the bytes that are done, and those of the whole copy.
     stop: when it is set, the copy ends soon with StoppedError.
 
-    Raises ConfigError when dest is no place for the copy, NotFoundError when there is nothing to copy, and DamagedError
-    for a checkpoint of the source that is damaged; all others are copied before.
+    Raises ConfigError if dest is unsuitable, NotFoundError if there is nothing to copy, and DamagedError for a damaged
+    checkpoint of the source, after all others are copied.
     """
     one, other = open_store(source, from_storage), open_store(dest, to_storage)
     stop = Event() if stop is None else stop

@@ -51,8 +51,7 @@ def delete_checkpoint(
 
 
 def plan_delete_checkpoint(uri: str, at: int | str, *, storage: StorageSettings | None = None) -> Entry:
-    """Return the entry of the checkpoint that `delete_checkpoint` would delete. Writes nothing; raises the same
-    errors."""
+    """Return the entry that `delete_checkpoint` would delete. Writes nothing, and raises the same errors."""
     run = open_run(uri, storage)
     entry = run.at(at).entry
     delete.check_checkpoint(run.store.uri, run.latest, entry.key)

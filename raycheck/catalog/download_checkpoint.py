@@ -36,7 +36,7 @@ class Downloaded:
     """A downloaded checkpoint.
 
     checkpoint: its name in the run. files: their names in the folder, and their sizes in bytes. fetched_bytes: how much
-    was fetched this time; the rest was there already.
+    this call fetched; the rest existed before.
     """
 
     checkpoint: str
@@ -66,8 +66,8 @@ def download(
     values in values.json, for which torch is needed. For a Hugging Face directory see export_hf. storage: how the
     bucket is reached. progress: is told the bytes that are there, and how many there will be.
 
-    Raises NotFoundError when there is no such checkpoint or retention drops it meanwhile, ConfigError for a folder with
-    other files, DamagedError when bytes are not those that were saved.
+    Raises NotFoundError if there is no such checkpoint or retention drops it in the meantime, ConfigError for a folder
+    with other files, and DamagedError if bytes differ from what was saved.
     """
     if format not in ("dcp", "safetensors"):
         raise ConfigError(f"download: format={format!r} is not one of dcp, safetensors")

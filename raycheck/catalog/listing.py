@@ -51,25 +51,24 @@ class RunSummary:
     """One run of a listing, from its `latest` at one moment.
 
     uri: the run's address, for every other command. name: the path of the run's folder below the prefix.
-    state: "finished", "died" (its driver gave it up), "running" (there was a claim or commit lately), "silent" (there
-        was none for long) and "idle" (nobody has started it since it was rewound, repaired or copied), as `raycheck
-        show` says them; "deleted": what is left is kept for runs that use it, or its delete was interrupted;
-        "uncommitted": it has no checkpoint and does not run; "lost": checkpoints lie there, but
-        `latest` is missing; "damaged": `latest` could not be read, twice; "newer": a newer raycheck wrote it;
-        "unreadable": the store refused or failed.
-    text: the state in words, with what to do. is_resumable: training is over, has not come to its end, and the next
-        start goes on from `step`.
-    step: that of the head, None without one. committed_at, age_s: the time of the newest commit by the store's clock,
-        and how long ago that was. idle_s: how long ago something happened to the run for the last time: a claim, a
-        commit, or its end. metrics: those of the head that `latest` repeats.
+    state: "finished", "died" (its driver gave up), "running" (there was a recent claim or commit), "silent" (there was
+        none for long), and "idle" (not started since it was rewound, repaired, or copied), as in `raycheck show`;
+        "deleted": the rest is kept for runs that use it, or the delete was interrupted; "uncommitted": it has no
+        checkpoint and is not running; "lost": it has checkpoints, but `latest` is missing; "damaged": `latest` could
+        not be read, twice; "newer": a newer raycheck wrote it; "unreadable": the store refused or failed.
+    text: the state as text, with what to do. is_resumable: training has stopped before its end, and the next start
+        resumes from `step`.
+    step: of the head, None without one. committed_at, age_s: the time of the newest commit by the store's clock, and
+        its age. idle_s: the time since the run's last claim, commit, or end. metrics: those of the head that `latest`
+        contains.
     num_checkpoints: how many checkpoints are live. size_bytes, max_size_bytes: how many bytes these keep at least and
-        at most. The two are equal where no checkpoint refers to another's directory: `latest` has the size of each
-        checkpoint with all that it refers to, and does not say how much of that several of them share. What retention
-        has dropped, interrupted saves and exports are not in it: `raycheck sweep` and `raycheck prune` find them.
-    goodput: the share of the time from the run's begin to its newest commit that stands as training, between 0 and 1;
-        None where `latest` does not say it: it was written by an older raycheck, or the head was moved since.
-    parent: the address of the run that this one was forked from, as the fork wrote it. None for a run that is no fork,
-        and for one that has dropped the checkpoint with which it began.
+        at most. The two are equal if no checkpoint refers to another's directory: `latest` has the size of each
+        checkpoint with everything it refers to, but not how much of that is shared. Dropped checkpoints, interrupted
+        saves, and exports are not included: `raycheck sweep` and `raycheck prune` find them.
+    goodput: the share of the time from the run's start to its newest commit that became lasting training, between 0
+        and 1; None if `latest` does not contain it, because an older raycheck wrote it or the head was moved since.
+    parent: the address of the run that this one was forked from, as the fork wrote it. None for a run that is not a
+        fork, and for a fork that has dropped the checkpoint from which it started.
     """
 
     uri: str
@@ -176,8 +175,7 @@ class _Search:
         return found
 
     def _look_and_go_on(self, folder: _Folder) -> RunSummary | list[_Folder]:
-        """Check a folder. A folder that the store refuses becomes a line of the listing; for the caller's prefix it is
-        an error."""
+        """Check a folder. One that the store refuses is a line of the listing, but an error for the caller's prefix."""
         try:
             return self._look(folder)
         except ConfigError:
@@ -243,8 +241,7 @@ class _Search:
 
 
 def _is_fit(name: str) -> bool:
-    """Return whether a run may have this name. Clients resolve dots, and `checkpoints` is a folder in a run, never a
-    run."""
+    """Return whether a run may have this name. Clients resolve dots, and `checkpoints` is a folder of a run."""
     return name not in ("", ".", "..") and CheckpointName.parse(name) is None
 
 

@@ -32,9 +32,8 @@ _KEEPS = tuple(spec.name for spec in fields(Retention) if spec.name != "expire_a
 class Rule:
     """A rule of a policy: what runs in certain states keep.
 
-    states: those of `list_runs`; () for all. name: the beginning of the run's path below the prefix. idle_days: only
-    runs to which nothing has happened for so long, no claim and no commit. keep: which checkpoints stay. delete: the
-    whole run goes instead.
+    states: those of `list_runs`; () for all. name: a prefix of the run's path under the prefix. idle_days: only runs
+    without a claim or commit for this long. keep: which checkpoints to keep. delete: delete the whole run instead.
     """
 
     states: tuple[str, ...] = ()
@@ -53,9 +52,9 @@ class Rule:
 class PrunedRun:
     """What a policy does, or did, with one run.
 
-    rule: the place of the rule that decided, from 1; None when no rule fits. names: the checkpoints that go, now or
-    after the grace. freed_bytes: what their objects have. is_deleted: the whole run goes. problem: why nothing could be
-    done with it; "" when all is well.
+    rule: the number of the rule that matched, from 1; None if none did. names: the checkpoints to delete, now or after
+    the grace period. freed_bytes: the size of their objects. is_deleted: whether the whole run is deleted. problem: why
+    the run could not be pruned; "" if it could.
     """
 
     uri: str

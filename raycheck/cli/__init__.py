@@ -1,14 +1,15 @@
 """The command line `raycheck`: this file assembles the commands and turns errors into one line.
 
-- browse.py shows and verifies a run's checkpoints: `ls`, `show`, `verify`. - data.py lists the samples of a run's
-steps: `data`. - manage.py changes what a run keeps, and repairs it: `prune`, `sweep`, `rewind`, `repair` and others. -
-names.py pins, names, and scores single checkpoints: `pin`, `name`, `rename`, `unname`, `score`. - submit.py runs a
-training script as a Ray job, watch_node.py forwards a cloud's preemption notice, export.py writes Hugging Face
-directories, tinker.py serves the tinker SDK, demo.py runs a demo, docs.py prints the guides. - catalog/ works with many
-runs in one bucket: `runs`, `fork`, `delete`, `delete-run`, `pack`, `unpack`, `download`,
+- browse.py shows and verifies a run's checkpoints: `ls`, `show`, `verify`.
+- data.py lists the samples of a run's steps: `data`.
+- manage.py changes what a run keeps, and repairs it: `prune`, `sweep`, `rewind`, `repair` and others.
+- names.py pins, names, and scores single checkpoints: `pin`, `name`, `rename`, `unname`, `score`.
+- submit.py runs a training script as a Ray job, watch_node.py forwards a cloud's preemption notice, export.py writes
+  Hugging Face directories, tinker.py serves the tinker SDK, demo.py runs a demo, docs.py prints the guides.
+- catalog/ works with many runs in one bucket: `runs`, `fork`, `delete`, `delete-run`, `pack`, `unpack`, `download`,
   `import`, `prune-runs`, `cp`.
-- views/ looks into checkpoints: `tensors`, `diff`; watches a run: `top`; and serves the `page`. - options.py has the
-shared arguments, their shell completion, and the printing functions.
+- views/ looks into checkpoints: `tensors`, `diff`; watches a run: `top`; and serves the `page`.
+- options.py has the shared arguments, their shell completion, and the printing functions.
 
 To add a command, write a function in the file of its topic and add it to that file's COMMANDS. The function's name,
 with hyphens, is the command's name. Its docstring is the help text, and its parameters are typer arguments and options.

@@ -22,8 +22,7 @@ from raycheck.terminal import printable
 UNCUT = 1_000_000
 MAX_OFFERED = 200
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-"""Names that are safe to offer to a shell. Other names come from untrusted writers, and a shell might interpret
-them."""
+"""Names that are safe to offer to a shell. It might interpret others, which untrusted writers may choose."""
 out = Console(highlight=False, width=UNCUT)
 """Prints each table row as one line of any length: other programs need full names, and a terminal wraps lines."""
 

@@ -3,9 +3,10 @@
 The job's driver dies with its node, and nothing in Ray restarts it. The run resumes from its newest commit, so it is
 enough to submit the same script again. Resubmission stops as soon as another try cannot help:
 
-- the driver recorded in the bucket that it gave up for good; - the run had finished, and the failure came after that; -
-the script exited on its own, early, before its workers had claimed the run; - nothing was committed between two
-failures.
+- the driver recorded in the bucket that it gave up for good;
+- the run had finished, and the failure came after that;
+- the script exited on its own, early, before its workers had claimed the run;
+- nothing was committed between two failures.
 """
 
 import asyncio

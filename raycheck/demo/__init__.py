@@ -62,8 +62,7 @@ def run_demo(
 
 @contextmanager
 def _bucket(root: str | None) -> Iterator[str]:
-    """Yield the URI under which the run is written: `root`, or that of an embedded server that runs during the
-    block."""
+    """Yield the URI for the run: `root`, or that of an embedded server that runs during the block."""
     if root is not None:
         yield root if "://" in root else str(Path(root).absolute())
     else:

@@ -1,5 +1,4 @@
-"""Runs long actions in the background and reports their progress. Only one runs at a time, as each may need much
-memory."""
+"""Runs long actions in the background, one at a time since each may need much memory, and reports their progress."""
 
 import threading
 from collections.abc import Callable
@@ -43,7 +42,7 @@ class BackgroundActs:
                 act.text = work(told)
             except RaycheckError as error:
                 act.text, act.has_failed = str(error), True
-            except Exception as error:  # noqa: BLE001  the page says what it was; the server goes on
+            except Exception as error:  # noqa: BLE001  the page shows the error; the server continues
                 act.text, act.has_failed = f"{type(error).__name__}: {error}", True
             finally:
                 act.is_done = True

@@ -46,8 +46,7 @@ class Guard:
         self._hosts = hosts
 
     def middleware(self) -> Middleware:
-        """Return the middleware that checks `refusal` first, moves the token from the URL to a cookie, and adds
-        HEADERS."""
+        """Return the middleware that checks `refusal`, moves the token from the URL to a cookie, and adds HEADERS."""
 
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:

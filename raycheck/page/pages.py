@@ -209,8 +209,7 @@ def _values(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tensor_view(place: PageScope, name: str, at: str, tensor: str, *, max_bytes: int | None = None) -> dict[str, Any]:
-    """Return the values of a tensor's view, with a sample of its elements. Raises ConfigError above
-    MAX_SAMPLE_BYTES."""
+    """Return the values of a tensor's view, with sampled elements. Raises ConfigError above MAX_SAMPLE_BYTES."""
     if max_bytes is not None and max_bytes > MAX_SAMPLE_BYTES:
         raise ConfigError(f"max_bytes={max_bytes}: one view reads at most {MAX_SAMPLE_BYTES} bytes")
     checkpoint = place.run(name).at(at)

@@ -201,8 +201,7 @@ class CheckpointStore:
         return target
 
     def delete(self, path: CheckpointPath) -> None:
-        """Delete a checkpoint. It disappears at once; its objects are deleted minutes later. Raises RefusedRequestError
-        (404).
+        """Delete a checkpoint. It disappears at once, its objects minutes later. Raises RefusedRequestError (404).
 
         The head of a run, from which a live model would be rebuilt, only loses its name and is deleted with the next
         commit. Deleting a copy also deletes its run.

@@ -267,8 +267,7 @@ class Journal:
         return int(self.rows(query, model, before)[0][0])
 
     def tell(self, request: LoggedRequest) -> None:
-        """Record that the client has now been told of a failed pass: requests it sends from here on take that into
-        account."""
+        """Record that the client now knows of a failed pass, and sends its later requests knowing it."""
         if request.status == "failed" and request.kind in PASSES:
             with self.writing() as db:
                 query = "UPDATE requests SET told = ? WHERE id = ? AND told IS NULL"

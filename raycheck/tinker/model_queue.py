@@ -118,8 +118,7 @@ class ModelQueue:
             await self._after(request)
 
     async def _wait_for(self, missing: list[int], request: LoggedRequest) -> None:
-        """Wait until another request arrives. At the deadline, fail this request and the missing ones before it for
-        good."""
+        """Wait until another request arrives. At the deadline, fail this one and the missing ones before it."""
         now = asyncio.get_running_loop().time()
         left = self._deadlines.setdefault(request.seq, now + self._hold_s) - now
         try:

@@ -269,8 +269,7 @@ def _scored_last_in(body: Mapping[str, Any], prompt_length: int, *, is_scored: b
 
 
 def _stops_in(params: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
-    """Return stop tokens and stop strings. Without `stop`, the model's own stop tokens apply; with [] nothing stops
-    it."""
+    """Return stop tokens and stop strings. Without `stop` the model's own stop tokens apply, with [] none."""
     given = params.get("stop")
     if given is None:
         return None, ()

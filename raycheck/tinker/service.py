@@ -114,8 +114,7 @@ class Service:
         return session
 
     def heartbeat(self, session: str) -> None:
-        """Record a session's heartbeat. Raises RefusedRequestError: 404 for an unknown session, 410 for an ended
-        one."""
+        """Record a session's heartbeat. Raises RefusedRequestError: 404 for an unknown one, 410 for an ended one."""
         self.check_session(session)
         with self.journal.writing() as db:
             db.execute("UPDATE sessions SET seen_at = ? WHERE id = ?", (time.time(), session))

@@ -1,5 +1,4 @@
-"""Computes the positions of a chart's bars, dots, and lines. drawing.py writes them as SVG; nothing here makes
-markup."""
+"""Computes the positions of a chart's bars, dots, and lines. drawing.py writes them as SVG; no markup is made here."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -90,8 +90,7 @@ class RunWatch:
         )
 
     def _aged(self, history: RunHistory, body: Latest, now: float) -> RunHistory:
-        """Return the history with its state re-evaluated, because the state depends on the time. An ended run stays
-        ended."""
+        """Return the history with its state re-evaluated, as it depends on the time. An ended run stays ended."""
         if history.status.state in ("running", "silent"):
             return replace(history, status=status_of(body, None, now=max(now, history.status.now)))
         return replace(history, status=replace(history.status, now=max(now, history.status.now)))

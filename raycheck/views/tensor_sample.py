@@ -136,8 +136,7 @@ def tensor_named(store: Store, manifest: Manifest, index: Index, name: str) -> T
 
 
 def runs_of(chunks: Sequence[Chunk], width: int, max_bytes: int) -> list[ElementRun]:
-    """Return the runs to read of a tensor: all of these chunks, or runs spread over them. width: bytes of an
-    element."""
+    """Return the runs to read of a tensor: all of these chunks, or runs spread over them. width: element bytes."""
     total = sum(chunk.payload_size for chunk in chunks)
     if total > max_bytes:
         return list(_spread(chunks, width, total, max_bytes))

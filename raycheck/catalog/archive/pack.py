@@ -53,8 +53,8 @@ def pack(
     a local file or a stream; needs the package zstandard. storage: how the source's bucket is reached, and `file` in
     the same kind of store. progress: is told the bytes that are packed, and how many there are.
 
-    Raises NotFoundError when there is no such checkpoint or retention drops it meanwhile, CorruptError when bytes are
-    not those that were saved; then no file appears.
+    Raises NotFoundError if there is no such checkpoint or retention drops it in the meantime, and CorruptError if bytes
+    differ from what was saved; then no file appears.
     """
     run = open_run(source, storage)
     place = Place.of(file, storage, beside=source) if isinstance(file, str) else None
@@ -133,8 +133,7 @@ class _Packing:
         )
 
     def contents(self) -> Iterator[Iterable[Buffer]]:
-        """Yield each member's bytes. Raises CorruptError, before the end, if any of them differs from what was
-        saved."""
+        """Yield each member's bytes. Raises CorruptError, before the end, if any byte differs from the saved one."""
         yield from ([text] for text in self.texts.values())
         spans = [Spans(item.store, item.key, 0, item.size_bytes) for item in self.objects]
         with closing(read_ahead(span for own in spans for span in own)) as ahead:

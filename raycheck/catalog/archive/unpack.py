@@ -64,8 +64,8 @@ def unpack(
     URI. dry_run: verify the archive, and write nothing. storage: how the bucket of `dest` is reached, and `file` in the
     same kind of store. progress: is told the bytes that are unpacked, and how many there are.
 
-    Raises ConfigError when there is a run at `dest`, CorruptError when anything in the archive is missing, changed, in
-    another order or too much.
+    Raises ConfigError if there is a run at `dest`, and CorruptError if anything in the archive is missing, changed, out
+    of order, or added.
     """
     source = Place.of(file, storage, beside=dest) if isinstance(file, str) else file
     return unpack_into(
@@ -107,7 +107,7 @@ def unpack_into(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Target:
-    """Writes objects below a name of its own in the new run. save: the lowest save number that the name may have."""
+    """The objects' place in the new run, under an unused name. save: the lowest save number that the name may have."""
 
     store: Store
     run_id: str

@@ -50,7 +50,7 @@ def read_source(files: SourceFiles, settings: ReadSettings, *, kind: str | None 
             files, step = chosen.files, chosen.step
         else:
             files = files.below("checkpoint/")
-    raise ConfigError(f"{files}: this is no checkpoint that can be imported. Name one by itself")
+    raise ConfigError(f"{files}: this is not a checkpoint that can be imported. Name a single one")
 
 
 def kind_of_source(files: SourceFiles) -> str:

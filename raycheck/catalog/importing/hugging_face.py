@@ -159,7 +159,7 @@ def _indexed(files: SourceFiles, index: str) -> dict[str, str]:
     named = sorted(set(places.values()))
     for name in named:
         if "/" in name or not name.endswith(f".{suffix}"):
-            raise CorruptError(f"{what} names {name[:200]!r}, which is no file of weights beside it")
+            raise CorruptError(f"{what} names {name[:200]!r}, which is not a file of weights next to it")
         if name not in files.sizes:
             raise CorruptError(f"{what} names {name[:200]!r}, which is missing: is the download complete?")
     numbered = [found.groups() for name in named if (found := _NUMBERED.fullmatch(name))]
@@ -187,7 +187,7 @@ def _refuse_other_places(what: str, named: Mapping[str, str], place: Mapping[str
     more = f", and {len(wrong) - MAX_NAMED} more tensors" if len(wrong) > MAX_NAMED else ""
     raise CorruptError(
         f"{what} does not fit its files: {'; '.join(told)}{more}. Fetch the model again, all files of one version; if "
-        "you know that the files are right, correct the weight_map"
+        "you know that the files are correct, fix the weight_map"
     )
 
 

@@ -38,7 +38,7 @@ class Imported:
 
     uri: of the run. checkpoint: its name; "" for a dry run. kind: of the source. left_out: the parts of the source that
     are not imported, by name. notes: what was chosen, and why something is left out. is_new: False for a dry run, and
-    when an earlier call had made this very run.
+    if an earlier call had created this run.
     """
 
     uri: str
@@ -67,9 +67,9 @@ def import_checkpoint(
 ) -> Imported:
     """Make the run `dest` with one checkpoint, of what lies at `source`. A training restores it like any other.
 
-    A directory of torch DCP is imported whole; an optimizer's state in it only if its parameters have names there. Of
-    every other source the weights are imported. The result names what is left out, such as the state of optimizers.
-    This needs torch, about 2 GiB of memory, and disk for files of torch.save that lie in a bucket.
+    A torch DCP directory is imported completely, except that optimizer state is imported only if its parameters have
+    names there. From every other source the weights are imported. The result names what is left out, such as optimizer
+    state. This needs torch, about 2 GiB of memory, and disk space for torch.save files in a bucket.
 
     source: a directory of torch DCP, Hugging Face (also in the hub's cache), Ray Train or FSDP ranks, or a file of
         torch.save, Lightning or safetensors; here or in a bucket.
@@ -82,8 +82,8 @@ def import_checkpoint(
     keep_names: keep a `module.` with which all names of a model begin: it is the model's own, and not DDP's.
     storage: how the buckets are reached. dry_run: write nothing. progress: called with the bytes written, and all.
 
-    Does nothing when an earlier call has made this very run, of the same bytes. Raises ConfigError for what is not
-    imported, and when another run is there; CorruptError for a source that is damaged. Then no run is created.
+    Does nothing if an earlier call created this run from the same bytes. Raises ConfigError for a source that cannot be
+    imported and if another run exists there, and CorruptError for a damaged source. Then no run is created.
     """
     register = Register(open_store(dest, storage))
     existing, save = look_at_place(register)

@@ -137,8 +137,7 @@ def _part_of(tensor: torch.Tensor, rank: int, what: str) -> tuple[tuple[int, ...
 
 
 def _cut(offsets: list[int], sizes: list[int], dim: int, at: int, count: int) -> None:
-    """Select the part `at` of `count` along a dimension, as torch.chunk splits it: all parts but the last ones are
-    full."""
+    """Select part `at` of `count` along a dimension, split as by torch.chunk: all parts but the last ones are full."""
     full = -(-sizes[dim] // count)
     start = min(at * full, sizes[dim])
     offsets[dim], sizes[dim] = offsets[dim] + start, min(full, sizes[dim] - start)

@@ -30,9 +30,7 @@ def tensors_of(files: SourceFiles, name: str) -> Iterator[tuple[str, SourceTenso
             raise CorruptError(f"{what}: {key[:200]!r} is described wrongly")
         dtype, offsets = about.get("dtype"), about.get("data_offsets")
         if dtype not in _DTYPES:
-            raise ConfigError(
-                f"{what}: {key[:200]!r} has the type {str(dtype)[:20]}, which torch cannot hold by itself"
-            )
+            raise ConfigError(f"{what}: {key[:200]!r} has the type {str(dtype)[:20]}, which torch does not support")
         shape = check_shape(tuple(about["shape"]), f"{what}: {key[:200]!r}")
         match offsets:
             case [int(start), int(stop)] if 0 <= start <= stop <= end:

@@ -13,11 +13,10 @@ from raycheck.catalog.importing.source_tensors import SourceTensors
 class SourceState:
     """The contents of a source.
 
-    kind: of the source, as --as names it. tree: the state by the names that the source gives to its parts; tensors in
-    it are on the meta device, and `tensors` knows them. files: tokenizer files, as tensors of bytes, by name.
-    texts: configuration files of the model, by name. is_whole: all of it is imported, and not the weights alone.
-    step, epoch: None when the source does not say them. left_out: what is not imported, for people.
-    notes: what was chosen, for people.
+    kind: of the source, as named by --as. tree: the state by the source's names; its tensors are on the meta device and
+    registered in `tensors`. files: tokenizer files, as tensors of bytes, by name. texts: configuration files of the
+    model, by name. is_whole: everything is imported, not only the weights. step, epoch: None if the source does not
+    contain them. left_out: what is not imported, for people. notes: what was chosen, for people.
     """
 
     kind: str
@@ -34,8 +33,8 @@ class SourceState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadSettings:
-    """Says how a source is read. verify: compare all bytes with checksums that the source has, which reads them once
-    more. skip_values: leave values out that cannot be taken, and say so."""
+    """How a source is read. verify: compare all bytes with the source's checksums, which reads them once more.
+    skip_values: leave out values that cannot be imported, with a note."""
 
     verify: bool = True
     skip_values: bool = False

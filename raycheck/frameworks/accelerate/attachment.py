@@ -228,8 +228,7 @@ class Attachment:
         self._end_training()
 
     def _skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return the loader unchanged when it skips these batches anyway, because it resumes at the restored
-        position."""
+        """Return the loader unchanged if it skips these batches anyway, by resuming at the restored position."""
         own = self._loaders.find(dataloader) if self._loaders else None
         if own is None or not num_batches:
             return self._skip(dataloader, num_batches) if own is None else dataloader

@@ -221,8 +221,7 @@ class Loaders(DataStream):
         return False
 
     def find(self, loader: object) -> PreparedLoader | None:
-        """Return the tracked position of this loader, or None if Accelerate did not prepare it or it cannot be
-        tracked."""
+        """Return the position of this loader, or None if Accelerate did not prepare it or it cannot be tracked."""
         return next((own for own in self.loaders if own.loader is loader and own.order.refusal is None), None)
 
     def end_step(self) -> None:
@@ -277,8 +276,7 @@ class Loaders(DataStream):
             )
 
     def _samples_per_step(self, trained: int | None) -> int | None:
-        """Return the samples of one optimizer step over all processes, or None while the training loader is not
-        known."""
+        """Return one optimizer step's samples over all processes, or None while the training loader is unknown."""
         if trained is None:
             return None
         return self.loaders[trained].order.global_batch * int(self._accelerator.gradient_accumulation_steps)

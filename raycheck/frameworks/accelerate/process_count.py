@@ -44,8 +44,7 @@ class ProcessCount:
             )
 
     def rescale(self) -> None:
-        """Move restored schedulers to where the same number of optimizer steps puts them with this number of
-        processes."""
+        """Move restored schedulers to their position after as many optimizer steps with this number of processes."""
         here = self._accelerator.num_processes
         if self._saved == here:
             return

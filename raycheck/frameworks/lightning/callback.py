@@ -1,5 +1,4 @@
-"""The interface for scripts that use Lightning's Trainer: the Callback, which does everything, and `fit`, which adds
-it."""
+"""The interface for scripts with Lightning's Trainer: the Callback, which does everything, and `fit`, which adds it."""
 
 from functools import cache
 from typing import Any

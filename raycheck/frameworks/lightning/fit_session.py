@@ -265,8 +265,7 @@ class FitSession:
             self._checkpointer.end_step(self._new_metrics())
 
     def _end_epoch(self) -> None:
-        """End the epoch and its last step, after everything that Lightning and the user's hooks do at the epoch's
-        end."""
+        """End the epoch and its last step, after everything that Lightning and the user's hooks do at its end."""
         if not self._start.is_fresh:
             # In a restored epoch Lightning skips ReduceLROnPlateau because its own checkpoints have no metrics.
             self._end_restart()

@@ -16,8 +16,7 @@ TESTED = "2.6.6"
 
 
 def imported_package() -> str:
-    """Return the name of the package that the script has imported, or `lightning.pytorch` if it imported both or
-    neither.
+    """Return the name of the package that the script imported, or `lightning.pytorch` if it imported both or neither.
 
     Raises ConfigError when the package is not installed or is older than the oldest tested version.
     """

@@ -18,8 +18,7 @@ REFUSED_CALLBACKS = {
 
 
 def check_trainer(trainer: Any, package: str, *, world_size: int) -> None:
-    """Raise ConfigError for unsupported parts of a Trainer. Remove the ModelCheckpoint that Trainer added by
-    default."""
+    """Raise ConfigError for unsupported parts of a Trainer. Remove the ModelCheckpoint that it added by default."""
     _check_strategy(trainer, package, world_size)
     _take_out_model_checkpoint(trainer, package)
     for callback in trainer.callbacks:

@@ -36,8 +36,7 @@ def is_fsdp2(candidate: object) -> bool:
 
 
 class WorkerEnvironment:
-    """This worker's rank and world size, for Lightning. The processes were started by Ray, or by the process group's
-    creator."""
+    """This worker's rank and world size, for Lightning. Ray, or the process group's creator, started the processes."""
 
     creates_processes_externally = True
 

@@ -42,8 +42,7 @@ class EpochLoader:
         return iter(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return no state: the position is a separate entry. Lightning treats a loader with this method as
-        resumable."""
+        """Return no state: the position is a separate entry. Lightning takes this method to mean resumable."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -69,8 +68,7 @@ class ConvertedSource:
 
 
 class LoaderConversion:
-    """The conversion of a Trainer's training loader into one with a position. batches: None before it, and without a
-    loader."""
+    """The conversion of a Trainer's training loader into one with a position. batches: None before, or without one."""
 
     def __init__(self, trainer: Any, saved: Mapping[str, Any]) -> None:
         """saved: the state of Batches in the checkpoint to restore; empty without one."""
@@ -163,7 +161,7 @@ class LoaderConversion:
         is_known = type(sampler) in (RandomSampler, SequentialSampler, DistributedSampler) and is_whole
         problem = ""
         if type(loader).__iter__ is not DataLoader.__iter__ and not is_torchdatas:
-            problem = f"is a {type(loader).__module__}.{type(loader).__qualname__} with an iterator of its own"
+            problem = f"is a {type(loader).__module__}.{type(loader).__qualname__} with a custom iterator"
         elif isinstance(loader.dataset, torch.utils.data.IterableDataset):
             problem = f"streams a {type(loader.dataset).__qualname__}"
         elif type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
@@ -177,8 +175,7 @@ class LoaderConversion:
 
 
 def _check_last_batch(loader: "DataLoader[Any]", global_batch: int, *, shuffle: bool, is_first: bool) -> None:
-    """Log that samples that do not fill a batch are left out. Raises ConfigError if they are the same in every
-    epoch."""
+    """Log that a last partial batch is left out. Raises ConfigError if its samples are the same in every epoch."""
     length = len(loader.dataset)  # type: ignore[arg-type]
     left = length % global_batch
     if not left or loader.drop_last:

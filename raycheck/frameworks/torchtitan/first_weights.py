@@ -1,5 +1,4 @@
-"""Loads a fresh run's weights from the source in torchtitan's settings: Hugging Face files, a DCP directory, or a
-run."""
+"""Loads a fresh run's weights from the source in torchtitan's settings: Hugging Face files, DCP directory, or run."""
 
 from typing import Any
 

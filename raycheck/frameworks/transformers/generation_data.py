@@ -37,8 +37,7 @@ def hold_generation_batch(trainer: Any, accumulation: int) -> None:
 
 
 def generation_layout(trainer: Any) -> Layout:
-    """Return GRPO's layout: an epoch's prompts in generation batches, each repeated for every step that trains on
-    it."""
+    """Return GRPO's layout: an epoch's prompts in generation batches, repeated for every step that trains on them."""
     args = trainer.args
     uses = args.steps_per_generation * trainer.num_iterations
     if uses % args.gradient_accumulation_steps:

@@ -22,7 +22,7 @@ def prepare(
     """Make a transformers or TRL trainer save to and resume from the run's bucket.
 
     Call it in the training function once the trainer is complete, either instead of Ray's `prepare_trainer` or after
-    it. The trainer's class becomes a subclass of its own. `trainer.train()` then resumes from the run's newest
+    it. The trainer's class is replaced by a subclass of it. `trainer.train()` then resumes from the run's newest
     checkpoint, or starts a new run.
 
     settings: when and how to save. What they leave open, the trainer's arguments decide (save_strategy, save_steps,

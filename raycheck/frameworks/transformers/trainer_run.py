@@ -191,8 +191,7 @@ class TrainerRun:
         return self._clock[0]
 
     def ask_for_save(self, *, is_by_strategy: bool) -> None:
-        """Record that the Trainer's control flow requests a save of this step. is_by_strategy: whether save_strategy
-        asked."""
+        """Record that the Trainer requests a save of this step. is_by_strategy: whether save_strategy asked for it."""
         self._is_asked |= self._joined.follows_strategy or not is_by_strategy
 
     def end_step(self) -> None:
@@ -214,8 +213,7 @@ class TrainerRun:
         self._save_if_asked()
 
     def finish(self, *, best_step: int | None) -> None:
-        """Save the last step before anything else changes the model. best_step: the step whose model to load after
-        that."""
+        """Save the last step before anything else changes the model. best_step: the step whose model to load then."""
         ckpt, trainer = self._live(), self._trainer
         self._note_seconds()
         ckpt.save(self._metrics())

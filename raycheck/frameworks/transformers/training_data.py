@@ -191,8 +191,7 @@ class _MicroBatches(Dataset[Any]):
 
 @dataclass(frozen=True, slots=True)
 class _Numbers(Sampler[list[int]]):
-    """A sampler that numbers an epoch's micro-batches. After a restart transformers skips the first numbers, not
-    data."""
+    """A sampler that numbers an epoch's micro-batches. After a restart transformers skips numbers, not data."""
 
     micro: _MicroBatches = field()
 

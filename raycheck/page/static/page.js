@@ -1,4 +1,4 @@
-// What the page does beyond links and forms: it filters a table, and shows a live run's news.
+// The page's behavior beyond links and forms: filtering a table, and updating the view of a live run.
 const POLL_MS = 5000;
 
 for (const input of document.querySelectorAll("input[data-filter]")) {
@@ -9,7 +9,7 @@ for (const input of document.querySelectorAll("input[data-filter]")) {
   });
 }
 
-// The elements of the page that are equal to one of an older version of it, so that the focus can go where it was.
+// Finds elements that also exist in an older version of the page, so that the focus can be restored.
 const FOCUSABLE = ["a[href]", "button", "input", "select", "summary", "[tabindex]"].map((kind) => `main ${kind}`).join();
 const equalTo = (element) => {
   const told = (item) => item.tagName + (item.getAttribute("href") ?? item.getAttribute("aria-label") ?? item.textContent);
@@ -39,7 +39,7 @@ if (live) {
   setInterval(ask, POLL_MS);
 }
 
-// An act: its question is the page, its button sends it once. The header shows that it comes from this page.
+// An action: the page asks for confirmation, and its button sends it once. The header proves that it comes from this page.
 const outcome = document.getElementById("outcome");
 for (const form of document.querySelectorAll("form[data-act]")) {
   form.addEventListener("submit", async (event) => {
@@ -54,7 +54,7 @@ for (const form of document.querySelectorAll("form[data-act]")) {
     const ask = async (path, more) => {
       const answer = await fetch(path, more).catch(() => null);
       if (answer === null) return { error: "no answer; check the run to see whether it was done" };
-      return answer.json().catch(() => ({ error: `the page refused it (${answer.status}); open its address anew` }));
+      return answer.json().catch(() => ({ error: `the page refused it (${answer.status}); reload its address` }));
     };
     let found = await ask("act", {
       method: "POST", headers: { "X-Raycheck-Act": "1" }, body: new URLSearchParams(new FormData(form)),

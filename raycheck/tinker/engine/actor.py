@@ -37,8 +37,7 @@ class EngineGoneError(Exception):
 
 
 class EngineRefusalError(Exception):
-    """An operation failed, but the engine is alive. category: whose fault it was; "fenced": another server has the
-    run."""
+    """An operation failed, but the engine lives. category: whose fault it was; "fenced": another server has the run."""
 
     def __init__(self, text: str, category: Category) -> None:
         super().__init__(text)
@@ -242,8 +241,7 @@ class RayEngine:
             self._actors = actors
 
     async def _placed(self, actors: list[Any]) -> None:
-        """Wait until Ray has started the actors. Log a warning if it takes long: no node may ever have room for
-        them."""
+        """Wait until Ray has started the actors. Warn if it takes long: no node may ever have room for them."""
         import ray
 
         starting = [asyncio.ensure_future(_ready(actor)) for actor in actors]

@@ -111,8 +111,7 @@ def _cache_name(model: Any) -> str:
 
 
 def _choice(order: SampleOrder) -> Callable[[Tensor, Sequence[torch.Generator]], Tensor]:
-    """Return the function that chooses a token per row of logits: the most likely, or one drawn by the row's
-    generator."""
+    """Return the function that chooses a token per row of logits: the most likely, or one drawn by its generator."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     if order.temperature <= 0:

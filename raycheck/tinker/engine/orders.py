@@ -31,8 +31,7 @@ class LoadSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOrder:
-    """The name and retention of a save's checkpoint. See Checkpointer.save. name: None for an unnamed, rolling
-    checkpoint."""
+    """The name and retention of a save's checkpoint, see Checkpointer.save. name: None for a rolling checkpoint."""
 
     name: str | None
     note: Mapping[str, NoteValue] = field(default_factory=dict)

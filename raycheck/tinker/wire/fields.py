@@ -1,5 +1,4 @@
-"""Reads single fields of a JSON body. A field that is missing or of the wrong type raises RefusedRequestError by
-name."""
+"""Reads single fields of a JSON body. A missing field, or one of the wrong type, raises RefusedRequestError by name."""
 
 import json
 import re
