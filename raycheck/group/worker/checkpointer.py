@@ -37,6 +37,7 @@ from raycheck.group.worker.restore_notices import (
     warn_of_other_position,
     warn_of_rays_checkpoint,
 )
+from raycheck.group.worker.save_handle import SaveHandle, check_timeout
 from raycheck.group.worker.save_kind import SaveKind, kind_asked_for
 from raycheck.group.worker.save_queue import SaveStatus
 from raycheck.group.worker.save_triggers import SaveTriggers
@@ -390,11 +391,11 @@ class Checkpointer:
         note: Mapping[str, NoteValue] | None = None,
         expire_after_s: float | None = None,
         overwrite: bool = False,
-    ) -> None:
-        """Begin a save of the state as it is now.
+    ) -> SaveHandle:
+        """Begin a save of the state as it is now. Return a handle, which waits for the commit.
 
-        Does nothing, and logs that, when this step is saved in this way already, is being saved, or was restored whole.
-        All ranks give the same arguments but metrics, of which rank 0's count.
+        Begins none, and logs that, when this step is saved in this way already, is being saved, or was restored whole:
+        the handle is then that save's. All ranks give the same arguments but metrics, of which rank 0's count.
 
         metrics: as for end_step; None: those of the newest end_step. is_rolling: keep it only as one of the newest
         `rolling_keep_last` rolling saves. after_commit: run these tasks of `SaveSettings.after_commit` on this step's
@@ -410,7 +411,7 @@ class Checkpointer:
         """
         label = label_of(name, note, expire_after_s, overwrite=overwrite)
         kind, tasks = kind_asked_for(self.settings, is_rolling=is_rolling, after_commit=after_commit)
-        self.save_as(kind, metrics, label, tasks=tasks)
+        return self.save_as(kind, metrics, label, tasks=tasks)
 
     def save_as(
         self,
@@ -420,13 +421,14 @@ class Checkpointer:
         *,
         tasks: Collection[str] = (),
         is_by_notice: bool = False,
-    ) -> None:
+    ) -> SaveHandle:
         """Begin a save like `save`, for a driver that has already chosen the kind of save, its label and its tasks.
 
         is_by_notice: it is one because a node is about to go.
         """
-        if not self._is_counting_only():
-            self._live().save_as(kind, metrics, label, tasks=tasks, is_by_notice=is_by_notice)
+        if self._is_counting_only():
+            return SaveHandle.committed(uri=self.uri, key="", progress=self._counter.progress)
+        return self._live().save_as(kind, metrics, label, tasks=tasks, is_by_notice=is_by_notice)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until every save begun so far is committed. It begins no save. Every rank calls it.
@@ -437,8 +439,7 @@ class Checkpointer:
         then; else it raises as end_step does. After a wait without timeout_s that raised SaveFailedError, `save` saves
         this step once more.
         """
-        if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s >= 0):
-            raise ConfigError(f"wait(timeout_s={timeout_s!r}): give a number of seconds")
+        check_timeout("wait", timeout_s)
         if not self._is_counting_only():
             self._live().wait(timeout_s)
 

@@ -18,6 +18,7 @@ from raycheck.group.coordinator.messages import Claim, HeartbeatMessage
 from raycheck.group.group import Group, ask_until_decided
 from raycheck.group.worker.after_commit import AfterCommitTasks
 from raycheck.group.worker.heartbeat import FencingWatch, Heartbeat
+from raycheck.group.worker.save_handle import SaveHandle
 from raycheck.group.worker.save_kind import SaveKind, strongest
 from raycheck.group.worker.save_queue import SaveQueue, SaveStatus
 from raycheck.group.worker.save_triggers import SaveTriggers
@@ -117,6 +118,9 @@ class LiveAttempt:
             began_at=start.began_at,
             is_crowded=start.claim.is_crowded,
         )
+        self._queue.begun = SaveHandle.committed(  # which `save` returns if a checkpoint has this very state
+            uri=group.uri, key=self._queue.newest or "", progress=counter.progress
+        )
         self._queue.check_room()
         self._memory = self._queue.memory_saves() if settings.memory_every_steps is not None else None
         self._is_prepared = False
@@ -205,10 +209,11 @@ class LiveAttempt:
         *,
         tasks: Collection[str] = (),
         is_by_notice: bool = False,
-    ) -> None:
+    ) -> SaveHandle:
         """Begin a save, unless this step is saved already as this kind or as one that includes it, and labelled so.
 
         tasks: what follows the commit, of this save or of the one that this step has. is_by_notice: see Manifest.
+        Returns the handle of that save.
         """
         step, before = self._begun
         if step != self._counter.step or strongest(before, kind) != before or label.adds_to(self._begun_label):
@@ -225,6 +230,7 @@ class LiveAttempt:
             self._clock.skip(time.monotonic() - began)
         elif not self._group.rank:
             logger.info(event("nothing to save: the step is saved already", step=step, run=self._group.uri))
+        return self._queue.begun
 
     def _follow(self, key: str, tasks: Collection[str]) -> None:
         """Wait for the tasks after the commit of checkpoint `key`, as their modes say."""

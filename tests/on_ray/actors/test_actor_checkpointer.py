@@ -398,3 +398,26 @@ def test_a_driver_saves_at_step_0_what_the_checkpoint_of_step_0_has_not(actors: 
 
     assert first == again == ["step-000000000-a1-s1"], "it was saved already"
     assert more == [*first, "step-000000000-a3-s1"]
+
+
+def test_a_driver_waits_for_one_save_by_its_handle(actors: list[Any], s3: str) -> None:
+    with fault_proxy(s3) as proxy:
+        uri = join_uri(proxy.uri, uuid4().hex)
+        with led(actors, uri, every_steps=100) as ckpt:
+            train(actors, ckpt, 1)
+            held = proxy.rule("hold", "PUT", "step-000000001-.*manifest.json")
+            handle = ckpt.save()
+            held.wait()
+            before = (handle.is_done, handle.is_committed)
+            with pytest.raises(raycheck.SaveFailedError, match="the save of step 1 has not ended within 0 s"):
+                handle.result(0)
+            held.release()
+            found = handle.result()
+        assert (found.uri, found.key, found.step) == (uri, "step-000000001-a1-s1", 1)
+        assert handle.result() == found, "after the end too"
+
+        with led(actors, uri) as other:
+            other.restore()
+            with pytest.raises(raycheck.ConfigError, match="earlier ActorCheckpointer"):
+                handle.result()
+    assert before == (False, False)
