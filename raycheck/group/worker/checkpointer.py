@@ -385,6 +385,7 @@ class Checkpointer:
         self,
         metrics: Mapping[str, object] | None = None,
         *,
+        step: int | None = None,
         is_rolling: bool = False,
         after_commit: str | Sequence[str] = (),
         name: str | None = None,
@@ -397,7 +398,11 @@ class Checkpointer:
         Begins none, and logs that, when this step is saved in this way already, is being saved, or was restored whole:
         the handle is then that save's. All ranks give the same arguments but metrics, of which rank 0's count.
 
-        metrics: as for end_step; None: those of the newest end_step. is_rolling: keep it only as one of the newest
+        metrics: as for end_step; None: those of the newest end_step.
+        step: how many steps are complete, for a script that counts them itself, perhaps with gaps, and calls no
+        end_step; the triggers of the settings are not asked then. A script that calls end_step may give the step that
+        this has counted to, and no other.
+        is_rolling: keep it only as one of the newest
         `rolling_keep_last` rolling saves. after_commit: run these tasks of `SaveSettings.after_commit` on this step's
         checkpoint once it is committed, also if the step is saved already: "export", or the name of a function, or
         several of them. name: by which it can be restored, and under which retention keeps it. Where a checkpoint of
@@ -407,11 +412,12 @@ class Checkpointer:
         at most). expire_after_s: this many seconds after the commit nothing keeps it any longer; None: as the settings
         say, and never when it has a name.
 
-        Raises as end_step does, and ConfigError for a task that is not in the settings.
+        Raises as end_step does, and ConfigError for a task that is not in the settings, and for a step that goes back
+        or contradicts end_step.
         """
         label = label_of(name, note, expire_after_s, overwrite=overwrite)
         kind, tasks = kind_asked_for(self.settings, is_rolling=is_rolling, after_commit=after_commit)
-        return self.save_as(kind, metrics, label, tasks=tasks)
+        return self.save_as(kind, metrics, label, tasks=tasks, step=step)
 
     def save_as(
         self,
@@ -421,14 +427,17 @@ class Checkpointer:
         *,
         tasks: Collection[str] = (),
         is_by_notice: bool = False,
+        step: int | None = None,
     ) -> SaveHandle:
         """Begin a save like `save`, for a driver that has already chosen the kind of save, its label and its tasks.
 
         is_by_notice: it is one because a node is about to go.
         """
         if self._is_counting_only():
+            if step is not None:
+                self._counter.count_to(step)
             return SaveHandle.committed(uri=self.uri, key="", progress=self._counter.progress)
-        return self._live().save_as(kind, metrics, label, tasks=tasks, is_by_notice=is_by_notice)
+        return self._live().save_as(kind, metrics, label, tasks=tasks, is_by_notice=is_by_notice, step=step)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until every save begun so far is committed. It begins no save. Every rank calls it.

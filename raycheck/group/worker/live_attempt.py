@@ -209,12 +209,15 @@ class LiveAttempt:
         *,
         tasks: Collection[str] = (),
         is_by_notice: bool = False,
+        step: int | None = None,
     ) -> SaveHandle:
         """Begin a save, unless this step is saved already as this kind or as one that includes it, and labelled so.
 
         tasks: what follows the commit, of this save or of the one that this step has. is_by_notice: see Manifest.
-        Returns the handle of that save.
+        step: that the script has counted. Returns the handle of that save.
         """
+        if step is not None:
+            self._count_to(step)
         step, before = self._begun
         if step != self._counter.step or strongest(before, kind) != before or label.adds_to(self._begun_label):
             self._save(
@@ -231,6 +234,20 @@ class LiveAttempt:
         elif not self._group.rank:
             logger.info(event("nothing to save: the step is saved already", step=step, run=self._group.uri))
         return self._queue.begun
+
+    def _count_to(self, step: int) -> None:
+        """Do what the end of a step does besides deciding, for a script that counts its steps itself."""
+        if not (added := self._counter.count_to(step)):
+            return
+        self._clock.stop()
+        self._clock.step_s /= added
+        if not self._is_prepared:
+            self._is_prepared = True
+            self._state.prepare()
+        self._note_commit(self._queue.poll())
+        self._raise_if_over()
+        self._heartbeat.send(self._message)
+        self._clock.go()
 
     def _follow(self, key: str, tasks: Collection[str]) -> None:
         """Wait for the tasks after the commit of checkpoint `key`, as their modes say."""

@@ -210,6 +210,7 @@ class ActorCheckpointer:
         self,
         metrics: Mapping[str, object] | None = None,
         *,
+        step: int | None = None,
         is_rolling: bool = False,
         after_commit: str | Sequence[str] = (),
         name: str | None = None,
@@ -224,6 +225,8 @@ class ActorCheckpointer:
         label = label_of(name, note, expire_after_s, overwrite=overwrite)
         self._metrics = detached(metrics or self._metrics)
         kind, tasks = kind_asked_for(self._settings, is_rolling=is_rolling, after_commit=after_commit)
+        if step is not None:
+            self._counter.count_to(step)
         save_id = uuid4().hex
         self._tell("save", save=kind, tasks=tasks, label=label, save_id=save_id)
         if not self._settings.enabled:

@@ -118,6 +118,7 @@ class ActorRank:
                 decision.label,
                 tasks=decision.tasks,
                 is_by_notice=decision.is_by_notice,
+                step=decision.progress.step if decision.at == "save" else None,
             )
             if decision.save_id:
                 _handles[self._checkpointer.uri][decision.save_id] = handle

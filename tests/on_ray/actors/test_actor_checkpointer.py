@@ -421,3 +421,14 @@ def test_a_driver_waits_for_one_save_by_its_handle(actors: list[Any], s3: str) -
             with pytest.raises(raycheck.ConfigError, match="earlier ActorCheckpointer"):
                 handle.result()
     assert before == (False, False)
+
+
+def test_a_driver_may_count_its_own_steps(actors: list[Any], s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    with led(actors, uri) as ckpt:
+        ckpt.restore()
+        assert [ckpt.save(step=step).result().step for step in (3, 8)] == [3, 8]
+        with pytest.raises(raycheck.ConfigError, match="steps never go back"):
+            ckpt.save(step=7)
+
+    assert [entry.step for entry in assert_invariants(open_store(uri)).live] == [3, 8]
