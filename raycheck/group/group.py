@@ -28,6 +28,7 @@ from raycheck.on_ray.api import train_context
 from raycheck.on_ray.api.calls import call, this_node
 from raycheck.on_ray.api.controller_callbacks import guard_from_fit, guard_this_run
 from raycheck.on_ray.api.run_location import run_uri
+from raycheck.settings import Retention
 
 RETRY_PAUSE_S = 0.5
 FETCH_TIMEOUT_S = 60.0
@@ -42,7 +43,8 @@ class Group:
     broadcast: returns rank 0's value on all ranks; None where there is no way to do so (then only step triggers work).
     notice: returns when the first of the group's nodes will be preempted, in unix seconds: inf when the time is not
     known, None without a notice. is_ray_train: commits are reported to Ray Train. is_first_on_node: this rank checks
-    what its node may do in the bucket.
+    what its node may do in the bucket. retention: which checkpoints the one who started the group wants to stay; None:
+    SaveSettings alone say so.
     """
 
     id: str
@@ -54,6 +56,7 @@ class Group:
     notice: Callable[[], float | None] | None = None
     is_ray_train: bool = False
     is_first_on_node: bool = True
+    retention: Retention | None = None
 
     @classmethod
     def of_ray_train(cls) -> "Group":
@@ -90,6 +93,7 @@ class Group:
             notice=train_context.preemption_deadline,
             is_ray_train=True,
             is_first_on_node=train_context.is_first_on_node(),
+            retention=train_context.retention_asked_for(),
         )
 
     @classmethod

@@ -80,6 +80,8 @@ class Checkpointer:
         self.settings = settings or SaveSettings()
         self._is_off = not self.settings.enabled or (group is None and is_turned_off())
         group = self._group = group or (Group.alone() if self._is_off else Group.of_ray_train())
+        if group.retention is not None:
+            self.settings = self.settings.keeping(group.retention, "RunConfig(checkpoint_config=CheckpointConfig(...))")
         self._given = ChainedState()
         self._state: TrainState | None = None
         self._counter = position or ProgressCounter(())
