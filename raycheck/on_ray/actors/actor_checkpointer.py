@@ -365,10 +365,12 @@ class ActorSaveHandle:
     def result(self, timeout_s: float | None = None) -> CheckpointInfo:
         """Wait until the save is committed. timeout_s and errors are those of SaveHandle.result."""
         check_timeout("result", timeout_s)
+        info: CheckpointInfo
         (info,) = results([run_in(self._actor, result_of, self._uri, self._save_id, timeout_s)])
         return info
 
     def _state(self) -> tuple[bool, bool]:
+        state: tuple[bool, bool]
         (state,) = results([run_in(self._actor, is_done_and_committed, self._uri, self._save_id)])
         return state
 

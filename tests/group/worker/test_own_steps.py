@@ -6,6 +6,7 @@ import torch
 import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError, SaveFailedError
+from raycheck.group.worker.save_handle import SaveHandle
 from tests.support.histories.invariants import assert_invariants
 from tests.support.processes.background_call import on_all
 from tests.support.processes.coordinator_in_thread import again, group_of
@@ -15,7 +16,7 @@ from tests.support.processes.replicated_rank import Holder
 class Counting(Holder):
     """Counts its own steps."""
 
-    def save_at(self, step: int) -> raycheck.Checkpointer:
+    def save_at(self, step: int) -> SaveHandle:
         self.train_alone()
         return self.ckpt.save({"loss": 1.0 / (1 + step)}, step=step)
 
