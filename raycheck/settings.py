@@ -6,12 +6,26 @@ They are plain data, checked as a whole at construction. Each class documents it
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Literal, Self
 
 from raycheck.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+
+class Default(Enum):
+    """The value of a setting that nobody has given, where the default depends on what else is given."""
+
+    DEFAULT = "default"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+DEFAULT = Default.DEFAULT
+KEEP_LAST = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,8 +260,9 @@ class SaveSettings:
     What stays:
 
     keep_last, keep_every_steps, keep_every_seconds, keep_best, expire_after_s: which checkpoints stay, see Retention.
-        The default keeps the newest 10. The others leave `latest` when a newer checkpoint is committed, in the same
-        write, and their objects are deleted after a grace period for readers.
+        The default keeps the newest 10, or what Ray's CheckpointConfig asks for; that is refused if it contradicts
+        keep_last or keep_best. The others leave `latest` when a newer checkpoint is committed, in the same write, and
+        their objects are deleted after a grace period for readers.
     rolling_keep_last: of the checkpoints that only the rolling triggers requested, this many of the newest stay; older
         ones are dropped once a newer one is committed. Default: 1.
     after_commit: tasks that run on committed checkpoints while training continues, such as an evaluation or an export:
@@ -302,7 +317,7 @@ class SaveSettings:
     rolling_keep_last: int = 1
     overhead: float | None = None
     after_commit: AfterCommit | Sequence[AfterCommit] = ()
-    keep_last: int | None = 10
+    keep_last: int | Default | None = DEFAULT
     keep_every_steps: int | None = None
     keep_every_seconds: float | None = None
     keep_best: tuple[str, Literal["min", "max"], int] | None = None
@@ -388,7 +403,19 @@ class SaveSettings:
     @property
     def retention(self) -> Retention:
         """Return the rules by which checkpoints stay."""
-        return Retention(**{spec.name: getattr(self, spec.name) for spec in fields(Retention)})
+        rules = {spec.name: getattr(self, spec.name) for spec in fields(Retention)}
+        return Retention(**rules | ({"keep_last": KEEP_LAST} if self.keep_last is DEFAULT else {}))
+
+    def keeping(self, given: Retention, source: str) -> "SaveSettings":
+        """Return these settings with keep_last and keep_best as `given` has them.
+
+        source: what has given them, for the error. Raises ConfigError when these settings say something else.
+        """
+        for name in ("keep_last", "keep_best"):
+            said = getattr(self, name)
+            if said != type(self).__dataclass_fields__[name].default and said != getattr(given, name):
+                raise ConfigError(f"{source} and SaveSettings({name}={said!r}) contradict each other; give one of them")
+        return replace(self, keep_last=given.keep_last, keep_best=given.keep_best)
 
 
 def _chosen(settings: SaveSettings | AfterCommit | HFExport) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from raycheck.errors import ConfigError, FencedError, NotFoundError, RaycheckErr
 from raycheck.group.coordinator.messages import Holder, Pending, RankFailure
 from raycheck.group.ports import NodeSink, NoNodeSink, Reporter
 from raycheck.host import host
+from raycheck.settings import Retention
 
 CLAIM_TIMEOUT_S = 300.0
 RANK_UPLOADS = "this rank uploads itself from now on, in spite of upload_by='node'"
@@ -34,7 +35,8 @@ class Group(ABC):
     id: equal on all ranks, new for every start of the group. uri: the run's root. coordinator: what leads to it.
     broadcast: returns rank 0's value on all ranks; None if that is not possible (then only step triggers work). notice:
     returns when the first of the group's nodes will be preempted, in unix seconds: inf when the time is not known, None
-    without a notice. is_first_on_node: this rank checks what its node may do in the bucket.
+    without a notice. is_first_on_node: this rank checks what its node may do in the bucket. retention: the checkpoints
+    to keep, as whoever started the group has asked; None: SaveSettings alone decide.
     """
 
     id: str
@@ -45,6 +47,7 @@ class Group(ABC):
     broadcast: Callable[[Any], Any] | None = None
     notice: Callable[[], float | None] | None = None
     is_first_on_node: bool = True
+    retention: Retention | None = None
 
     def check_node(self) -> None:
         """Check, before anything depends on it, that this node may do everything in the bucket that a run needs.

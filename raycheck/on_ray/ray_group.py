@@ -123,6 +123,7 @@ def group_of_ray_train() -> RayGroup:
         notice=train_context.preemption_deadline,
         is_ray_train=True,
         is_first_on_node=train_context.is_first_on_node(),
+        retention=train_context.retention_asked_for(),
     )
 
 

@@ -61,7 +61,7 @@ class Attachment:
         self._loaders: Loaders | None = None
         self._prepared = 0
         self._stepped: set[int] = set()  # ids of the optimizers that have stepped in the loop body under way
-        self._asked: list[Callable[[], None]] = []  # saves requested, to be made when the step ends
+        self._asked: list[Callable[[], object]] = []  # saves requested, to be made when the step ends
         own: Any = accelerator
         self._end_training: Callable[[], None] = own.end_training
         self._backward: Callable[..., None] = own.backward

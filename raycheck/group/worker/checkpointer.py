@@ -36,6 +36,7 @@ from raycheck.group.worker.restore_notices import (
     warn_of_differences,
     warn_of_other_position,
 )
+from raycheck.group.worker.save_handle import SaveHandle, check_timeout
 from raycheck.group.worker.save_kind import SaveKind, kind_asked_for
 from raycheck.group.worker.save_queue import SaveStatus
 from raycheck.group.worker.save_triggers import SaveTriggers
@@ -80,6 +81,8 @@ class Checkpointer:
         self.settings = settings or SaveSettings()
         self._is_off = not self.settings.enabled or (group is None and host().is_turned_off())
         group = self._group = group or (alone() if self._is_off else host().group())
+        if group.retention is not None:
+            self.settings = self.settings.keeping(group.retention, "RunConfig(checkpoint_config=CheckpointConfig(...))")
         self._given = ChainedState()
         self._state: TrainState | None = None
         self._counter = position or ProgressCounter(())
@@ -385,19 +388,23 @@ class Checkpointer:
         self,
         metrics: Mapping[str, object] | None = None,
         *,
+        step: int | None = None,
         is_rolling: bool = False,
         after_commit: str | Sequence[str] = (),
         name: str | None = None,
         note: Mapping[str, NoteValue] | None = None,
         expire_after_s: float | None = None,
         overwrite: bool = False,
-    ) -> None:
-        """Begin a save of the current state.
+    ) -> SaveHandle:
+        """Begin a save of the current state. Return a handle, which waits for the commit.
 
-        If this step is already saved in this way, is being saved, or was restored whole, it only logs that. All ranks
-        must pass the same arguments, except metrics, of which rank 0's are used.
+        If this step is already saved in this way, is being saved, or was restored whole, it only logs that: the handle
+        is then that save's. All ranks must pass the same arguments, except metrics, of which rank 0's are used.
 
         metrics: as for end_step; None: those of the newest end_step.
+        step: how many steps are complete, for a script that counts them itself, perhaps with gaps, and never calls
+        end_step; the triggers of the settings are not asked then. A script that calls end_step may pass the step that
+        this has counted to, and no other.
         is_rolling: keep it only as one of the newest `rolling_keep_last` rolling saves.
         after_commit: run these tasks of `SaveSettings.after_commit` on this step's checkpoint once it is committed,
         even if the step is saved already: "export", the name of a function, or several of them.
@@ -409,11 +416,12 @@ class Checkpointer:
         expire_after_s: from this many seconds after the commit, nothing keeps it; None: as the settings say, and never
         if it has a name.
 
-        Raises as end_step does, and ConfigError for a task that is not in the settings.
+        Raises as end_step does, and ConfigError for a task that is not in the settings, and for a step that goes back
+        or contradicts end_step.
         """
         label = label_of(name, note, expire_after_s, overwrite=overwrite)
         kind, tasks = kind_asked_for(self.settings, is_rolling=is_rolling, after_commit=after_commit)
-        self.save_as(kind, metrics, label, tasks=tasks)
+        return self.save_as(kind, metrics, label, tasks=tasks, step=step)
 
     def save_as(
         self,
@@ -423,13 +431,17 @@ class Checkpointer:
         *,
         tasks: Collection[str] = (),
         is_by_notice: bool = False,
-    ) -> None:
+        step: int | None = None,
+    ) -> SaveHandle:
         """Begin a save like `save`, for a driver that has already chosen the kind of save, its label and its tasks.
 
         is_by_notice: the save is made because a node is about to be taken away.
         """
-        if not self._is_counting_only():
-            self._live().save_as(kind, metrics, label, tasks=tasks, is_by_notice=is_by_notice)
+        if self._is_counting_only():
+            if step is not None:
+                self._counter.count_to(step)
+            return SaveHandle.committed(uri=self.uri, key="", progress=self._counter.progress)
+        return self._live().save_as(kind, metrics, label, tasks=tasks, is_by_notice=is_by_notice, step=step)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until every save that has begun is committed. This does not begin a save. Call it on every rank.
@@ -440,8 +452,7 @@ class Checkpointer:
         by then; otherwise it raises as end_step does. After a wait without timeout_s that raised SaveFailedError,
         `save` saves this step again.
         """
-        if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s >= 0):
-            raise ConfigError(f"wait(timeout_s={timeout_s!r}): give a number of seconds")
+        check_timeout("wait", timeout_s)
         if not self._is_counting_only():
             self._live().wait(timeout_s)
 

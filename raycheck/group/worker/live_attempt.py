@@ -16,6 +16,7 @@ from raycheck.group.coordinator.messages import Claim, HeartbeatMessage
 from raycheck.group.group import Group, ask_until_decided
 from raycheck.group.worker.after_commit import AfterCommitTasks
 from raycheck.group.worker.heartbeat import FencingWatch, Heartbeat
+from raycheck.group.worker.save_handle import SaveHandle
 from raycheck.group.worker.save_kind import SaveKind, strongest
 from raycheck.group.worker.save_queue import SaveQueue, SaveStatus
 from raycheck.group.worker.save_triggers import SaveTriggers
@@ -116,6 +117,9 @@ class LiveAttempt:
             reporter=triggers.reporter,
             is_crowded=start.claim.is_crowded,
         )
+        self._queue.begun = SaveHandle.committed(  # which `save` returns if a checkpoint has this very state
+            uri=group.uri, key=self._queue.newest or "", progress=counter.progress
+        )
         self._queue.check_room()
         self._memory = self._queue.memory_saves() if settings.memory_every_steps is not None else None
         self._is_prepared = False
@@ -205,11 +209,15 @@ class LiveAttempt:
         *,
         tasks: Collection[str] = (),
         is_by_notice: bool = False,
-    ) -> None:
+        step: int | None = None,
+    ) -> SaveHandle:
         """Begin a save, unless this step is saved already as this kind or as one that includes it, with the same label.
 
         tasks: what follows the commit, of this save or of the one that this step has. is_by_notice: see Manifest.
+        step: that the script has counted. Returns the handle of that save.
         """
+        if step is not None:
+            self._count_to(step)
         step, before = self._begun
         if step != self._counter.step or strongest(before, kind) != before or label.adds_to(self._begun_label):
             self._save(
@@ -225,6 +233,21 @@ class LiveAttempt:
             self._clock.skip(time.monotonic() - began)
         elif not self._group.rank:
             logger.info(event("nothing to save: the step is saved already", step=step, run=self._group.uri))
+        return self._queue.begun
+
+    def _count_to(self, step: int) -> None:
+        """Do what the end of a step does besides deciding, for a script that counts its steps itself."""
+        if not (added := self._counter.count_to(step)):
+            return
+        self._clock.stop()
+        self._clock.step_s /= added
+        if not self._is_prepared:
+            self._is_prepared = True
+            self._state.prepare()
+        self._note_commit(self._queue.poll())
+        self._raise_if_over()
+        self._heartbeat.send(self._message)
+        self._clock.go()
 
     def _follow(self, key: str, tasks: Collection[str]) -> None:
         """Wait for the tasks after the commit of checkpoint `key`, as their modes say."""

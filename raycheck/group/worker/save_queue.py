@@ -21,6 +21,7 @@ from raycheck.group.coordinator.messages import Outcome
 from raycheck.group.group import Group, ask_until_decided
 from raycheck.group.ports import Reporter, UnreportedCommit
 from raycheck.group.worker.memory_saves import MemorySaves
+from raycheck.group.worker.save_handle import CheckpointInfo, SaveHandle
 from raycheck.group.worker.save_kind import SaveKind
 from raycheck.group.worker.save_thread import UploadThread
 from raycheck.group.worker.training_progress import numbers_of
@@ -89,8 +90,11 @@ class SaveQueue:
 
     saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save. newest: name of the
     checkpoint that was committed or restored last. save_s: how long the newest commit took. saves: how many saves were
-    begun in this attempt. failed: how many of them have failed. unnamed: see SaveStatus.
+    begun in this attempt. failed: how many of them have failed. unnamed: see SaveStatus. begun: the handle of the
+    newest save.
     """
+
+    begun: SaveHandle
 
     def __init__(
         self,
@@ -195,14 +199,12 @@ class SaveQueue:
             label=label,
             replaces=replaces,
         )
-        if self._pending and self._pending[0].number <= last_to_await:
-            text = f"the save before it has not ended within {self._settings.save_timeout_s:.0f} s"
-            self._group.tell("report", replace(report, failure=text))
-            self._note_failure(report.save, f"rank {report.rank}: step {progress.step}: {text}")
-            return report.checkpoint
-        self.saved_step = progress.step
-        must_agree = self._take_doubt(report.save) and self._group.world_size > 1
+        info = CheckpointInfo(uri=self._group.uri, key=report.checkpoint, step=progress.step, epoch=progress.epoch)
+        self.begun = SaveHandle(info, rank=report.rank, longest_s=self.longest_s)
         try:
+            self._check_buffer(report, last_to_await)
+            self.saved_step = progress.step
+            must_agree = self._take_doubt(report.save) and self._group.world_size > 1
             if self._is_crowded:
                 self._ask_for_room(report)
             if must_agree:
@@ -211,6 +213,7 @@ class SaveQueue:
         except Exception as error:
             text = str(error) if isinstance(error, RaycheckError) else f"{type(error).__name__}: {error}"
             self._group.tell("report", replace(report, failure=text))  # the others must not wait for this rank
+            self.begun.fail(error)
             if not isinstance(error, SaveFailedError | StoreError):
                 raise
             self._note_failure(report.save, str(error))
@@ -231,6 +234,7 @@ class SaveQueue:
             deadline=began + self._settings.save_timeout_s,
             committed=lambda: self._reporter.point_to(commit) if is_reported else None,
         )
+        self.begun.follow(outcome)
         outcome.add_done_callback(lambda _: staged.let_slices_go())  # also if it ends before the upload begins
         save = _UnderWay(
             number=report.save,
@@ -373,6 +377,14 @@ class SaveQueue:
         given once. Of later saves, some ranks may know the outcome and others may not.
         """
         return self._must_agree_after.pop(number - self._settings.buffers, False) or not self._has_agreed
+
+    def _check_buffer(self, report: Report, last_to_await: int) -> None:
+        """Raise SaveFailedError when the save whose buffer this one needs has not ended."""
+        if self._pending and self._pending[0].number <= last_to_await:
+            raise SaveFailedError(
+                f"rank {report.rank}: step {report.progress.step}: the save before it has not ended within "
+                f"{self._settings.save_timeout_s:.0f} s"
+            )
 
     def check_room(self) -> None:
         """Raise ConfigError, before the first step, when `latest` has no room for a commit."""

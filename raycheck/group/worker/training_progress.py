@@ -6,7 +6,9 @@ The counts are stored in a checkpoint as `progress`; the seconds are its `traine
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from operator import index
 
 import torch
 
@@ -29,6 +31,7 @@ class ProgressCounter:
     def __init__(self, entries: Iterable[object]) -> None:
         self.watch(entries)
         self.progress = Progress()
+        self._has_counted = False  # whether end_step was called since the start
 
     def watch(self, entries: Iterable[object]) -> None:
         """Get epochs and samples from the stream of data among these entries. Raises ConfigError for two of them."""
@@ -58,9 +61,35 @@ class ProgressCounter:
                 raise ConfigError(f"end_step({name}={count!r}): give a whole number of at least 0")
         for data in self.data:
             data.end_step()
+        self._has_counted = True
         at = self.progress
         counts = {"step": at.step + 1, "epoch_step": at.epoch_step + 1}
         self.go_to(replace(at, **counts, tokens=at.tokens + tokens, episodes=at.episodes + episodes))
+
+    def count_to(self, step: int) -> int:
+        """Count to a step that the script has counted. Return how many steps that adds.
+
+        Raises ConfigError, and counts nothing, for a step that contradicts what was counted here.
+        """
+        at, call = self.progress, f"save(step={step!r})"
+        number = -1
+        if not isinstance(step, bool):
+            with suppress(TypeError):  # NumPy's integers are steps too
+                number = index(step)
+        if number < 0:
+            raise ConfigError(f"{call}: give a whole number of at least 0")
+        if number < at.step:
+            raise ConfigError(f"{call}: the training is at step {at.step} already; steps never go back")
+        added = number - at.step
+        if added and self._has_counted:
+            raise ConfigError(
+                f"{call}: end_step has counted {at.step} steps; call it after each step, or count without it"
+            )
+        if added and self.data:
+            kind = type(self.data[0]).__qualname__
+            raise ConfigError(f"{call}: {kind} in the state counts samples at each end_step; call that after each step")
+        self.go_to(replace(at, step=number, epoch_step=at.epoch_step + added))
+        return added
 
     def end_epoch(self) -> None:
         """Count one epoch, and begin the next one."""
@@ -72,6 +101,7 @@ class ProgressCounter:
         """Start counting here, after a restore or in a fresh run."""
         for data in self.data:
             data.end_loaders()
+        self._has_counted = False
         self.go_to(progress)
 
     def go_to(self, progress: Progress) -> None:

@@ -26,12 +26,22 @@ from raycheck.group.group import alone, same
 from raycheck.group.worker.checkpointer import RESTORE_FIRST
 from raycheck.group.worker.group_restore import RestoreResult
 from raycheck.group.worker.periodic import start_alone
+from raycheck.group.worker.save_handle import CheckpointInfo, SaveHandle, check_timeout
 from raycheck.group.worker.save_kind import SaveKind, kind_asked_for
 from raycheck.group.worker.save_queue import SaveStatus
 from raycheck.group.worker.save_triggers import SaveTriggers
 from raycheck.group.worker.training_progress import ProgressCounter, TrainingClock, detached, numbers_of
 from raycheck.log import event, logger, show_log
-from raycheck.on_ray.actors.actor_rank import DriverDecision, follow, join, leave, node_of, restore
+from raycheck.on_ray.actors.actor_rank import (
+    DriverDecision,
+    follow,
+    is_done_and_committed,
+    join,
+    leave,
+    node_of,
+    restore,
+    result_of,
+)
 from raycheck.on_ray.actors.driver_state import DriverState
 from raycheck.on_ray.actors.preemption_notices import PreemptionNotices
 from raycheck.on_ray.api.calls import results, run_in
@@ -203,18 +213,28 @@ class ActorCheckpointer:
         self,
         metrics: Mapping[str, object] | None = None,
         *,
+        step: int | None = None,
         is_rolling: bool = False,
         after_commit: str | Sequence[str] = (),
         name: str | None = None,
         note: Mapping[str, NoteValue] | None = None,
         expire_after_s: float | None = None,
         overwrite: bool = False,
-    ) -> None:
-        """Start a save of the current state. The arguments and errors are those of Checkpointer.save."""
+    ) -> "ActorSaveHandle | SaveHandle":
+        """Start a save of the current state. The arguments, the handle and errors are those of Checkpointer.save.
+
+        The handle asks rank 0's actor, after the earlier calls of that actor.
+        """
         label = label_of(name, note, expire_after_s, overwrite=overwrite)
         self._metrics = detached(metrics or self._metrics)
         kind, tasks = kind_asked_for(self._settings, is_rolling=is_rolling, after_commit=after_commit)
-        self._tell("save", save=kind, tasks=tasks, label=label)
+        if step is not None:
+            self._counter.count_to(step)
+        save_id = uuid4().hex
+        self._tell("save", save=kind, tasks=tasks, label=label, save_id=save_id)
+        if not self._settings.enabled:
+            return SaveHandle.committed(uri="", key="", progress=self._counter.progress)
+        return ActorSaveHandle(self._actors[0], self._uri, save_id)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until every save started so far is committed. timeout_s and errors are those of Checkpointer.wait."""
@@ -256,6 +276,7 @@ class ActorCheckpointer:
         tasks: Sequence[str] = (),
         timeout_s: float | None = None,
         label: Label = NO_LABEL,
+        save_id: str = "",
     ) -> None:
         """Send the actors the position of training and what to do there.
 
@@ -274,6 +295,7 @@ class ActorCheckpointer:
             is_by_notice=at == "step" and self._triggers.is_by_notice,
             timeout_s=timeout_s,
             label=label,
+            save_id=save_id,
         )
         states: dict[str, Any] = {}
         if save:
@@ -325,6 +347,37 @@ class ActorCheckpointer:
             )
             joining.append(run_in(actor, join, state_of, self._state.names, settings, mine))
         results(joining)
+
+
+class ActorSaveHandle:
+    """Waits for one save of a group of actors, as SaveHandle does for a rank's. It asks rank 0's actor."""
+
+    def __init__(self, actor: Any, uri: str, save_id: str) -> None:
+        self._actor = actor
+        self._uri = uri
+        self._save_id = save_id
+
+    @property
+    def is_done(self) -> bool:
+        """Returns whether the save has ended, committed or not."""
+        return self._state()[0]
+
+    @property
+    def is_committed(self) -> bool:
+        """Returns whether the save is committed."""
+        return self._state()[1]
+
+    def result(self, timeout_s: float | None = None) -> CheckpointInfo:
+        """Wait until the save is committed. timeout_s and errors are those of SaveHandle.result."""
+        check_timeout("result", timeout_s)
+        info: CheckpointInfo
+        (info,) = results([run_in(self._actor, result_of, self._uri, self._save_id, timeout_s)])
+        return info
+
+    def _state(self) -> tuple[bool, bool]:
+        state: tuple[bool, bool]
+        (state,) = results([run_in(self._actor, is_done_and_committed, self._uri, self._save_id)])
+        return state
 
 
 def settings_for_actors(settings: SaveSettings) -> SaveSettings:

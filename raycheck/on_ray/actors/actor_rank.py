@@ -13,6 +13,7 @@ from raycheck.errors import ConfigError
 from raycheck.group.group import Group
 from raycheck.group.worker.checkpointer import Checkpointer
 from raycheck.group.worker.group_restore import RestoreResult
+from raycheck.group.worker.save_handle import CheckpointInfo, SaveHandle
 from raycheck.group.worker.save_kind import SaveKind
 from raycheck.group.worker.save_queue import SaveStatus
 from raycheck.group.worker.training_progress import ProgressCounter
@@ -22,6 +23,8 @@ from raycheck.state.entries.per_rank_entries import RankZero
 
 _ranks: dict[str, "ActorRank"] = {}
 """The ranks in this process, by the run's URI."""
+_handles: dict[str, dict[str, SaveHandle]] = {}
+"""The saves of the newest group that its driver can ask for, by the run's URI and the driver's id of the save."""
 
 
 class _DriverEntry:
@@ -66,7 +69,7 @@ class DriverDecision:
     progress: the counts now. save: the kind of save to start, None for none; tasks: the tasks after its commit.
     is_preempted: a node of the group will be preempted; is_by_notice: that is the reason for the save. metrics, states:
     for that save; states are those of the driver's entries, and only rank 0 gets them. timeout_s: of a wait. label: of
-    that save.
+    that save. save_id: by which the driver's handle asks for that save; "" without a handle.
     """
 
     at: Literal["step", "epoch", "save", "wait", "close"]
@@ -79,6 +82,7 @@ class DriverDecision:
     states: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None
     label: Label = NO_LABEL
+    save_id: str = ""
 
 
 class ActorRank:
@@ -114,13 +118,16 @@ class ActorRank:
         if decision.at == "epoch":
             self._checkpointer.end_epoch()
         if decision.save:
-            self._checkpointer.save_as(
+            handle = self._checkpointer.save_as(
                 decision.save,
                 decision.metrics,
                 decision.label,
                 tasks=decision.tasks,
                 is_by_notice=decision.is_by_notice,
+                step=decision.progress.step if decision.at == "save" else None,
             )
+            if decision.save_id:
+                _handles[self._checkpointer.uri][decision.save_id] = handle
         if decision.at == "wait":
             self._checkpointer.wait(decision.timeout_s)
         if decision.at == "close":
@@ -150,6 +157,7 @@ def join(
     before = _ranks.pop(group.uri, None)
     if before is not None:
         before.leave()
+    _handles[group.uri] = {}
     _ranks[group.uri] = ActorRank(state_of(actor), driver_names, settings, group)
 
 
@@ -164,6 +172,22 @@ def follow(actor: Any, uri: str, decision: DriverDecision) -> SaveStatus:
     if decision.at == "close":
         del _ranks[uri]
     return status
+
+
+def result_of(actor: Any, uri: str, save_id: str, timeout_s: float | None) -> CheckpointInfo:
+    return handle_of(actor, uri, save_id).result(timeout_s)
+
+
+def is_done_and_committed(actor: Any, uri: str, save_id: str) -> tuple[bool, bool]:
+    handle = handle_of(actor, uri, save_id)
+    return handle.is_done, handle.is_committed
+
+
+def handle_of(actor: Any, uri: str, save_id: str) -> SaveHandle:
+    del actor
+    if save_id not in _handles.get(uri, {}):
+        raise ConfigError("this save's handle is of an earlier ActorCheckpointer: its actors belong to another one now")
+    return _handles[uri][save_id]
 
 
 def leave(actor: Any, uri: str) -> None:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import ray
 import ray.train
 
+from raycheck.settings import Retention
+
 T = TypeVar("T")
 
 
@@ -49,6 +51,17 @@ def broadcast(value: T) -> T:
 def run_config() -> Any:
     """Return the RunConfig of this worker's run."""
     return _worker_context().train_run_context.run_config
+
+
+def retention_asked_for() -> Retention | None:
+    """Returns what the RunConfig's CheckpointConfig says of which checkpoints stay; None when it limits nothing."""
+    config = run_config().checkpoint_config
+    count, metric = getattr(config, "num_to_keep", None), getattr(config, "checkpoint_score_attribute", None)
+    if count is None:
+        return None
+    if metric is None:
+        return Retention(keep_last=count)
+    return Retention(keep_best=(metric, config.checkpoint_score_order, count))
 
 
 def train_run_id() -> str:

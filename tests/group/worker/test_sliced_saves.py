@@ -34,17 +34,20 @@ def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name + ":")) * 1024
 
-uri, size_bytes, left_bytes, frozen, settings = json.loads(sys.argv[1])
+uri, size_bytes, left_bytes, frozen, asks, settings = json.loads(sys.argv[1])
 model = model_of(size_bytes, frozen=frozen)
 (group,) = group_of(uri)
 ckpt = raycheck.Checkpointer({"model": model, "note": {"text": "a value"}}, raycheck.SaveSettings(**settings), group=group)
 ckpt.restore()
 resource.setrlimit(resource.RLIMIT_AS, (status("VmSize") + left_bytes, resource.RLIM_INFINITY))
 Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-before, problems, blocked_s = status("VmRSS"), [], []
+before, problems, blocked_s, keys = status("VmRSS"), [], [], []
 for step in (1, 2):
     began = time.monotonic()
     ckpt.end_step()
+    if asks:
+        handle = ckpt.save()
+        keys.append(handle.result().key)
     blocked_s.append(time.monotonic() - began)
     if step == 1:
         with torch.no_grad():  # at once
@@ -59,6 +62,7 @@ print(json.dumps({
     "extra_bytes": status("VmHWM") - before,
     "blocked_s": blocked_s,
     "problems": problems,
+    "keys": keys,
     "buffers": ckpt._state.components.buffers,
 }))
 """
@@ -83,12 +87,15 @@ def run(given: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(call, env=env, capture_output=True, text=True, timeout=200, check=False)
 
 
-def trained(uri: str, *, size_bytes: int, left_bytes: int, frozen: bool = False, **settings: Any) -> dict[str, Any]:
+def trained(
+    uri: str, *, size_bytes: int, left_bytes: int, frozen: bool = False, asks: bool = False, **settings: Any
+) -> dict[str, Any]:
     """Saves step 1, fills the weights with NaN, and saves step 2, in a process that may claim `left_bytes` more.
 
-    Returns what it tells, and the warnings that it logged.
+    asks: save by `save`, and wait for its handle's result in the training thread. Returns what it tells, and the
+    warnings that it logged.
     """
-    given = json.dumps([uri, size_bytes, left_bytes, frozen, {"every_steps": 1, **settings}])
+    given = json.dumps([uri, size_bytes, left_bytes, frozen, asks, {"every_steps": 1, **settings}])
     done = run(given)
     assert not done.returncode, done.stderr
     return {**json.loads(done.stdout.splitlines()[-1]), "warnings": done.stderr.splitlines()}
@@ -145,6 +152,17 @@ def test_a_rank_uploads_slices_itself_although_its_node_should(tmp_path: Path) -
     assert_saved(uri, 1, size_bytes=size_bytes)
 
 
+def test_the_training_thread_may_wait_for_the_result_of_a_save_in_slices(tmp_path: Path) -> None:
+    """`save` itself has waited for the last slice, so the upload needs the thread no more."""
+    uri, size_bytes = f"file://{tmp_path}/run", 256 * MIB
+
+    told = trained(uri, size_bytes=size_bytes, left_bytes=250 * MIB, asks=True, every_steps=None)
+
+    assert told["keys"] == ["step-000000001-a1-s1", "step-000000002-a1-s2"]
+    assert len(of_slices(told)) == 1
+    assert_saved(uri, 1, size_bytes=size_bytes)
+
+
 def test_a_failed_upload_lets_training_go_on_and_the_next_save_is_whole(proxy: FaultProxy) -> None:
     uri = join_uri(proxy.uri, uuid4().hex)
     proxy.rule("deny", "PUT", "step-000000001-.*partNumber=3", times=99)
@@ -193,7 +211,7 @@ def test_where_two_buffers_do_not_fit_one_is_used(tmp_path: Path) -> None:
 
 
 def test_memory_that_is_too_little_for_slices_is_told_with_the_numbers(tmp_path: Path) -> None:
-    given = json.dumps([f"file://{tmp_path}/run", 256 * MIB, 120 * MIB, False, {"every_steps": 1}])
+    given = json.dumps([f"file://{tmp_path}/run", 256 * MIB, 120 * MIB, False, False, {"every_steps": 1}])
 
     done = run(given)
 

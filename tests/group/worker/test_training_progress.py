@@ -74,3 +74,43 @@ def test_what_is_no_count_is_refused(counts: dict):
 
 def test_a_checkpoint_from_before_these_counts_has_none_of_them():
     assert Progress.of({"step": 3, "epoch": 1, "samples": 24}) == Progress(step=3, epoch=1, samples=24)
+
+
+def test_a_script_may_count_its_own_steps_with_gaps():
+    position = ProgressCounter([])
+    position.start_at(Progress(step=7, epoch=1, epoch_step=2))
+
+    assert position.count_to(7) == 0
+    assert position.count_to(10) == 3
+    assert position.progress == Progress(step=10, epoch=1, epoch_step=5)
+
+
+@pytest.mark.parametrize("step", [-1, 2.0, "4", None, True])
+def test_a_step_is_a_whole_number(step):
+    with pytest.raises(raycheck.errors.ConfigError, match=r"save\(step=.*whole number"):
+        ProgressCounter([]).count_to(step)
+
+
+def test_a_step_that_contradicts_the_count_is_refused_and_counts_nothing():
+    position, with_data = ProgressCounter([]), ProgressCounter([batches()])
+    position.end_step(tokens=0, episodes=0)
+
+    for counter, step, text in (
+        (position, 0, "at step 1 already"),
+        (position, 2, "end_step has counted 1 steps"),
+        (with_data, 1, "Batches in the state counts samples"),
+    ):
+        before = counter.progress
+        with pytest.raises(raycheck.errors.ConfigError, match=text):
+            counter.count_to(step)
+        assert counter.progress == before
+    assert position.count_to(1) == 0, "it says the same"
+
+
+def test_after_a_restore_a_script_may_count_again():
+    position = ProgressCounter([])
+    position.end_step(tokens=0, episodes=0)
+
+    position.start_at(Progress(step=1))
+
+    assert position.count_to(3) == 2

@@ -263,7 +263,7 @@ def test_an_actor_s_state_is_an_entry_in_any_rank_s_state(cluster: None, s3: str
 
 def with_counter(uri: str, counter: Any) -> list[Any]:
     place = partial(
-        raycheck.adapters.Group,
+        raycheck.adapters.RayGroup,
         id=uuid4().hex,
         uri=uri,
         world_size=2,
@@ -398,3 +398,37 @@ def test_a_driver_saves_at_step_0_what_the_checkpoint_of_step_0_has_not(actors: 
 
     assert first == again == ["step-000000000-a1-s1"], "it was saved already"
     assert more == [*first, "step-000000000-a3-s1"]
+
+
+def test_a_driver_waits_for_one_save_by_its_handle(actors: list[Any], s3: str) -> None:
+    with fault_proxy(s3) as proxy:
+        uri = join_uri(proxy.uri, uuid4().hex)
+        with led(actors, uri, every_steps=100) as ckpt:
+            train(actors, ckpt, 1)
+            held = proxy.rule("hold", "PUT", "step-000000001-.*manifest.json")
+            handle = ckpt.save()
+            held.wait()
+            before = (handle.is_done, handle.is_committed)
+            with pytest.raises(raycheck.errors.SaveFailedError, match="the save of step 1 has not ended within 0 s"):
+                handle.result(0)
+            held.release()
+            found = handle.result()
+        assert (found.uri, found.key, found.step) == (uri, "step-000000001-a1-s1", 1)
+        assert handle.result() == found, "after the end too"
+
+        with led(actors, uri) as other:
+            other.restore()
+            with pytest.raises(raycheck.errors.ConfigError, match="earlier ActorCheckpointer"):
+                handle.result()
+    assert before == (False, False)
+
+
+def test_a_driver_may_count_its_own_steps(actors: list[Any], s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    with led(actors, uri) as ckpt:
+        ckpt.restore()
+        assert [ckpt.save(step=step).result().step for step in (3, 8)] == [3, 8]
+        with pytest.raises(raycheck.errors.ConfigError, match="steps never go back"):
+            ckpt.save(step=7)
+
+    assert [entry.step for entry in assert_invariants(open_store(uri)).live] == [3, 8]
