@@ -26,7 +26,15 @@ from raycheck.bucket.store import Store
 from raycheck.bucket.store.address import shown_uri
 from raycheck.bucket.store.interface import Buffer, Range
 from raycheck.bucket.store.part_sizes import MAX_COPIED_BYTES, MIN_PART_BYTES
-from raycheck.errors import ConfigError, CorruptError, DamagedError, NotFoundError, SaveFailedError, StoreError
+from raycheck.errors import (
+    ConfigError,
+    CorruptError,
+    DamagedError,
+    NotFoundError,
+    RaycheckError,
+    SaveFailedError,
+    StoreError,
+)
 
 AT_ONCE = 4
 """How many objects of a checkpoint are copied at a time."""
@@ -40,8 +48,11 @@ LOOK_EVERY_S = 0.2
 T = TypeVar("T")
 
 
-class StoppedError(Exception):
-    """Signals that the copy was asked to stop. What is whole in the target stays there."""
+class StoppedError(RaycheckError):
+    """The copy was asked to stop. What is whole in the target stays there."""
+
+    def __init__(self, message: str = "the copy was stopped; repeat it to go on with it") -> None:
+        super().__init__(message)
 
 
 class DroppedError(Exception):

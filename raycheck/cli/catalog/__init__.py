@@ -1,1 +1,1 @@
-"""Holds the commands that work with many runs in one bucket: one file per topic, each with its COMMANDS."""
+"""Holds the commands that work with many runs in one bucket: one file per topic."""
