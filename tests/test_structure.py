@@ -202,6 +202,8 @@ def test_errors_are_few_and_survive_pickling() -> None:
         assert type(copy) is error
         assert str(copy) == "run x: what to do"
         assert issubclass(error, errors.RaycheckError)
+    assert issubclass(raycheck.catalog.StoppedError, errors.RaycheckError)
+    assert str(pickle.loads(pickle.dumps(raycheck.catalog.StoppedError("stopped")))) == "stopped"
 
 
 def test_no_class_name_stands_for_two_things() -> None:

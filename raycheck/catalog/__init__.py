@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from raycheck.public_names import on_first_use
 
 if TYPE_CHECKING:
+    from raycheck.bucket.protocol.object_copy import StoppedError
     from raycheck.bucket.protocol.removal.delete import DeletedRun
     from raycheck.bucket.protocol.sharing.fork import Forked
     from raycheck.catalog.archive.layout import Archived
@@ -44,6 +45,7 @@ __all__ = [
     "Forked",
     "Imported",
     "PrunedRun",
+    "StoppedError",
     "TarStream",
     "copy_run",
     "delete_checkpoint",
@@ -60,6 +62,7 @@ __all__ = [
 __getattr__, __dir__ = on_first_use(
     __name__,
     {
+        "raycheck.bucket.protocol.object_copy": ("StoppedError",),
         "raycheck.bucket.protocol.removal.delete": ("DeletedRun",),
         "raycheck.bucket.protocol.sharing.fork": ("Forked",),
         "raycheck.catalog.archive.layout": ("Archived",),

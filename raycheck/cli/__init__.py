@@ -11,8 +11,8 @@
 - views/ looks into checkpoints: `tensors`, `diff`; watches a run: `top`; and serves the `page`.
 - options.py has the shared arguments, their shell completion, and the printing functions.
 
-To add a command, write a function in the file of its topic and add it to that file's COMMANDS. The function's name,
-with hyphens, is the command's name. Its docstring is the help text, and its parameters are typer arguments and options.
+To add a command, write a function in the file of its topic and add it to GROUPS below. The function's name, with
+hyphens, is the command's name. Its docstring is the help text, and its parameters are typer arguments and options.
 Import torch and Ray inside the function, since browsing must load neither. Print with `out`, `Text`, and `print_json`
 of options.py, which make text from a bucket harmless for a terminal. Raise a RaycheckError if the command fails;
 `name=` in its message is shown to the user as `--name`.
@@ -22,9 +22,11 @@ its message, 141 the reader of the output has gone (closed_pipe.py).
 """
 
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import raycheck
 from raycheck.cli import browse, data, demo, docs, export, manage, names, submit, tinker, watch_node
@@ -36,35 +38,74 @@ from raycheck.cli.views import page, tensors, top
 from raycheck.errors import RaycheckError
 from raycheck.terminal import printable_lines
 
+GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Look": (
+        runs.runs,
+        browse.ls,
+        browse.show,
+        top.top,
+        tensors.tensors,
+        tensors.diff,
+        data.data,
+        page.page,
+        docs.docs,
+    ),
+    "Change": (
+        names.pin,
+        names.unpin,
+        names.name,
+        names.rename,
+        names.unname,
+        names.score,
+        manage.rewind,
+        manage.prune,
+        manage.prune_exports,
+        manage.sweep,
+        policy.prune_runs,
+        delete.delete,
+        delete.delete_run,
+    ),
+    "Move": (
+        copies.cp,
+        fork.fork,
+        export.export_hf,
+        archives.download,
+        archives.pack,
+        archives.unpack,
+        import_command.import_,
+    ),
+    "Run": (submit.submit, watch_node.watch_node, tinker.tinker, demo.demo),
+    "Diagnose": (browse.verify, manage.repair),
+}
+"""Every command, in the groups and the order in which --help shows them."""
+
+
+class _Grouped(TyperGroup):
+    """Lists the commands in their groups, as plain text."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        named = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        limit = formatter.width - 6 - max(map(len, named))
+        for group in GROUPS:
+            rows = [
+                (name, command.get_short_help_str(limit))
+                for name, command in named.items()
+                if command is not None and getattr(command, "rich_help_panel", None) == group
+            ]
+            with formatter.section(group):
+                formatter.write_dl(rows)
+
+
 app = typer.Typer(
+    cls=_Grouped,
     help="Look at the checkpoints of Ray Train runs in a bucket, verify, keep, drop, rewind, repair and export them.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-for topic in (
-    browse,
-    tensors,
-    top,
-    page,
-    tinker,
-    data,
-    manage,
-    names,
-    runs,
-    fork,
-    policy,
-    delete,
-    submit,
-    watch_node,
-    export,
-    copies,
-    archives,
-    import_command,
-    demo,
-    docs,
-):
-    for command in topic.COMMANDS:
-        app.command(command.__name__.strip("_").replace("_", "-"))(with_flags(command))
+for group, commands in GROUPS.items():
+    for command in commands:
+        name = command.__name__.strip("_").replace("_", "-")
+        app.command(name, rich_help_panel=group)(with_flags(command))
 
 
 def main() -> None:

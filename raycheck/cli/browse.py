@@ -251,6 +251,3 @@ def _entries(index: Index) -> set[str]:
     """Return the names of the state's entries from the paths of its tensors and other leaves. No value is read."""
     paths = [*(tensor.path for tensor in index.tensors), *(leaf.path for leaf in index.leaves)]
     return {_PER_RANK.sub("", str(path[0])) for path in paths if path} - {"progress"}
-
-
-COMMANDS = (ls, show, verify)

@@ -57,6 +57,3 @@ def _range(steps: str) -> tuple[int, int]:
     if not (first.isdecimal() and end.isdecimal() and len(steps) <= 40 and int(first) < int(end)):
         raise ConfigError(f"--steps {steps}: give FIRST:END, for example 401:501")
     return int(first), int(end)
-
-
-COMMANDS = (data,)

@@ -24,6 +24,3 @@ def demo(  # noqa: PLR0917  typer makes options of them
     from raycheck.demo import run_demo
 
     run_demo(root=root, workers=workers, steps=steps, kill_step=kill_step, save_every=save_every, as_json=as_json)
-
-
-COMMANDS = (demo,)

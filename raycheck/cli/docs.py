@@ -75,6 +75,3 @@ def _render(text: str) -> None:
 
     screen = Console()
     screen.print(Markdown(text, hyperlinks=False), width=min(screen.width, MAX_WIDTH))
-
-
-COMMANDS = (docs,)

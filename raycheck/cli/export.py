@@ -62,6 +62,3 @@ def export_hf(  # noqa: PLR0917  typer makes options of them
     out.print(
         Text(f"{len(written.files)} files, {size(written.size_bytes)}, {seconds:.1f} s in {shown_uri(written.uri)}")
     )
-
-
-COMMANDS = (export_hf,)

@@ -210,6 +210,3 @@ def _print_deletions(
     out.print(Text(f"{total} would be deleted" if dry_run else f"{total} deleted"))
     if any(item.name not in gone for item in found) and not dry_run:
         out.print(Text("the others will be deleted after that time, by the run's next commit or the next prune"))
-
-
-COMMANDS = (prune, prune_exports, sweep, rewind, repair)

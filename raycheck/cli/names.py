@@ -180,6 +180,3 @@ def _in_words(entry: Entry, *, now: float) -> str:
     until = "" if entry.expires_at is None else f", expires {age(entry.expires_at, now)}"
     scores = "".join(f"  {metric} {short_number(value)}" for metric, value in entry.scores.items())
     return f"{f'named {entry.name}' if entry.name else 'no name'}{until}{scores}"
-
-
-COMMANDS = (pin, unpin, name, rename, unname, score)

@@ -337,6 +337,3 @@ def _in_words(newest: Entry | None) -> str:
 def _print(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-COMMANDS = (submit,)

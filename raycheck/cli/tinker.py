@@ -123,6 +123,3 @@ def _key_in(file: Path) -> str:
     if not found:
         raise ConfigError(f"--api-key-file {file}: it is empty; write a key that begins with 'tml-' into it")
     return found
-
-
-COMMANDS = (tinker,)

@@ -50,6 +50,3 @@ def watch_node(  # noqa: PLR0917  typer makes options of them
         drain_node(address, node_id, deadline=deadline, reason=reason)
 
     watch(source, drain, interval_s=interval, rebalance_deadline_s=rebalance_deadline)
-
-
-COMMANDS = (watch_node,)

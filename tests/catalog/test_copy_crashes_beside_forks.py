@@ -12,7 +12,6 @@ from threading import Event
 import pytest
 
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.protocol.object_copy import StoppedError
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune
 from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.reading import Checkpoint, list_directories, read_latest
@@ -189,7 +188,7 @@ def explore(begin: Callable[[], tuple[World, World]], verb: str, *, crashes_only
         if crashes_only and mode is not None:
             continue
         source, target = begin()
-        with suppress(Crashed, RaycheckError, StoppedError):  # whatever it came to, the bucket is what is looked at
+        with suppress(Crashed, RaycheckError):  # whatever it came to, the bucket is what is looked at
             getattr(Process((number, mode), dies=dies), verb)(source, target)
         if not read_latest(source.inner).head.startswith("step-000000050"):
             trains_on(source)

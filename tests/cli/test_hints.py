@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 
 import raycheck
 from raycheck.bucket.store import open_store
-from raycheck.cli import app
+from raycheck.cli import GROUPS, app
 from raycheck.settings import Retention
 from tests.cli.test_commands import run as run_fixture
 from tests.support.processes.save_without_ray import save_state
+from tests.support.public_names import PUBLIC_MODULE, public_value
 from tests.support.samples import hf_models
 
 run = run_fixture
@@ -69,15 +70,24 @@ def test_every_argument_that_a_message_names_is_one_of_the_call_it_names() -> No
         for where, text in texts()
         for call, arguments in re.findall(r"\b(\w+)\(((?:\w+=[^()]*)+)", text)
         for argument in re.findall(r"(?:^|, )(\w+)=", arguments)
-        if call in CALLS or hasattr(raycheck, call)
+        if call in CALLS or call in PUBLIC_MODULE
     ]
 
     assert len(found) >= 25, "the messages are found"
     for where, call, argument in found:
-        for target in CALLS.get(call) or [getattr(raycheck, call)]:
+        for target in CALLS.get(call) or [public_value(call)]:
             parameters = inspect.signature(target).parameters
             has_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
             assert argument in parameters or has_any, f"{where}: {target.__qualname__} has no {argument}"
+
+
+def test_help_lists_every_command_once_and_in_its_group() -> None:
+    shown = CliRunner().invoke(app, ["--help"]).stdout
+
+    groups = re.findall(r"^(Look|Change|Move|Run|Diagnose):\n((?:  .*\n)+)", shown, re.MULTILINE)
+    listed = [line.split()[0] for _, lines in groups for line in lines.splitlines()]
+    assert [name for name, _ in groups] == list(GROUPS)
+    assert sorted(listed) == sorted(typer.main.get_command(app).commands)
 
 
 def test_every_flag_that_a_message_names_is_one_of_a_command() -> None:

@@ -27,7 +27,15 @@ from raycheck.bucket.store import Store
 from raycheck.bucket.store.address import shown_uri
 from raycheck.bucket.store.interface import Buffer, Range
 from raycheck.bucket.store.part_sizes import MAX_COPIED_BYTES, MIN_PART_BYTES
-from raycheck.errors import ConfigError, CorruptError, DamagedError, NotFoundError, SaveFailedError, StoreError
+from raycheck.errors import (
+    ConfigError,
+    CorruptError,
+    DamagedError,
+    NotFoundError,
+    RaycheckError,
+    SaveFailedError,
+    StoreError,
+)
 
 AT_ONCE = 4
 """The number of objects of a checkpoint that are copied at a time."""
@@ -41,8 +49,11 @@ LOOK_EVERY_S = 0.2
 T = TypeVar("T")
 
 
-class StoppedError(Exception):
+class StoppedError(RaycheckError):
     """The copy was asked to stop. What is complete in the target stays there."""
+
+    def __init__(self, message: str = "the copy was stopped; repeat it to continue") -> None:
+        super().__init__(message)
 
 
 class DroppedError(Exception):

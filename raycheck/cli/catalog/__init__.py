@@ -1,1 +1,1 @@
-"""Commands that work with many runs in one bucket: one file per topic, each with its COMMANDS."""
+"""Commands that work with many runs in one bucket: one file per topic."""

@@ -103,6 +103,3 @@ def download(  # noqa: PLR0917  typer makes options of them
     out.print(
         Text(f"{done.checkpoint}: {len(done.files)} files, {total} in {folder}; {size(done.fetched_bytes)} fetched now")
     )
-
-
-COMMANDS = (pack, unpack, download)

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from raycheck.bucket.protocol.object_copy import StoppedError
 from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog.copy import CopiedRun, copy_run, plan_copy
 from raycheck.catalog.follow import FollowNews, follow_run
@@ -63,25 +62,19 @@ def cp(  # noqa: PLR0917  typer makes options of them
     with _stopped_by_signals() as stop, progress_bar() as show:
         if follow:
             continue_without_reader()
-            try:
-                follow_run(
-                    uri,
-                    dest,
-                    every_s=every,
-                    until_finished=until_finished,
-                    from_storage=one,
-                    to_storage=other,
-                    news=partial(_print_news, show, as_json=as_json),
-                    progress=show,
-                    stop=stop,
-                )
-            except StoppedError as error:
-                raise ConfigError(str(error)) from None
+            follow_run(
+                uri,
+                dest,
+                every_s=every,
+                until_finished=until_finished,
+                from_storage=one,
+                to_storage=other,
+                news=partial(_print_news, show, as_json=as_json),
+                progress=show,
+                stop=stop,
+            )
             return
-        try:
-            done = copy_run(uri, dest, step=step, from_storage=one, to_storage=other, progress=show, stop=stop)
-        except StoppedError:
-            raise ConfigError("the copy was stopped; repeat the command to continue") from None
+        done = copy_run(uri, dest, step=step, from_storage=one, to_storage=other, progress=show, stop=stop)
     _print_done(done, as_json=as_json)
 
 
@@ -129,6 +122,3 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-COMMANDS = (cp,)

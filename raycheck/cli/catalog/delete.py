@@ -112,6 +112,3 @@ def _confirm(what: str, word: str, *, yes: bool) -> None:
         raise ConfigError(f"delete of {what}: cannot ask without a terminal; give --yes")
     if typer.prompt(f"Delete {what}? Type {word!r} to confirm") != word:
         raise ConfigError("not confirmed; nothing was deleted")
-
-
-COMMANDS = (delete, delete_run)

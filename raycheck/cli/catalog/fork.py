@@ -48,6 +48,3 @@ def fork(  # noqa: PLR0917  typer makes options of them
     else:
         sizes = f"{size(done.copied_bytes)} copied, {size(done.borrowed_bytes)} used where they are"
         out.print(Text(f"{shown_uri(target)} starts with {done.key}, from {done.source}: {sizes}"))
-
-
-COMMANDS = (fork,)

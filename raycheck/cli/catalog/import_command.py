@@ -87,6 +87,3 @@ def _print(done: "Imported", *, dry_run: bool) -> None:
     where = f"{done.checkpoint} in {shown_uri(done.uri)}" if done.checkpoint else f"into {shown_uri(done.uri)}"
     what = "would be imported" if dry_run else "imported" if done.is_new else "was imported before"
     out.print(Text(f"{done.kind}, step {done.step}, {size(done.size_bytes)}: {what}: {where}"))
-
-
-COMMANDS = (import_,)

@@ -64,6 +64,3 @@ def _said(run: PrunedRun) -> str:
     if not run.names:
         return f"rule {run.rule}: nothing to drop"
     return f"rule {run.rule}: {len(run.names)} checkpoints, {size(run.freed_bytes)}"
-
-
-COMMANDS = (prune_runs,)

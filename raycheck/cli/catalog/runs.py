@@ -104,6 +104,3 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
         return
     with console.status("") as status:
         yield lambda looked, found: status.update(Text(f"{found} runs in {looked} folders"))
-
-
-COMMANDS = (runs,)

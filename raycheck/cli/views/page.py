@@ -66,6 +66,3 @@ def page(  # noqa: PLR0917  typer makes options of them
         allow_hosts=allow_host or (),
         on_start=lambda address: out.print(Text(f"Open {address}  (Ctrl-C ends it)")),
     )
-
-
-COMMANDS = (page,)

@@ -140,6 +140,3 @@ def _print_difference(found: CheckpointDifference, *, show_all: bool) -> None:
     ):
         if names:
             out.print(Text(f"{label}: {', '.join(names)}"))
-
-
-COMMANDS = (tensors, diff)

@@ -130,6 +130,3 @@ def _facts(seen: LiveRun) -> dict[str, Any]:
             for item in history.attempts
         ],
     }
-
-
-COMMANDS = (top,)
