@@ -72,7 +72,7 @@ class CommittedCheckpoint(Checkpoint):
         return state.apply(self, Selection.of(into, skip), strict=strict, cast=cast).manifest.step
 
     def samples(self, first: int, end: int) -> "list[StepSamples]":
-        """Returns which samples made the steps from `first` to before `end`, whatever the world size was.
+        """Return which samples made the steps from `first` to before `end`, whatever the world size was.
 
         Steps count from 1, as in logs: those from 401 to before 501 lie between the checkpoints of steps 400 and 500.
         It is known of steps up to this checkpoint's, of a run with raycheck.Batches in its state; this needs torch.
@@ -182,23 +182,23 @@ class Run:
 
     @property
     def head(self) -> CommittedCheckpoint | None:
-        """Returns the checkpoint that a resume would restore; None when nothing was committed yet."""
+        """Return the checkpoint that a resume would restore; None when nothing was committed yet."""
         return None if self.latest.head is None else self.checkpoint(self.latest.head)
 
     @property
     def checkpoints(self) -> tuple[CommittedCheckpoint, ...]:
-        """Returns the live checkpoints, in the order of their commits."""
+        """Return the live checkpoints, in the order of their commits."""
         return tuple(CommittedCheckpoint(self.store, entry) for entry in self.latest.live)
 
     @property
     def lent(self) -> dict[str, tuple[str, ...]]:
-        """Returns the checkpoints whose bytes other runs use, such as forks, by the way to each run ("../other")."""
+        """Return the checkpoints whose bytes other runs use, such as forks, by the way to each run ("../other")."""
         own = {hold.holder: hold.directories for hold in self.latest.holds if hold.run_id != self.latest.run_id}
         return {holder: tuple(name for name in names if "/" not in name) for holder, names in own.items()}
 
     @property
     def borrowed(self) -> dict[str, tuple[str, ...]]:
-        """Returns the checkpoints of other runs whose bytes this run uses, by the way to each run ("../base")."""
+        """Return the checkpoints of other runs whose bytes this run uses, by the way to each run ("../base")."""
         return {loan.source: loan.directories for loan in self.latest.loans}
 
     def _repr_html_(self) -> str:
@@ -207,7 +207,7 @@ class Run:
         return run_html(self.store.uri, self.latest)
 
     def at(self, at: int | str) -> CommittedCheckpoint:
-        """Returns the committed checkpoint with this step, name or key.
+        """Return the committed checkpoint with this step, name or key.
 
         Of several with one step it is the newest. Raises NotFoundError, which says what there is.
         """
@@ -226,7 +226,7 @@ class Run:
         )
 
     def at_step(self, step: int) -> CommittedCheckpoint:
-        """Returns the newest committed checkpoint of `step`. Raises NotFoundError, which lists the steps there are."""
+        """Return the newest committed checkpoint of `step`. Raises NotFoundError, which lists the steps there are."""
         found = [entry for entry in self.latest.live if entry.step == step]
         if not found:
             steps = ", ".join(str(entry.step) for entry in self.latest.live) or "none"
@@ -234,7 +234,7 @@ class Run:
         return CommittedCheckpoint(self.store, found[-1])
 
     def checkpoint(self, key: str) -> CommittedCheckpoint:
-        """Returns the live checkpoint with this key. Raises NotFoundError, which says why there is none."""
+        """Return the live checkpoint with this key. Raises NotFoundError, which says why there is none."""
         entry = self.latest.entry(key)
         if entry is not None:
             return CommittedCheckpoint(self.store, entry)
@@ -263,7 +263,7 @@ class Run:
         return self.head_or(at).restore(into=into, strict=strict, skip=skip, cast=cast)
 
     def head_or(self, at: int | str | None) -> CommittedCheckpoint:
-        """Returns the checkpoint `at`, or the head for None. Raises NotFoundError when there is none."""
+        """Return the checkpoint `at`, or the head for None. Raises NotFoundError when there is none."""
         checkpoint = self.head if at is None else self.at(at)
         if checkpoint is None:
             raise NotFoundError(f"{self.store}: the run has no committed checkpoint")

@@ -28,7 +28,7 @@ class UnreportedCommit:
 
 
 class Reporter:
-    """Tells a rank's host of commits. This one tells nobody.
+    """Reports commits to whoever started the ranks. This one reports to nobody.
 
     is_heard: somebody listens. pointed: the newest commit that the host can be told of.
     """
@@ -66,7 +66,7 @@ class Reporter:
 
 
 class Sink(Protocol):
-    """Takes a rank's staged saves: the bucket, or a process of the rank's node."""
+    """A place for a rank's staged saves: the bucket, or a process of the rank's node."""
 
     def save(self, staged: "StagedState", report: Report, deadline: float) -> Outcome | None:
         """Have a staged save kept and reported, and wait for the outcome. deadline: by time.monotonic.
@@ -76,7 +76,7 @@ class Sink(Protocol):
 
 
 class NodeSink(Sink, Protocol):
-    """Takes the staged saves of the ranks of a node in another process, which outlives them."""
+    """A process of the rank's node that takes staged saves, and outlives the ranks."""
 
     @property
     def is_given_up(self) -> bool:
@@ -90,7 +90,7 @@ class NodeSink(Sink, Protocol):
 
 
 class NoNodeSink:
-    """Takes nothing, and says so once: no process of the node can be started."""
+    """The sink where no process of the node can be started. It takes nothing, and says so once."""
 
     is_given_up = True
 

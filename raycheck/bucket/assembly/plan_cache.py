@@ -27,7 +27,7 @@ NOTHING_SHARED = RankDigests(names=b"", digests=b"")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """Holds one rank's part of an index, encoded, with the part that changes at every save apart from the plan.
+    """One rank's part of an index, encoded, with the part that changes at every save apart from the plan.
 
     plan: empty when only its hash is sent. values: the values that all ranks share, of which rank 0's count, then the
     rank's own. decoded_bytes: the size of all values as JSON. replicas: the digests of what other ranks may hold too;
@@ -71,7 +71,7 @@ def _hash(data: bytes) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedPlan:
-    """Holds the merged plan of all ranks, and what was made of it.
+    """The merged plan of all ranks, and what was made of it.
 
     plan_bytes: the plan, encoded. metadata: `.metadata` by component, with size and checksum. holes: the names of
     tensors that are not covered exactly once.

@@ -33,7 +33,7 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergedPlan:
-    """Holds the plan of a whole checkpoint.
+    """The plan of a whole checkpoint.
 
     num_crcs: the number of each rank's checksums. cuts: the slices of each rank's checksums that the index keeps.
     copies: what several ranks wrote.

@@ -55,7 +55,7 @@ class Replica:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Says that ranks hold different things under one name. ranks: the first holder, and those that differ from it."""
+    """A name under which ranks hold different things. ranks: the first holder, and those that differ from it."""
 
     label: str
     cure: Cure
@@ -64,7 +64,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankDigests:
-    """Holds what one rank reports. names: `dump_names` of its replicas. digests: DIGEST_BYTES for each, in that
+    """The digests that one rank reports. names: `dump_names` of its replicas. digests: DIGEST_BYTES for each, in that
     order."""
 
     names: bytes

@@ -65,7 +65,7 @@ class MemoryCheckpoints:
         self._problem_step: int | None = None  # None: it holds for all steps to come
 
     async def report(self, report: Report, up_to_s: float) -> Outcome | Pending:
-        """Takes that a rank's shard is sealed in its node's memory, or why not, and waits a while for the outcome."""
+        """Record that a rank's shard is sealed in its node's memory, or why not, and wait a while for the outcome."""
         at = (report.group, report.progress.step)
         self._is_used = True
         if at not in self._saves:
@@ -82,7 +82,7 @@ class MemoryCheckpoints:
         return await rendezvous.answer(up_to_s)
 
     def committed(self, key: str, step: int) -> None:
-        """Takes that the bucket has a new checkpoint: what memory holds of earlier steps is given back."""
+        """Record that the bucket has a new checkpoint: shards of earlier steps are freed."""
         self.note_head(key, step)
         if self._newest is not None and self._newest.entry.step <= step:
             self._newest = None
@@ -92,11 +92,11 @@ class MemoryCheckpoints:
             self._agents.keep(self._newest_key, (self._attempt, step))
 
     def note_head(self, key: str, step: int) -> None:
-        """Takes which checkpoint is the bucket's newest one."""
+        """Record which checkpoint is the newest in the bucket."""
         self._head = key, step
 
     def note_problem(self, why: str, *, step: int | None = None) -> None:
-        """Takes why there is no memory checkpoint, and warns of it, once while it is the same.
+        """Record why there is no memory checkpoint, and warn about it, once while it is the same.
 
         step: the only one that has none; None: no later one will have any either.
         """
@@ -107,12 +107,12 @@ class MemoryCheckpoints:
             logger.warning(event(f"no memory checkpoint: {why}", run=self._store.uri))
 
     def take_problem(self) -> str:
-        """Returns the problem once, for the record of the start that follows it."""
+        """Return the problem once, for the record of the start that follows it."""
         found, self.problem = self.problem, ""
         return found
 
     def forget(self, why: str = "") -> None:
-        """Gives back what is listed. why: the reason, when it should have been restored."""
+        """Free what is listed. why: the reason, if it should have been restored."""
         if why:
             self.note_problem(why)
         self._newest = None
@@ -145,7 +145,7 @@ class MemoryCheckpoints:
         return self._newest.entry.key if self._newest is not None else None
 
     async def _offer(self, newest: _Listed) -> MemoryOffer:
-        """Returns what can be restored. Raises NotFoundError when the nodes that are alive have not got all of it."""
+        """Return what can be restored. Raises NotFoundError when the nodes that are alive have not got all of it."""
         holders = await self._holders(newest)
         if lost := sorted(newest.sizes.keys() - holders.keys()):
             raise NotFoundError(f"no node that is alive has {', '.join(lost[:5])}")
@@ -233,7 +233,7 @@ class MemoryCheckpoints:
         return lost
 
     async def _has_shards(self, node: str, name: str, reports: Sequence[Report]) -> bool:
-        """Returns whether a node's actor holds what the ranks of the node have sealed."""
+        """Return whether a node's actor holds what the ranks of the node have sealed."""
         actor = self._agents.known(node)
         held = {} if actor is None else await self._held(actor)
         return all(
@@ -244,7 +244,7 @@ class MemoryCheckpoints:
         )
 
     async def _copy_from(self, node: str, name: str, others: Sequence[str]) -> str:
-        """Returns why no other node has a copy of this node's shards; "" when one has."""
+        """Return why no other node has a copy of this node's shards; "" when one has."""
         problem = "the group has only one node"
         source = self._agents.known(node)
         for other in others:
@@ -264,7 +264,7 @@ class MemoryCheckpoints:
         return problem
 
     async def _holders(self, listed: _Listed) -> dict[str, list[Holder]]:
-        """Returns who holds each shard whole, by key."""
+        """Return who holds each shard whole, by key."""
         alive = await asyncio.to_thread(self._cluster.alive)
         asked = {node: actor for node, actor in self._agents.all().items() if node in alive}
         answers = await asyncio.gather(*(self._held(actor) for actor in asked.values()))
@@ -283,7 +283,7 @@ class MemoryCheckpoints:
 
 
 def neighbours(node: str, nodes: Sequence[str], zones: Mapping[str, str]) -> list[str]:
-    """Returns the other nodes that may take the copies of `node`, the best one first.
+    """Return the other nodes that may take the copies of `node`, the best one first.
 
     nodes: those of the group, sorted. zones: of the nodes that are alive. Nodes of other zones come first, beginning
     with the one at this node's place in its own zone, so that they share the copies evenly. Then come those that follow

@@ -18,7 +18,7 @@ Place = tuple[str, int]
 
 
 class NodeAgents:
-    """Holds one actor for each node, and what the ranks of each have handed to it."""
+    """One actor for each node, and what the ranks of each have handed to it."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -38,11 +38,11 @@ class NodeAgents:
         return self._actors[node]
 
     def known(self, node: str) -> Any:
-        """Returns the actor of a node; None when none was started there."""
+        """Return the actor of a node; None when none was started there."""
         return self._actors.get(node)
 
     def all(self) -> dict[str, Any]:
-        """Returns the actors by node."""
+        """Return the actors by node."""
         return dict(self._actors)
 
     def keep(self, checkpoint: str | None, floor: tuple[int, int]) -> None:
@@ -54,7 +54,7 @@ class NodeAgents:
             self.cluster.tell(actor, "keep_shards", checkpoint, floor)
 
     def handed_over(self, report: Report) -> None:
-        """Takes that the actor of its node has a rank's staged save."""
+        """Record that the actor of its node has a rank's staged save."""
         self._handed.setdefault((report.group, report.save), {})[report.rank] = report
 
     def ended(self, at: Place) -> None:
@@ -63,11 +63,11 @@ class NodeAgents:
         self._handed = {place: by for place, by in self._handed.items() if place[0] == group and place[1] > number}
 
     def undecided(self, group: str) -> dict[int, dict[int, Report]]:
-        """Returns the saves of a group that are not decided, by number: which ranks have handed in what."""
+        """Return the saves of a group that are not decided, by number: which ranks have handed in what."""
         return {save: by for (found, save), by in self._handed.items() if found == group}
 
     async def ask_whether_saving(self, reports: Iterable[Report]) -> bool:
-        """Returns whether the actors go on with what these ranks have handed in."""
+        """Return whether the actors go on with what these ranks have handed in."""
         by_node: dict[tuple[str, str, int], list[int]] = {}
         for report in reports:
             by_node.setdefault((report.node, report.group, report.save), []).append(report.rank)

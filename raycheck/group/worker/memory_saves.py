@@ -64,7 +64,7 @@ class MemorySaves:
 
     @property
     def is_busy(self) -> bool:
-        """Returns whether the next one has to be left out: the one before is under way, or has just failed."""
+        """Return whether the next one has to be left out: the one before is under way, or has just failed."""
         if self._node.is_given_up:
             return True
         return time.monotonic() < self._not_before or (self._pending is not None and not self._pending.done())

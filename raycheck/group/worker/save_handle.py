@@ -62,12 +62,12 @@ class SaveHandle:
 
     @property
     def is_done(self) -> bool:
-        """Returns whether the save has ended on this rank, committed or not."""
+        """Return whether the save has ended on this rank, committed or not."""
         return self._outcome.done()
 
     @property
     def is_committed(self) -> bool:
-        """Returns whether the save is committed, as far as this rank knows. It never waits and never raises."""
+        """Return whether the save is committed, as far as this rank knows. It never waits and never raises."""
         if not self.is_done or self._outcome.exception() is not None or self._info.key == "":
             return False
         return self._outcome.result()[0].kind == "committed"

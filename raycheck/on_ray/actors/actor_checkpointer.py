@@ -359,12 +359,12 @@ class ActorSaveHandle:
 
     @property
     def is_done(self) -> bool:
-        """Returns whether the save has ended, committed or not."""
+        """Return whether the save has ended, committed or not."""
         return self._state()[0]
 
     @property
     def is_committed(self) -> bool:
-        """Returns whether the save is committed."""
+        """Return whether the save is committed."""
         return self._state()[1]
 
     def result(self, timeout_s: float | None = None) -> CheckpointInfo:

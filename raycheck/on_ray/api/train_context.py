@@ -54,7 +54,7 @@ def run_config() -> Any:
 
 
 def retention_asked_for() -> Retention | None:
-    """Returns what the RunConfig's CheckpointConfig says of which checkpoints stay; None when it limits nothing."""
+    """Return what the RunConfig's CheckpointConfig says of which checkpoints stay; None when it limits nothing."""
     config = run_config().checkpoint_config
     count, metric = getattr(config, "num_to_keep", None), getattr(config, "checkpoint_score_attribute", None)
     if count is None:

@@ -35,7 +35,7 @@ AttemptAndStep = tuple[int, int]
 
 @dataclass(kw_only=True, slots=True)
 class _Held:
-    """Holds the bytes of a shard. missing: how many of them have not come yet. claim: of the memory for these."""
+    """The bytes of a shard. missing: how many of them have not come yet. claim: of the memory for these."""
 
     data: Bytes
     place: MemoryPlace | None
@@ -44,7 +44,7 @@ class _Held:
 
 
 class MemoryShards:
-    """Holds shards by their keys: those that ranks of this node share, and copies of another node's."""
+    """Shards by their keys: those that ranks of this node share, and copies of another node's."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,7 +53,7 @@ class MemoryShards:
         self._copies: dict[str, _Held] = {}
 
     def put(self, key: str, shard: memoryview, place: MemoryPlace | None = None) -> None:
-        """Holds a sealed shard, whose memory the rank shares and does not write to while it is listed.
+        """Keep a sealed shard, whose memory the rank shares and does not write to while it is listed.
 
         place: where the memory begins that the shard is the first bytes of.
         """
@@ -62,7 +62,7 @@ class MemoryShards:
                 self._own[key] = _Held(data=np.frombuffer(shard, np.uint8), place=place)
 
     def receive(self, key: str, size_bytes: int, start: int, chunk: Bytes) -> None:
-        """Takes the bytes from `start` on of another node's shard. Raises ConfigError when there is no room for it."""
+        """Store the bytes from `start` on of another node's shard. Raises ConfigError when there is no room for it."""
         with self._lock:
             if _attempt_and_step(key) <= self._floor:
                 return
@@ -81,7 +81,7 @@ class MemoryShards:
                 received.claim = None
 
     def whole(self) -> dict[str, HeldShard]:
-        """Returns the shards that are here whole, by key."""
+        """Return the shards that are here whole, by key."""
         with self._lock:
             found = {**self._copies, **self._own}
             return {
@@ -91,19 +91,19 @@ class MemoryShards:
             }
 
     def read(self, key: str, start: int, stop: int) -> Bytes | None:
-        """Returns bytes start..stop of a shard; None when it is not here."""
+        """Return bytes start..stop of a shard; None when it is not here."""
         with self._lock:
             found = self._own.get(key) or self._copies.get(key)
         return None if found is None else found.data[start:stop]
 
     def own(self, checkpoint: str) -> dict[str, Bytes]:
-        """Returns the shards of a checkpoint that ranks of this node have put here, by key."""
+        """Return the shards of a checkpoint that ranks of this node have put here, by key."""
         prefix = checkpoint_prefix(checkpoint)
         with self._lock:
             return {key: held.data for key, held in self._own.items() if key.startswith(prefix)}
 
     def keep(self, checkpoint: str | None, floor: AttemptAndStep) -> None:
-        """Gives back all but the shards of this checkpoint, and of those above the floor.
+        """Free all but the shards of this checkpoint, and of those above the floor.
 
         What is not above it is not taken from now on: it may come late from a group that is gone.
         """
@@ -117,7 +117,7 @@ class MemoryShards:
 
 
 def _attempt_and_step(key: str) -> AttemptAndStep:
-    """Returns attempt and step of the checkpoint that a shard belongs to."""
+    """Return attempt and step of the checkpoint that a shard belongs to."""
     name = CheckpointName.parse(key.split("/")[1])
     assert name is not None, "the ranks make the names"
     return name.attempt, name.step
@@ -130,7 +130,7 @@ def send(
     timeout_s: float,
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Copies shards to the actor of another node in chunks, a few of which are on their way at a time.
+    """Copy shards to the actor of another node in chunks, a few of which are on their way at a time.
 
     In between it pauses for as long as they took: half of the time the network is the training's. to: that actor's
     handle. timeout_s: how long they may be on their way, without the pauses. pause: waits for so many seconds. Raises
@@ -172,7 +172,7 @@ class MemoryReader:
     _mapped: dict[MemoryPlace, memoryview] = field(default_factory=dict)
 
     def get_range(self, key: str, start: int, stop: int) -> Buffer:
-        """Returns bytes start..stop of an object. Raises DamagedError when no node has those of a shard, and what the
+        """Return bytes start..stop of an object. Raises DamagedError when no node has those of a shard, and what the
         store does."""
         if key not in self.holders:
             return self.store.get_range(key, start, stop)
@@ -195,7 +195,7 @@ class MemoryReader:
         raise DamagedError(f"{key} is in no node's memory any more ({'; '.join(problems)})")
 
     def _read(self, holder: Holder, key: str, start: int, stop: int) -> memoryview | None:
-        """Returns what one node has of these bytes. Raises Ray's errors."""
+        """Return what one node has of these bytes. Raises Ray's errors."""
         if holder.node == self.node and holder.place is not None:
             with suppress(OSError):  # its actor was started again, or is in another container
                 if holder.place not in self._mapped:

@@ -36,7 +36,7 @@ LAST_ANSWER_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeAnswer:
-    """Says what became of a save that a rank has handed to its node's actor.
+    """The result of a save that a rank has handed to its node's actor.
 
     outcome: what all ranks are told; None when the actor did not take the save. shards: of a committed save, the rows
     of each shard outside `train`, by component: a later save may refer to these. problem: why the rank has to upload
@@ -103,19 +103,19 @@ class NodeAgent:
             return all((group, rank, save) in self._under_way for rank in ranks)
 
     def held_shards(self) -> dict[str, HeldShard]:
-        """Returns the shards of memory checkpoints that are here whole, by key."""
+        """Return the shards of memory checkpoints that are here whole, by key."""
         return self._shards.whole()
 
     def read_shard(self, key: str, start: int, stop: int) -> Bytes | None:
-        """Returns bytes start..stop of such a shard; None when it is not here."""
+        """Return bytes start..stop of such a shard; None when it is not here."""
         return self._shards.read(key, start, stop)
 
     def receive(self, key: str, size_bytes: int, start: int, chunk: Bytes) -> None:
-        """Takes the bytes from `start` on of another node's shard. Raises ConfigError when there is no room for it."""
+        """Store the bytes from `start` on of another node's shard. Raises ConfigError when there is no room for it."""
         self._shards.receive(key, size_bytes, start, chunk)
 
     def send_shards(self, checkpoint: str, to: Any, timeout_s: float) -> str:
-        """Copies the shards that ranks of this node have of a memory checkpoint to another node's actor.
+        """Copy the shards that ranks of this node have of a memory checkpoint to another node's actor.
 
         Returns why it could not; "" when it could.
         """
@@ -136,11 +136,11 @@ class NodeAgent:
             return self._hurries.setdefault(attempt, self._event())
 
     def keep_shards(self, checkpoint: str | None, floor: AttemptAndStep) -> None:
-        """Gives back all shards but those of this memory checkpoint, and of those above the floor."""
+        """Free all shards but those of this memory checkpoint, and of those above the floor."""
         self._shards.keep(checkpoint, floor)
 
     def _uploader(self, group: Group, timeout_s: float, *, is_in_memory: bool) -> Uploader:
-        """Returns the rank's own. The first time, raises ConfigError or StoreError where the run cannot be seen."""
+        """Return the rank's own. The first time, raises ConfigError or StoreError where the run cannot be seen."""
         with self._lock:
             known = self._uploaders.get((group.rank, is_in_memory))
         if known is None or known[0] != group.id:
@@ -175,7 +175,7 @@ class NodeUploads:
 
     @property
     def is_given_up(self) -> bool:
-        """Returns whether the actor is asked for nothing any more."""
+        """Return whether the actor is asked for nothing any more."""
         return self._is_given_up
 
     def prepare(self) -> None:
@@ -263,7 +263,7 @@ class NodeUploads:
         self._tell_to_hurry()
 
     def _ask(self, shared: SharedState, report: Report, deadline: float) -> NodeAnswer:
-        """Returns the actor's answer."""
+        """Return the actor's answer."""
         own = replace(self._group, broadcast=None, notice=None)  # what the actor needs of it
         reference = self._agent.save.remote(own, shared, report, deadline=deadline, timeout_s=self._timeout_s)
         with as_raised():
