@@ -50,9 +50,10 @@ case " $* " in
 "  " | " --all ") # the Ray tests are one process: they must not meet a second Ray
     others -m "not ray" "$@" &
     beside=$!
-    { tests -m "not ray" $training "$@" && "$python" -m mypy; } &
+    tests -m "not ray" $training "$@" &
     third=$!
-    tests -m ray "$@" || status=1 ;;
+    tests -m ray "$@" || status=1
+    "$python" -m mypy || status=1 ;;
 *)
     tests -m "not ray" "$@" &
     beside=$!
