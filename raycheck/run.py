@@ -421,10 +421,10 @@ def _pointed_to(pointer: Any) -> Pointer:
 
 def export_hf(
     source: str | Checkpoint,
-    dest: str,
+    to: str,
     *,
     storage: StorageSettings | None = None,
-    step: int | str | None = None,
+    at: int | str | None = None,
     entry: str | None = None,
     files: Sequence[str] | None = None,
     merge_lora: bool = False,
@@ -438,9 +438,9 @@ def export_hf(
     This needs torch, but neither Ray nor transformers nor an accelerator, and a bounded amount of memory. The directory
     is whole or not there.
 
-    source: a run's URI, or a checkpoint such as `open_checkpoint` returns. step: which checkpoint of the run, by its
+    source: a run's URI, or a checkpoint such as `open_checkpoint` returns. at: which checkpoint of the run, by its
         step, name or key; None: the head.
-    dest: a new or empty folder, or the URI of a free place in a bucket.
+    to: a new or empty folder, or the URI of a free place in a bucket.
     storage: how the source's bucket is reached, and a destination of the same kind of store.
     entry: the model's name in the state. None: the one entry that has a Hugging Face configuration.
     files: the tokenizers and processors that are written too, by their names in the state. None: all of them.
@@ -456,9 +456,9 @@ def export_hf(
     from raycheck.huggingface.export import export_hf as export
     from raycheck.huggingface.export import write_all
 
-    if isinstance(source, Checkpoint) and step is not None:
-        raise ConfigError(f"export_hf: step={step} chooses among a run's checkpoints; give the run's URI with it")
-    checkpoint = source if isinstance(source, Checkpoint) else open_run(source, storage).head_or(step)
+    if isinstance(source, Checkpoint) and at is not None:
+        raise ConfigError(f"export_hf: at={at} chooses among a run's checkpoints; give the run's URI with it")
+    checkpoint = source if isinstance(source, Checkpoint) else open_run(source, storage).head_or(at)
     options = ExportOptions(
         entry=entry,
         files=files,
@@ -467,4 +467,4 @@ def export_hf(
         config_from=config_from,
         max_shard_bytes=max_shard_bytes,
     )
-    return export(checkpoint, dest, options, storage=storage, write=partial(write_all, progress=progress))
+    return export(checkpoint, to, options, storage=storage, write=partial(write_all, progress=progress))

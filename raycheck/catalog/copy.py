@@ -72,9 +72,9 @@ class PlannedCopy:
 
 def copy_run(
     source: str,
-    dest: str,
+    to: str,
     *,
-    step: int | str | None = None,
+    at: int | str | None = None,
     from_storage: StorageSettings | None = None,
     to_storage: StorageSettings | None = None,
     progress: ShowProgress = show_nothing,
@@ -85,19 +85,19 @@ def copy_run(
     The copy needs a bounded amount of memory, about 400 MB. Repeat it to continue an interrupted copy, or to bring one
     up to date.
 
-    source, dest: URIs of runs. dest must be free, or an earlier copy of this run on which nobody has trained.
-    step: copy only the newest checkpoint of this step, or that of this name or key, into a new run. None: the run.
+    source, to: URIs of runs. `to` must be free, or an earlier copy of this run on which nobody has trained.
+    at: copy only the newest checkpoint of this step, or that of this name or key, into a new run. None: the run.
     from_storage, to_storage: how the two buckets are reached.
     progress: called with the bytes that are done, and those of the whole copy.
     stop: when it is set, the copy ends soon with StoppedError.
 
-    Raises ConfigError if dest is unsuitable, NotFoundError if there is nothing to copy, and DamagedError for a damaged
+    Raises ConfigError if `to` is unsuitable, NotFoundError if there is nothing to copy, and DamagedError for a damaged
     checkpoint of the source, after all others are copied.
     """
-    one, other = open_store(source, from_storage), open_store(dest, to_storage)
+    one, other = open_store(source, from_storage), open_store(to, to_storage)
     stop = Event() if stop is None else stop
-    if step is not None:
-        return _copy_checkpoint(one, other, step, ProgressTally(progress), stop)
+    if at is not None:
+        return _copy_checkpoint(one, other, at, ProgressTally(progress), stop)
     copier = MirrorCopier(one, other, stop=stop, progress=progress)
     body = copier.run()
     copier.delete_dropped()
@@ -106,21 +106,21 @@ def copy_run(
 
 def plan_copy(
     source: str,
-    dest: str,
+    to: str,
     *,
-    step: int | str | None = None,
+    at: int | str | None = None,
     from_storage: StorageSettings | None = None,
     to_storage: StorageSettings | None = None,
 ) -> PlannedCopy:
     """Say what `copy_run` would copy. Writes nothing, and raises what `copy_run` would raise before its first write."""
-    one, other = open_store(source, from_storage), open_store(dest, to_storage)
-    if step is None:
+    one, other = open_store(source, from_storage), open_store(to, to_storage)
+    if at is None:
         body, entries = MirrorCopier(one, other, stop=Event()).missing()
         if body.head is None:
             raise NotFoundError(f"{one}: the run has no committed checkpoint to copy")
         return PlannedCopy(uri=other.uri, run_id=body.run_id, sizes={it.key: it.size_bytes for it in entries})
     check_places(one, other)
-    entry = _chosen(one, read_latest(one), step)
+    entry = _chosen(one, read_latest(one), at)
     existing, _ = look_at_place(Register(other))
     if existing is not None:
         _copied_head(existing, other, one, entry)
@@ -147,11 +147,11 @@ def result_of(copier: MirrorCopier, body: Latest) -> CopiedRun:
     )
 
 
-def _copy_checkpoint(source: Store, target: Store, step: int | str, tally: ProgressTally, stop: Event) -> CopiedRun:
+def _copy_checkpoint(source: Store, target: Store, at: int | str, tally: ProgressTally, stop: Event) -> CopiedRun:
     """Create a new run at the target with a copy of one checkpoint. Step 30."""
     check_places(source, target)
     lender = read_latest(source)
-    entry = _chosen(source, lender, step)
+    entry = _chosen(source, lender, at)
     tally.expect(entry.size_bytes)
     checkpoint, register = Checkpoint(source, entry), Register(target)
     existing, save = look_at_place(register)
@@ -202,12 +202,12 @@ def _name_for(
     return first_manifest(old, name, restored_from=restored_from), there if name == last else {}
 
 
-def _chosen(source: Store, body: Latest, step: int | str) -> Entry:
+def _chosen(source: Store, body: Latest, at: int | str) -> Entry:
     check_source(source.uri, body)
-    entries = [entry for entry in body.live if step in (entry.step, str(entry.step), entry.key, entry.name)]
+    entries = [entry for entry in body.live if at in (entry.step, str(entry.step), entry.key, entry.name)]
     if not entries:
         known = ", ".join(str(entry.step) for entry in body.live) or "none"
-        raise NotFoundError(f"{source}: no checkpoint {step}; there are those of the steps: {known}")
+        raise NotFoundError(f"{source}: no checkpoint {at}; there are those of the steps: {known}")
     if entries[-1].damaged:
         raise DamagedError(f"{source}: {entries[-1].key} is damaged: {entries[-1].damaged}")
     return entries[-1]

@@ -47,9 +47,9 @@ class Downloaded:
 
 def download(
     source: str,
-    folder: str | os.PathLike[str],
+    to: str | os.PathLike[str],
     *,
-    step: int | str | None = None,
+    at: int | str | None = None,
     components: Collection[str] | None = None,
     format: Format = "dcp",  # noqa: A002  the option's name
     storage: StorageSettings | None = None,
@@ -59,9 +59,9 @@ def download(
 
     An interrupted download can be repeated, and fetches only what is missing.
 
-    source: a run's URI. folder: a new or empty one, or that of an earlier download of the checkpoint. step: which
-    checkpoint: a step, a checkpoint's name, or None for the head. components: the names of the components to fetch;
-    None: all. format: "dcp", a stock DCP directory per component, which torch.distributed.checkpoint loads; or
+    source: a run's URI. to: a new or empty folder, or that of an earlier download of the checkpoint. at: which
+    checkpoint: a step, its name, or None for the head. components: the names of the components to fetch; None: all.
+    format: "dcp", a stock DCP directory per component, which torch.distributed.checkpoint loads; or
     "safetensors", the tensors of each entry in safetensors files under their names in the checkpoint, and all other
     values in values.json, for which torch is needed. For a Hugging Face directory see export_hf. storage: how the
     bucket is reached. progress: is told the bytes that are there, and how many there will be.
@@ -73,12 +73,12 @@ def download(
         raise ConfigError(f"download: format={format!r} is not one of dcp, safetensors")
     if format == "safetensors" and components is not None:
         raise ConfigError("download: components= chooses directories of format dcp; leave it out with safetensors")
-    checkpoint = checkpoint_at(open_run(source, storage), step)
+    checkpoint = checkpoint_at(open_run(source, storage), at)
     data, manifest = checkpoint.read_manifest_bytes(), checkpoint.read_manifest()
     known = {component.name for component in manifest.components}
     if missing := sorted(set(components or ()) - known):
         raise ConfigError(f"{checkpoint.entry.key} has no component {missing[0]!r}; it has: {', '.join(sorted(known))}")
-    root = Path(folder).absolute()
+    root = Path(to).absolute()
     with _typed_errors(root):
         _take_folder(root, data, checkpoint)
         if format == "dcp":

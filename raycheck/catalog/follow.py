@@ -40,7 +40,7 @@ class FollowNews:
 
 def follow_run(
     source: str,
-    dest: str,
+    to: str,
     *,
     every_s: float = 5.0,
     until_finished: bool = False,
@@ -51,19 +51,19 @@ def follow_run(
     stop: Event | None = None,
     grace_s: float = GRACE_S,
 ) -> Latest:
-    """Copy a run to `dest`, and go on to copy what is committed and to drop what is dropped there, until `stop` is set.
+    """Copy a run to `to`, and go on to copy what is committed and to drop what is dropped there, until `stop` is set.
 
     every_s: seconds between two looks at the source. until_finished: end when the source has come to the end of its
     training and all of it is here. news: called with what happens. progress: called with the bytes that are done, and
     with those that there are as far as it has looked. grace_s: seconds that readers of the mirror have between the drop
     of a checkpoint and the delete. The other arguments are those of copy_run.
 
-    Returns the mirror's `latest`. Raises StoppedError when it was stopped before there was one, ConfigError when dest
+    Returns the mirror's `latest`. Raises StoppedError when it was stopped before there was one, ConfigError when `to`
     is no place for the mirror any more, CorruptError when `latest` of either was lost or rolled back.
     """
     if every_s <= 0:
         raise ConfigError(f"every={every_s}: give a number of seconds above 0")
-    one, other = open_store(source, from_storage), open_store(dest, to_storage)
+    one, other = open_store(source, from_storage), open_store(to, to_storage)
     stop = Event() if stop is None else stop
     copier = MirrorCopier(one, other, stop=stop, progress=progress)
     return Follower(copier, every_s=every_s, until_finished=until_finished, news=news, stop=stop, grace_s=grace_s).run()

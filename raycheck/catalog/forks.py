@@ -11,20 +11,20 @@ from raycheck.storage_settings import StorageSettings
 
 def fork_run(
     source: str,
-    target: str,
+    to: str,
     at: int | str | None = None,
     *,
     copy: bool = False,
     storage: StorageSettings | None = None,
 ) -> Forked:
-    """Create a run at `target` from a checkpoint of the run at `source`. Training started there resumes from it.
+    """Create a run at `to` from a checkpoint of the run at `source`. Training started there resumes from it.
 
     Within one bucket the new run uses the tensors where they are, and the other run keeps them as long as they are
-    used, whatever it drops. Into another bucket they are copied. Does nothing if the run at `target` exists.
+    used, whatever it drops. Into another bucket they are copied. Does nothing if the run at `to` exists.
 
-    source, target: URIs of runs. at: a step, a name, or a checkpoint's key; None: the head. copy: copy the tensors also
+    source, to: URIs of runs. at: a step, a name, or a checkpoint's key; None: the head. copy: copy the tensors also
     within one bucket, so that the runs are independent. storage: how both are reached, when the environment and the
-    URIs do not say it. Raises NotFoundError when there is no such checkpoint, ConfigError when the run at `target` has
+    URIs do not say it. Raises NotFoundError when there is no such checkpoint, ConfigError when the run at `to` has
     begun without a checkpoint, CorruptError for copied bytes that differ from their checksums.
     """
     store = open_store(source, storage)
@@ -32,4 +32,4 @@ def fork_run(
     def chosen(body: Latest) -> str:
         return Run(store, body).head_or(at).entry.key
 
-    return fork(store, open_store(target, storage), run_id=uuid4().hex, key=chosen, copies=copy)
+    return fork(store, open_store(to, storage), run_id=uuid4().hex, key=chosen, copies=copy)

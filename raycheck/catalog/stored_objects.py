@@ -25,9 +25,9 @@ class StoredObject:
         return f"{self.store}: {self.key}"
 
 
-def checkpoint_at(run: Run, step: int | str | None) -> Checkpoint:
+def checkpoint_at(run: Run, at: int | str | None) -> Checkpoint:
     """Return a checkpoint by its step, name or key; the head for None or "HEAD". Raises NotFoundError."""
-    return run.head_or(None if step == "HEAD" else step)
+    return run.head_or(None if at == "HEAD" else at)
 
 
 def stored_objects(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[StoredObject]:

@@ -52,13 +52,13 @@ def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
     out.print(Text(f"\n{status.text}"))
 
 
-def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
+def show(uri: Uri, at: Step = None, as_json: Json = False, storage: Storage = None) -> None:
     """Show a run, its attempts, and one checkpoint.
 
-    The checkpoint is the head, or the one of --step.
+    The checkpoint is the head, or the one of --at.
     """
     run = _open_or_say(uri, settings_of(storage), as_json=as_json)
-    checkpoint = run.head if step is None else run.at(step)
+    checkpoint = run.head if at is None else run.at(at)
     began = read_resumes(run.store, [item.number for item in run.latest.attempts[-MAX_ATTEMPTS:]])
     attempts = [
         {name: getattr(item, name) for name in ("number", "world_size", "restore_key", "last_save", "claimed_at")}
@@ -95,14 +95,14 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
             out.print(Text(f"  {label:<14} {_in_words(name, value, now=status.now)}"))
 
 
-def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
+def verify(uri: Uri, at: Step = None, as_json: Json = False, storage: Storage = None) -> None:
     """Read all checkpoints and compare their checksums.
 
-    With --step only that checkpoint is read. Every object's size and checksums are compared with what was committed.
+    With --at only that checkpoint is read. Every object's size and checksums are compared with what was committed.
     Damage is reported by rank, component, tensor, and 4 MiB block, and the exit code is 1.
     """
     run = open_run(uri, settings_of(storage))
-    checkpoints = run.checkpoints if step is None else (run.at(step),)
+    checkpoints = run.checkpoints if at is None else (run.at(at),)
     if not checkpoints:
         raise NotFoundError(f"{shown_uri(uri)}: the run has no committed checkpoint to verify")
     found = _verified(checkpoints)

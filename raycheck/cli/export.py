@@ -14,8 +14,8 @@ from raycheck.views.in_words import size
 
 def export_hf(  # noqa: PLR0917  typer makes options of them
     uri: Uri,
-    dest: Annotated[str, typer.Argument(help="A new or empty folder, or the URI of a free place in a bucket.")],
-    step: Step = None,
+    to: Annotated[str, typer.Argument(help="A new or empty folder, or the URI of a free place in a bucket.")],
+    at: Step = None,
     entry: Annotated[str | None, typer.Option(help="The model's name in the state, when there are several.")] = None,
     files: Annotated[
         list[str] | None,
@@ -33,7 +33,7 @@ def export_hf(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Write a checkpoint as a Hugging Face directory.
 
-    The checkpoint is the head, or the one of --step.
+    The checkpoint is the head, or the one of --at.
     """
     from raycheck.run import export_hf as export
 
@@ -41,9 +41,9 @@ def export_hf(  # noqa: PLR0917  typer makes options of them
     with progress_bar() as progress:
         written = export(
             uri,
-            dest,
+            to,
             storage=settings_of(storage),
-            step=step,
+            at=at,
             entry=entry,
             files=files or None,
             merge_lora=merge_lora,

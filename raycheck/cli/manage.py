@@ -138,7 +138,7 @@ def sweep(
 
 def rewind(
     uri: Uri,
-    step: At,
+    at: At,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what the head would be.")] = False,
     storage: Storage = None,
 ) -> None:
@@ -148,7 +148,7 @@ def rewind(
     """
     run = open_run(uri, settings_of(storage))
     if dry_run:
-        entry = run.plan_rewind(step)
+        entry = run.plan_rewind(at)
         later = [item.step for item in run.latest.live[run.latest.live.index(entry) + 1 :]]
         out.print(Text(f"{entry.key} would be the head, instead of {run.latest.head}"))
         if later:
@@ -157,7 +157,7 @@ def rewind(
         if status.state == "running":
             out.print(Text(f"training would be stopped: {status.text}"))
         return
-    head = run.rewind(step).latest.head
+    head = run.rewind(at).latest.head
     out.print(Text(f"head is {head}; later checkpoints remain listed until retention drops them"))
 
 

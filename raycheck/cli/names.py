@@ -20,19 +20,19 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would cha
 Given = Annotated[str, typer.Argument(metavar="NAME", help="The name that the checkpoint has.")]
 
 
-def pin(uri: Uri, step: At, dry_run: DryRun = False, as_json: Json = False, storage: Storage = None) -> None:
+def pin(uri: Uri, at: At, dry_run: DryRun = False, as_json: Json = False, storage: Storage = None) -> None:
     """Keep a checkpoint, whatever the retention rules say."""
-    _pin(uri, step, storage, pinned=True, dry_run=dry_run, as_json=as_json)
+    _pin(uri, at, storage, pinned=True, dry_run=dry_run, as_json=as_json)
 
 
-def unpin(uri: Uri, step: At, dry_run: DryRun = False, as_json: Json = False, storage: Storage = None) -> None:
+def unpin(uri: Uri, at: At, dry_run: DryRun = False, as_json: Json = False, storage: Storage = None) -> None:
     """Apply the retention rules to a pinned checkpoint again."""
-    _pin(uri, step, storage, pinned=False, dry_run=dry_run, as_json=as_json)
+    _pin(uri, at, storage, pinned=False, dry_run=dry_run, as_json=as_json)
 
 
 def name(  # noqa: PLR0917  typer makes options of them
     uri: Uri,
-    step: At,
+    at: At,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Up to 100 letters, digits and '_.-'.")],
     expire_after: Annotated[
         float | None,
@@ -50,7 +50,7 @@ def name(  # noqa: PLR0917  typer makes options of them
     Retention keeps a named checkpoint, and every command and resume accept the name in place of a step.
     """
     run, now = _opened(uri, storage)
-    key = run.at(step).entry.key
+    key = run.at(at).entry.key
     label = Label(name=name, expire_after_s=expire_after, may_move=overwrite)
     if dry_run:
         body = name_and_score.with_name(run.store.uri, run.latest, key, label, now=now)
@@ -90,7 +90,7 @@ def unname(uri: Uri, name: Given, dry_run: DryRun = False, as_json: Json = False
 
 def score(  # noqa: PLR0917  typer makes options of them
     uri: Uri,
-    step: At,
+    at: At,
     values: Annotated[list[str], typer.Argument(metavar="METRIC=VALUE...", help="What was measured, e.g. mmlu=0.63.")],
     dry_run: DryRun = False,
     as_json: Json = False,
@@ -102,7 +102,7 @@ def score(  # noqa: PLR0917  typer makes options of them
     """
     scores = _scores(values)
     run, now = _opened(uri, storage)
-    key = run.at(step).entry.key
+    key = run.at(at).entry.key
     if dry_run:
         body = name_and_score.with_scores(run.store.uri, run.latest, key, scores)
     else:
@@ -110,9 +110,9 @@ def score(  # noqa: PLR0917  typer makes options of them
     _say(run, body, key, now=now, dry_run=dry_run, as_json=as_json)
 
 
-def _pin(uri: str, step: str, storage: Path | None, *, pinned: bool, dry_run: bool, as_json: bool) -> None:
+def _pin(uri: str, at: str, storage: Path | None, *, pinned: bool, dry_run: bool, as_json: bool) -> None:
     run, now = _opened(uri, storage)
-    key = run.at(step).entry.key
+    key = run.at(at).entry.key
     if dry_run:
         body = pin_and_evict.with_pin(run.store.uri, run.latest, key, pinned=pinned)
     else:

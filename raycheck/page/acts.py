@@ -199,9 +199,9 @@ ACTS: Mapping[str, Act] = {act.label.lower(): act for act in (
     # A checkpoint marked as damaged is read completely first.
     Act(label="Rewind", line="rewind {uri} {at}", preview=_before_rewind, do=_rewind, is_long=True),
     Act(label="Delete", line="delete {uri} {at}", preview=_before_delete, do=_delete),
-    Act(label="Verify", line="verify {uri} --step {at}", preview=_before_verify, do=_verify, is_long=True),
+    Act(label="Verify", line="verify {uri} --at {at}", preview=_before_verify, do=_verify, is_long=True),
     Act(
-        label="Export", line="export-hf {uri} {uri}/exports/{at} --step {at}",
+        label="Export", line="export-hf {uri} {uri}/exports/{at} --at {at}",
         preview=_before_export, do=_export, is_long=True,
     ),
     Act(label="Prune", line="prune {uri}", preview=_before_prune, do=_prune, is_long=True),

@@ -155,7 +155,7 @@ class CheckpointStore:
         with suppress(NotFoundError):
             store.head(f"{place}/adapter_config.json")  # written last in such a directory
             return
-        export_hf(found.uri, below(found.uri, *place.split("/")), step=found.key, storage=self._storage)
+        export_hf(found.uri, below(found.uri, *place.split("/")), at=found.key, storage=self._storage)
         self._clear_exports(found.path.run)
 
     def adapter_files(self, found: StoredCheckpoint) -> AdapterFiles:

@@ -41,7 +41,7 @@ VERBS = (
     ("cp in one bucket, repeated", "cp RUN BUCKET/mirror"),
     ("cp to another store, first", "cp RUN OTHER/mirror"),
     ("cp to another store, repeated", "cp RUN OTHER/mirror"),
-    ("cp --step, in one bucket", "cp RUN BUCKET/one --step 5"),
+    ("cp --at, in one bucket", "cp RUN BUCKET/one --at 5"),
     ("download", "download RUN 5 HERE/dcp"),
     ("pack, to a local file", "pack RUN 5 HERE/one.tar"),
     ("unpack, from a local file", "unpack HERE/one.tar BUCKET/unpacked"),

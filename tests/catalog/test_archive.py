@@ -166,7 +166,7 @@ def test_a_packed_checkpoint_begins_a_run_that_holds_all_of_it(place: str) -> No
 
 def test_the_next_training_goes_on_from_an_unpacked_checkpoint(sample: Sample) -> None:
     new = open_store(f"memory://{uuid4().hex}")
-    raycheck.catalog.unpack(io.BytesIO(sample.pack(step=4)), new.uri)
+    raycheck.catalog.unpack(io.BytesIO(sample.pack(at=4)), new.uri)
 
     claimed = claim(
         Register(new), Identity(owner="me", coordinator="one"), group="g", world_size=1, resume=AUTO, run_id="other"
@@ -179,7 +179,7 @@ def test_the_next_training_goes_on_from_an_unpacked_checkpoint(sample: Sample) -
 
 @pytest.mark.parametrize("step", [9, "9", "step-000000009-a1-s2", "HEAD", None])
 def test_a_checkpoint_is_named_by_step_name_or_head(sample: Sample, step: int | str | None) -> None:
-    assert raycheck.catalog.pack(sample.uri, io.BytesIO(), step=step).checkpoint == "step-000000009-a1-s2"
+    assert raycheck.catalog.pack(sample.uri, io.BytesIO(), at=step).checkpoint == "step-000000009-a1-s2"
 
 
 def test_an_archive_is_the_same_bytes_each_time(sample: Sample) -> None:
@@ -275,7 +275,7 @@ def test_a_checkpoint_whose_object_is_gone_is_called_damaged_and_an_evicted_one_
     with pytest.raises(raycheck.errors.DamagedError, match="missing although latest lists"):
         sample.pack()
     with pytest.raises(NotFoundError, match="no checkpoint of step 5"):
-        sample.pack(step=5)
+        sample.pack(at=5)
 
 
 def test_bytes_that_changed_on_their_way_from_a_bucket_are_asked_for_again(sample: Sample) -> None:
@@ -302,7 +302,7 @@ def test_bytes_that_changed_on_their_way_from_a_bucket_are_asked_for_again(sampl
 def test_two_unpackings_at_one_place_never_share_a_name(sample: Sample) -> None:
     """Both have listed the place before either wrote there."""
     new = World()
-    archives = [sample.pack(step=4), sample.pack(step=9)]
+    archives = [sample.pack(at=4), sample.pack(at=9)]
     outcomes: list[object] = []
     have_listed = [Event(), Event()]
 

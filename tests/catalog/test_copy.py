@@ -300,7 +300,7 @@ def test_another_run_is_not_overwritten() -> None:
 
     for step in (None, 20):
         with pytest.raises(ConfigError, match="another run"):
-            copy_run(source, target, step=step)
+            copy_run(source, target, at=step)
 
     assert everything(open_store(target)) == before
 
@@ -314,8 +314,8 @@ def test_one_checkpoint_becomes_a_new_run_and_a_repeat_does_nothing() -> None:
     source, target = place(), place()
     trained(source)
 
-    done = copy_run(source, target, step=20)
-    again = copy_run(source, target, step="step-000000020-a1-s2")
+    done = copy_run(source, target, at=20)
+    again = copy_run(source, target, at="step-000000020-a1-s2")
 
     body = assert_invariants(open_store(target))
     assert done.run_id == again.run_id == body.run_id != read_latest(open_store(source)).run_id
@@ -331,11 +331,11 @@ def test_what_an_earlier_try_left_of_a_checkpoint_is_used_when_it_is_right() -> 
     key = object_keys.shard_key("step-000000020-a0-s1", "train", 0)
     stop = Event()
     with pytest.raises(StoppedError):
-        copy_run(source, target, step=20, progress=lambda *_: stop.set(), stop=stop)  # it has reserved the name
+        copy_run(source, target, at=20, progress=lambda *_: stop.set(), stop=stop)  # it has reserved the name
     origin = open_store(target).get(mark := object_keys.origin_key("step-000000020-a0-s1")).data
     open_store(target).put(key, shard)
 
-    done = copy_run(source, target, step=20)
+    done = copy_run(source, target, at=20)
 
     assert done.found_bytes >= len(shard)
     assert done.head == "step-000000020-a0-s1"
@@ -343,7 +343,7 @@ def test_what_an_earlier_try_left_of_a_checkpoint_is_used_when_it_is_right() -> 
         open_store(other := place()).put(key, data)
         if mine is not None:
             open_store(other).put(mark, mine)
-        assert copy_run(source, other, step=20).head == "step-000000020-a0-s2"
+        assert copy_run(source, other, at=20).head == "step-000000020-a0-s2"
         assert_invariants(open_store(other))
 
 
@@ -355,7 +355,7 @@ def test_a_plan_writes_nothing() -> None:
 
     assert list(plan.sizes) == [f"step-0000000{step}-a1-s{step // 10}" for step in (40, 30, 20, 10)]
     assert everything(open_store(target)) == {}
-    assert plan_copy(source, target, step=20).size_bytes == plan.sizes["step-000000020-a1-s2"]
+    assert plan_copy(source, target, at=20).size_bytes == plan.sizes["step-000000020-a1-s2"]
 
 
 # --- stores ---
@@ -426,7 +426,7 @@ def test_within_one_bucket_the_store_copies_and_is_believed_only_with_proof(
         edit = prover(open_store(join_uri(s3, one)), lambda data: zlib.crc32(data) ^ wrong)
         wire.rule("edit", "PUT", ".*partNumber", times=99, edit=edit)
 
-    done = copy_run(join_uri(wire.uri, one), join_uri(wire.uri, other), step=20)
+    done = copy_run(join_uri(wire.uri, one), join_uri(wire.uri, other), at=20)
 
     assert done.in_store_bytes == (12 * MIB if proof == "right" else 0)
     assert done.in_store_bytes + done.sent_bytes == read_latest(open_store(join_uri(s3, other))).live[0].size_bytes
@@ -477,7 +477,7 @@ def test_a_copy_takes_bounded_memory(tmp_path: Path) -> None:
 
     tracemalloc.start()
     try:
-        copy_run(source, target, step=20)
+        copy_run(source, target, at=20)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -48,7 +48,7 @@ def test_a_run_that_borrows_from_another_one_is_refused_before_anything_is_writt
     key = fork_run(source.store.uri, fork).key
 
     for verb in (plan_copy, copy_run):
-        with pytest.raises(ConfigError, match=f"raycheck cp --step {key}"):
+        with pytest.raises(ConfigError, match=f"raycheck cp --at {key}"):
             verb(fork, target)
     assert everything(open_store(target)) == {}
 
@@ -56,9 +56,9 @@ def test_a_run_that_borrows_from_another_one_is_refused_before_anything_is_writt
 def test_one_checkpoint_of_a_fork_is_copied_with_all_that_it_borrows(bucket: str, source: Driver) -> None:
     fork, target = f"{bucket}/runs/fork", f"{bucket}/copy"
     key = fork_run(source.store.uri, fork).key
-    assert plan_copy(fork, target, step=key).sizes
+    assert plan_copy(fork, target, at=key).sizes
 
-    done = copy_run(fork, target, step=key)
+    done = copy_run(fork, target, at=key)
 
     body = assert_whole(target)
     assert (body.head, body.live[0].refs, body.loans) == (done.head, (), ())
@@ -136,7 +136,7 @@ def test_names_and_scores_are_mirrored_and_not_changed_in_the_mirror(bucket: str
 def test_one_checkpoint_is_copied_by_its_name_which_stays_behind(bucket: str, source: Driver) -> None:
     name_and_score.name(source.register, SECOND, Label(name="reference", expire_after_s=3600.0))
 
-    done = copy_run(source.store.uri, f"{bucket}/copy", step="reference")
+    done = copy_run(source.store.uri, f"{bucket}/copy", at="reference")
 
     (entry,) = assert_whole(f"{bucket}/copy").live
     assert (entry.key, entry.step, entry.name, entry.expires_at) == (done.head, 20, None, None)
@@ -176,6 +176,6 @@ def test_a_run_that_was_deleted_is_no_source(bucket: str, source: Driver) -> Non
 
     for place, step in ((target, None), (f"{bucket}/new", None), (f"{bucket}/new", HEAD)):
         with pytest.raises(ConfigError, match="was deleted"):
-            copy_run(source.store.uri, place, step=step)
+            copy_run(source.store.uri, place, at=step)
     assert everything(open_store(target)) == before
     assert everything(open_store(f"{bucket}/new")) == {}

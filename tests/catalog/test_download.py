@@ -204,7 +204,7 @@ def test_only_the_components_asked_for_are_fetched_and_others_later(sample: Samp
 
 @pytest.mark.parametrize("step", [4, "4", "step-000000004-a1-s1"])
 def test_a_checkpoint_is_named_by_step_or_name(sample: Sample, tmp_path: Path, step: int | str) -> None:
-    assert raycheck.catalog.download(sample.uri, tmp_path / "here", step=step).step == 4
+    assert raycheck.catalog.download(sample.uri, tmp_path / "here", at=step).step == 4
 
 
 def test_what_is_told_of_the_progress_begins_with_what_is_there(sample: Sample, tmp_path: Path) -> None:
@@ -232,11 +232,11 @@ def test_a_folder_with_other_files_is_refused_and_left_alone(sample: Sample, tmp
 
 
 def test_the_folder_of_another_checkpoint_is_refused(sample: Sample, tmp_path: Path) -> None:
-    raycheck.catalog.download(sample.uri, tmp_path, step=4)
+    raycheck.catalog.download(sample.uri, tmp_path, at=4)
     before = files_in(tmp_path)
 
     with pytest.raises(ConfigError, match="holds another checkpoint than step-000000009-a1-s2"):
-        raycheck.catalog.download(sample.uri, tmp_path, step=9)
+        raycheck.catalog.download(sample.uri, tmp_path, at=9)
 
     assert files_in(tmp_path) == before
 
@@ -339,7 +339,7 @@ def test_a_checkpoint_that_retention_drops_meanwhile_is_called_dropped(
     monkeypatch.setattr("raycheck.catalog.download_checkpoint.open_run", late)
 
     with pytest.raises(NotFoundError, match="dropped by retention"):
-        raycheck.catalog.download(sample.uri, tmp_path, step=4)
+        raycheck.catalog.download(sample.uri, tmp_path, at=4)
 
 
 def test_bytes_that_changed_on_their_way_are_asked_for_again(sample: Sample, tmp_path: Path, monkeypatch) -> None:

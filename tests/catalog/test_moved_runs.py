@@ -42,7 +42,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "training": trains,
     "download": lambda uri: raycheck.catalog.download(uri, f"{uri}-here"),
     "pack": lambda uri: raycheck.catalog.pack(uri, f"{uri}.tar"),
-    "cp": lambda uri: raycheck.catalog.copy_run(uri, f"{uri}-copy", step=7),
+    "cp": lambda uri: raycheck.catalog.copy_run(uri, f"{uri}-copy", at=7),
 }
 
 

@@ -43,7 +43,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 BEGINNINGS: dict[str, Callable[[Path, int, str], Any]] = {
     "fork": lambda folder, number, dest: raycheck.catalog.fork_run(f"{folder}/run-{number}", dest, copy=True),
-    "copy": lambda folder, number, dest: raycheck.catalog.copy_run(f"{folder}/run-{number}", dest, step=STEP),
+    "copy": lambda folder, number, dest: raycheck.catalog.copy_run(f"{folder}/run-{number}", dest, at=STEP),
     "unpack": lambda folder, number, dest: raycheck.catalog.unpack(f"{folder}/{number}.tar", dest),
     "import": lambda folder, number, dest: raycheck.catalog.import_checkpoint(f"{folder}/{number}.pt", dest, step=STEP),
 }

@@ -61,7 +61,7 @@ def test_ls_lists_committed_checkpoints(run) -> None:
 def test_show_tells_attempts_and_what_is_in_a_checkpoint(run) -> None:
     uri, _ = run
 
-    text, data = raycheck("show", uri), raycheck("show", uri, "--step", "3", "--json")
+    text, data = raycheck("show", uri), raycheck("show", uri, "--at", "3", "--json")
 
     assert text.returncode == data.returncode == 0
     assert "fresh start" in text.stdout
@@ -120,7 +120,7 @@ def test_verify_names_the_guilty_object_and_exits_with_1(run, damage: str) -> No
     assert found["key"] == key
     assert "rank 0, component train: " in found["where"][0]
     assert found["where"][0] in " ".join(text.stdout.split())
-    assert raycheck("verify", uri, "--step", "6").returncode == 0
+    assert raycheck("verify", uri, "--at", "6").returncode == 0
 
 
 @pytest.mark.slow
@@ -164,7 +164,7 @@ def test_export_hf_says_what_to_do_instead(run, tmp_path: Path) -> None:
     for args, text in (
         ((), "--config-from"),
         (("--merge-lora",), "--config-from"),
-        (("--step", "4"), "there are: 3, 6"),
+        (("--at", "4"), "there are: 3, 6"),
     ):
         answer = raycheck("export-hf", uri, f"{tmp_path}/hf", *args)
 
@@ -177,7 +177,7 @@ def test_export_hf_says_what_to_do_instead(run, tmp_path: Path) -> None:
 def test_what_cannot_be_done_is_one_line_and_exit_code_2(run, tmp_path: Path) -> None:
     uri, _ = run
 
-    for args in (("ls", f"file://{tmp_path}/none"), ("show", uri, "--step", "5"), ("ls", "ftp://host/x")):
+    for args in (("ls", f"file://{tmp_path}/none"), ("show", uri, "--at", "5"), ("ls", "ftp://host/x")):
         answer = raycheck(*args)
 
         assert answer.returncode == 2
@@ -307,7 +307,7 @@ def test_a_name_and_scores_are_given_shown_and_taken_in_place_of_a_step(run) -> 
     assert json.loads(scored.stdout)["changed"][0]["scores"] == {"mmlu": 0.25, "a=b": 1000.0}
     (row,) = (line for line in raycheck("ls", uri).stdout.splitlines() if "base (expires in" in line)
     assert "mmlu 0.25" in row
-    facts = json.loads(raycheck("show", uri, "--step", "base", "--json").stdout)["checkpoint"]
+    facts = json.loads(raycheck("show", uri, "--at", "base", "--json").stdout)["checkpoint"]
     assert (facts["step"], facts["name"], facts["scores"]["mmlu"], facts["note"]) == (3, "base", 0.25, {})
     assert [raycheck(*words).returncode for words in (("rename", uri, "base", "b"), ("pin", uri, "b"))] == [0, 0]
     gone = raycheck("unname", uri, "b")

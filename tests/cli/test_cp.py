@@ -42,16 +42,16 @@ def test_cp_copies_a_run_and_says_what_it_did(run: Driver, tmp_path: Path) -> No
 def test_cp_copies_one_checkpoint_into_a_new_run(run: Driver, tmp_path: Path) -> None:
     target = f"file://{tmp_path}/copy"
 
-    done = json.loads(raycheck("cp", run.store.uri, target, "--step", "20", "--json").stdout)
+    done = json.loads(raycheck("cp", run.store.uri, target, "--at", "20", "--json").stdout)
 
     assert done["head"] == "step-000000020-a0-s1"
     assert assert_invariants(open_store(target)).run_id == done["run_id"]
-    assert raycheck("cp", run.store.uri, target, "--step", "20", "--dry-run").returncode == 0
-    other = [raycheck("cp", run.store.uri, target, "--step", "10", *words) for words in ([], ["--dry-run"])]
+    assert raycheck("cp", run.store.uri, target, "--at", "20", "--dry-run").returncode == 0
+    other = [raycheck("cp", run.store.uri, target, "--at", "10", *words) for words in ([], ["--dry-run"])]
     assert [(it.returncode, "another run" in it.stderr) for it in other] == [(2, True)] * 2
 
 
-@pytest.mark.parametrize("words", [["--until-finished"], ["--follow", "--step", "20"], ["--follow", "--every", "0"]])
+@pytest.mark.parametrize("words", [["--until-finished"], ["--follow", "--at", "20"], ["--follow", "--every", "0"]])
 def test_cp_refuses_what_does_not_go_together(run: Driver, tmp_path: Path, words: list[str]) -> None:
     done = raycheck("cp", run.store.uri, f"file://{tmp_path}/copy", *words)
 

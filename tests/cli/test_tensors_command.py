@@ -45,7 +45,7 @@ def test_tensors_are_listed_with_their_moments_below_them(run: str) -> None:
 
 
 def test_a_search_and_json_have_exact_numbers(run: str) -> None:
-    said = json.loads(raycheck("tensors", run, "--step", "1", "--search", "0.weight", "--json").stdout)
+    said = json.loads(raycheck("tensors", run, "--at", "1", "--search", "0.weight", "--json").stdout)
 
     sizes = {item["name"]: item["size_bytes"] for item in said}
     assert sizes["model.0.weight"] == 8 * 4 * 4

@@ -153,7 +153,7 @@ def commands(uri: str) -> list[tuple[str, ...]]:
     return [
         ("ls", uri),
         ("show", uri),
-        ("show", uri, "--step", "20"),
+        ("show", uri, "--at", "20"),
         ("top", uri),
         ("verify", uri),
         ("prune", uri, "--keep-last", "1", "--dry-run"),

@@ -203,7 +203,7 @@ def test_a_shell_is_offered_commands_runs_and_steps(run: tuple[str, Driver]) -> 
     steps = [str(entry.step) for entry in reversed(driver.look().live)]
 
     assert offered(f"raycheck diff {uri}", "") == [*dict.fromkeys(steps), "chosen"]
-    assert offered(f"raycheck show {uri} --step", "ch") == ["chosen"]
+    assert offered(f"raycheck show {uri} --at", "ch") == ["chosen"]
     assert offered(f"raycheck pin {uri}x", "") == []
 
 

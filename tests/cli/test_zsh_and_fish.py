@@ -51,7 +51,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def test_fish_offers_commands_runs_and_steps(shells: None, runs: str, tmp_path: Path) -> None:
-    lines = ("raycheck t", f"raycheck ls {runs}/m", f"raycheck show {runs}/my-run --step ", "raycheck show --st")
+    lines = ("raycheck t", f"raycheck ls {runs}/m", f"raycheck show {runs}/my-run --at ", "raycheck show --a")
     script = "_RAYCHECK_COMPLETE=source_fish raycheck | source\n"
     script += "".join(f"complete -C '{line}'; echo ==\n" for line in lines)
 
@@ -69,7 +69,7 @@ def test_fish_offers_commands_runs_and_steps(shells: None, runs: str, tmp_path: 
     assert {"tensors", "top"} <= set(offered[0])
     assert sorted(offered[1]) == [f"{runs}/my-other", f"{runs}/my-run"]
     assert sorted(offered[2]) == ["10", "20"]
-    assert "--step" in offered[3]
+    assert "--at" in offered[3]
     assert not (tmp_path / "hacked").exists()
 
 

@@ -84,7 +84,7 @@ def weights(uri: str, step: int, folder: Path) -> dict[str, torch.Tensor]:
     """Returns all tensors of a checkpoint's model, as stock torch reads them. folder: a new one, for files."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    raycheck.catalog.download(uri, folder, step=step)
+    raycheck.catalog.download(uri, folder, at=step)
     dcp_to_torch_save(folder / "train", folder / "all.pt")
     return dict(torch.load(folder / "all.pt", weights_only=False)["model"])
 

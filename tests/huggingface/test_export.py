@@ -370,16 +370,16 @@ def test_the_run_s_head_or_a_step_is_exported(tmp_path: Path):
         checkpoint = save_state(open_store(run_uri), {"model": model}, save_number=number, step=step)
 
     raycheck.export_hf(run_uri, f"{tmp_path}/head")
-    raycheck.export_hf(run_uri, f"{tmp_path}/three", step=3)
+    raycheck.export_hf(run_uri, f"{tmp_path}/three", at=3)
 
     for folder, step in (("head", 6), ("three", 3)):
         assert torch.equal(
             hf_models.logits(hf_models.from_pretrained(tmp_path / folder)), hf_models.logits(models[step])
         )
     with pytest.raises(NotFoundError, match="5"):
-        raycheck.export_hf(run_uri, f"{tmp_path}/five", step=5)
+        raycheck.export_hf(run_uri, f"{tmp_path}/five", at=5)
     with pytest.raises(ConfigError, match="URI"):
-        raycheck.export_hf(checkpoint, f"{tmp_path}/five", step=3)
+        raycheck.export_hf(checkpoint, f"{tmp_path}/five", at=3)
 
 
 def test_a_relative_folder_is_one_here(run: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -108,7 +108,7 @@ def test_a_packed_state_has_the_optimizer_too_and_goes_on_at_another_server(
     undisturbed = train(model, range(2, 4))
     folder, file = folder_of(model.model_id), str(tmp_path / "two.tar")
 
-    raycheck.catalog.pack(join_uri(bucket, folder), file, step="weights.two")
+    raycheck.catalog.pack(join_uri(bucket, folder), file, at="weights.two")
     unpacked = f"file://{tmp_path}/bucket/{folder}"
     raycheck.catalog.unpack(file, unpacked)
     raycheck.open_run(unpacked).name_checkpoint(2, "weights.two")

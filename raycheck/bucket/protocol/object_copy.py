@@ -326,7 +326,7 @@ def check_own_directories(uri: str, name: str, directories: Iterable[str]) -> No
     if foreign:
         raise ConfigError(
             f"{shown_uri(uri)}: {name} uses {foreign[0]}, which belongs to another run, and cannot be copied as it is. "
-            f"'raycheck cp --step {name}' makes a run of its own from it, in any place"
+            f"'raycheck cp --at {name}' makes a run of its own from it, in any place"
         )
 
 

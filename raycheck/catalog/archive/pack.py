@@ -36,9 +36,9 @@ from raycheck.storage_settings import StorageSettings
 
 def pack(
     source: str,
-    file: str | IO[bytes],
+    to: str | IO[bytes],
     *,
-    step: int | str | None = None,
+    at: int | str | None = None,
     zstd: bool = False,
     storage: StorageSettings | None = None,
     progress: ShowProgress = show_nothing,
@@ -48,19 +48,19 @@ def pack(
     `tar x` creates a stock DCP directory for each component. Data that the checkpoint shares with others is packed in
     full. Nothing is stored locally, and memory stays bounded.
 
-    source: a run's URI. file: a path or URI, of a file that is not there yet, or a binary stream that is open for
-    writing. step: which checkpoint: a step, a checkpoint's name, or None for the head. zstd: compress the archive, for
-    a local file or a stream; needs the package zstandard. storage: how the source's bucket is reached, and `file` in
+    source: a run's URI. to: a path or URI, of a file that is not there yet, or a binary stream that is open for
+    writing. at: which checkpoint: a step, a checkpoint's name, or None for the head. zstd: compress the archive, for
+    a local file or a stream; needs the package zstandard. storage: how the source's bucket is reached, and `to` in
     the same kind of store. progress: is told the bytes that are packed, and how many there are.
 
     Raises NotFoundError if there is no such checkpoint or retention drops it in the meantime, and CorruptError if bytes
     differ from what was saved; then no file appears.
     """
     run = open_run(source, storage)
-    place = Place.of(file, storage, beside=source) if isinstance(file, str) else None
+    place = Place.of(to, storage, beside=source) if isinstance(to, str) else None
     if place is not None:
         check_free(place)
-    packing = _Packing.of(run, checkpoint_at(run, step))
+    packing = _Packing.of(run, checkpoint_at(run, at))
     size_bytes = packing.tar.size_bytes
 
     def write() -> None:
@@ -77,10 +77,10 @@ def pack(
         chunks = compressed(chunks) if zstd else chunks
         if place is not None:
             write_file(place, chunks, None if zstd else size_bytes)
-        elif not isinstance(file, str):
+        elif not isinstance(to, str):
             for chunk in chunks:
-                file.write(chunk)
-            file.flush()
+                to.write(chunk)
+            to.flush()
 
     if place is None:
         write()  # data written to a pipe cannot be written again

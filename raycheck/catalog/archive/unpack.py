@@ -49,27 +49,27 @@ from raycheck.storage_settings import StorageSettings
 
 def unpack(
     file: str | IO[bytes],
-    dest: str,
+    to: str,
     *,
     dry_run: bool = False,
     storage: StorageSettings | None = None,
     progress: ShowProgress = show_nothing,
 ) -> Archived:
-    """Create a new run from an archive written by `pack`. The next training at `dest` resumes from its checkpoint.
+    """Create a new run from an archive written by `pack`. The next training at `to` resumes from its checkpoint.
 
     The archive is streamed: nothing is stored locally, and memory stays bounded. All of it is verified before the run
     exists. If this call is interrupted, there is no run, and the call can be repeated.
 
-    file: the archive's path or URI, or a binary stream that is open for reading; compressed or not. dest: the new run's
-    URI. dry_run: verify the archive, and write nothing. storage: how the bucket of `dest` is reached, and `file` in the
+    file: the archive's path or URI, or a binary stream that is open for reading; compressed or not. to: the new run's
+    URI. dry_run: verify the archive, and write nothing. storage: how the bucket of `to` is reached, and `file` in the
     same kind of store. progress: is told the bytes that are unpacked, and how many there are.
 
-    Raises ConfigError if there is a run at `dest`, and CorruptError if anything in the archive is missing, changed, out
+    Raises ConfigError if there is a run at `to`, and CorruptError if anything in the archive is missing, changed, out
     of order, or added.
     """
-    source = Place.of(file, storage, beside=dest) if isinstance(file, str) else file
+    source = Place.of(file, storage, beside=to) if isinstance(file, str) else file
     return unpack_into(
-        Register(open_store(dest, storage)), source, run_id=uuid4().hex, dry_run=dry_run, progress=progress
+        Register(open_store(to, storage)), source, run_id=uuid4().hex, dry_run=dry_run, progress=progress
     )
 
 

@@ -54,7 +54,7 @@ class Imported:
 
 def import_checkpoint(
     source: str,
-    dest: str,
+    to: str,
     *,
     kind: str | None = None,
     entries: Mapping[str, str] | None = None,
@@ -65,7 +65,7 @@ def import_checkpoint(
     dry_run: bool = False,
     progress: ShowProgress = show_nothing,
 ) -> Imported:
-    """Make the run `dest` with one checkpoint, of what lies at `source`. A training restores it like any other.
+    """Make the run `to` with one checkpoint, of what lies at `source`. A training restores it like any other.
 
     A torch DCP directory is imported completely, except that optimizer state is imported only if its parameters have
     names there. From every other source the weights are imported. The result names what is left out, such as optimizer
@@ -73,7 +73,7 @@ def import_checkpoint(
 
     source: a directory of torch DCP, Hugging Face (also in the hub's cache), Ray Train or FSDP ranks, or a file of
         torch.save, Lightning or safetensors; here or in a bucket.
-    dest: the URI of the new run.
+    to: the URI of the new run.
     kind: dcp, huggingface, torch, lightning or fsdp. None: judge by the files.
     entries: which parts become entries, as {"policy": "app.model"}: the entry's name, and its key in the source, with
         dots between levels. None: every part, under its own name.
@@ -85,7 +85,7 @@ def import_checkpoint(
     Does nothing if an earlier call created this run from the same bytes. Raises ConfigError for a source that cannot be
     imported and if another run exists there, and CorruptError for a damaged source. Then no run is created.
     """
-    register = Register(open_store(dest, storage))
+    register = Register(open_store(to, storage))
     existing, save = look_at_place(register)
     with open_source(source, storage) as files:
         found = read_source(files, ReadSettings(verify=not dry_run, skip_values=skip_values), kind=kind)

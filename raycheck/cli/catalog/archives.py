@@ -25,7 +25,7 @@ Which = Annotated[
 
 def pack(  # noqa: PLR0917  typer makes options of them
     uri: Uri,
-    step: Which,
+    at: Which,
     file: Annotated[str, typer.Argument(help="A new file: a path, a URI in any store, or - for stdout.")],
     zstd: Annotated[bool, typer.Option("--zstd", help="Compress the archive; for a local file or stdout.")] = False,
     as_json: Json = False,
@@ -41,7 +41,7 @@ def pack(  # noqa: PLR0917  typer makes options of them
         raise ConfigError("an archive cannot be written to a terminal; redirect stdout, or name a file")
     target: str | IO[bytes] = sys.stdout.buffer if file == "-" else file
     with progress_bar() as progress:
-        done = packing.pack(uri, target, step=step, zstd=zstd, storage=settings_of(storage), progress=progress)
+        done = packing.pack(uri, target, at=at, zstd=zstd, storage=settings_of(storage), progress=progress)
     if as_json:
         print_json({"file": file} | asdict(done))
     elif file != "-":
@@ -71,7 +71,7 @@ def unpack(
 
 def download(  # noqa: PLR0917  typer makes options of them
     uri: Uri,
-    step: Which,
+    at: Which,
     folder: Annotated[str, typer.Argument(help="A new or empty folder, or that of an earlier download.")],
     components: Annotated[
         list[str] | None, typer.Option("--component", help="A component to fetch; default: all. Repeatable.")
@@ -90,7 +90,7 @@ def download(  # noqa: PLR0917  typer makes options of them
         done = downloads.download(
             uri,
             folder,
-            step=step,
+            at=at,
             components=components or None,
             format=cast("downloads.Format", format),
             storage=settings_of(storage),

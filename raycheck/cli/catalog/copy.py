@@ -26,8 +26,8 @@ Storage = Annotated[Path | None, typer.Option(help="A YAML file with the fields 
 
 def cp(  # noqa: PLR0917  typer makes options of them
     uri: Uri,
-    dest: Annotated[str, typer.Argument(help="A free place, or an earlier copy of this run that nobody has trained.")],
-    step: Annotated[
+    to: Annotated[str, typer.Argument(help="A free place, or an earlier copy of this run that nobody has trained.")],
+    at: Annotated[
         str | None, typer.Option(help="Copy only this step, or the checkpoint of this name, into a new run.")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Go on, and copy what is committed from now on.")] = False,
@@ -46,12 +46,12 @@ def cp(  # noqa: PLR0917  typer makes options of them
     Once someone trains on the copy, it is an independent run and no longer a target of copies.
     """
     one, other = settings_of(from_storage), settings_of(to_storage)
-    if follow and (step is not None or dry_run):
-        raise ConfigError("--follow cannot be combined with --step or --dry-run")
+    if follow and (at is not None or dry_run):
+        raise ConfigError("--follow cannot be combined with --at or --dry-run")
     if until_finished and not follow:
         raise ConfigError("--until-finished needs --follow")
     if dry_run:
-        plan = plan_copy(uri, dest, step=step, from_storage=one, to_storage=other)
+        plan = plan_copy(uri, to, at=at, from_storage=one, to_storage=other)
         if as_json:
             print_json({"uri": plan.uri, "checkpoints": dict(plan.sizes), "size_bytes": plan.size_bytes})
             return
@@ -64,7 +64,7 @@ def cp(  # noqa: PLR0917  typer makes options of them
             continue_without_reader()
             follow_run(
                 uri,
-                dest,
+                to,
                 every_s=every,
                 until_finished=until_finished,
                 from_storage=one,
@@ -74,7 +74,7 @@ def cp(  # noqa: PLR0917  typer makes options of them
                 stop=stop,
             )
             return
-        done = copy_run(uri, dest, step=step, from_storage=one, to_storage=other, progress=show, stop=stop)
+        done = copy_run(uri, to, at=at, from_storage=one, to_storage=other, progress=show, stop=stop)
     _print_done(done, as_json=as_json)
 
 

@@ -19,7 +19,7 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 def delete(  # noqa: PLR0917  typer makes options of them
     uri: Uri,
-    step: Annotated[str, typer.Argument(metavar="STEP", help="A step, a name, or a checkpoint's key.")],
+    at: Annotated[str, typer.Argument(metavar="STEP", help="A step, a name, or a checkpoint's key.")],
     yes: Yes = False,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds that readers get before the objects go; 0: now.")
@@ -30,7 +30,7 @@ def delete(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Delete one checkpoint, even a pinned or named one. The head cannot be deleted. Running training continues."""
     settings = settings_of(storage)
-    entry = deletes.plan_delete_checkpoint(uri, step, storage=settings)
+    entry = deletes.plan_delete_checkpoint(uri, at, storage=settings)
     kept_by = f"{', pinned' if entry.pinned else ''}{f', named {entry.name}' if entry.name else ''}"
     if not dry_run:
         _confirm(f"{entry.key} ({size(entry.size_bytes)}{kept_by})", entry.name or str(entry.step), yes=yes)

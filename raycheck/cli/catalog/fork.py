@@ -17,8 +17,8 @@ from raycheck.views.in_words import size
 
 def fork(  # noqa: PLR0917  typer makes options of them
     source: Uri,
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="Where the new run begins.")],
-    step: Annotated[str | None, typer.Option(help="A step, a name, or a checkpoint's key; default: the head.")] = None,
+    to: Annotated[str, typer.Argument(metavar="TO", help="Where the new run begins.")],
+    at: Annotated[str | None, typer.Option(help="A step, a name, or a checkpoint's key; default: the head.")] = None,
     copy: Annotated[bool, typer.Option(help="Copy the tensors also within one bucket.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")] = False,
     as_json: Json = False,
@@ -28,23 +28,23 @@ def fork(  # noqa: PLR0917  typer makes options of them
     settings = settings_of(storage)
     if dry_run:
         run = open_run(source, settings)
-        checkpoint = run.head_or(step)
-        moves = copy or open_store(target, settings).way_to(run.store) is None
-        is_new = look_at_place(Register(open_store(target, settings)))[0] is None
+        checkpoint = run.head_or(at)
+        moves = copy or open_store(to, settings).way_to(run.store) is None
+        is_new = look_at_place(Register(open_store(to, settings)))[0] is None
         found = {"source": checkpoint.entry.key, "size_bytes": checkpoint.entry.size_bytes, "copies": moves}
         if as_json:
             print_json(found | {"is_new": is_new})
         elif not is_new:
-            out.print(Text(f"{shown_uri(target)} already exists; nothing would be done"))
+            out.print(Text(f"{shown_uri(to)} already exists; nothing would be done"))
         else:
             how = "would be copied" if moves else "would stay where they are"
             out.print(Text(f"{checkpoint.entry.key}: {size(checkpoint.entry.size_bytes)} {how}"))
         return
-    done = fork_run(source, target, step, copy=copy, storage=settings)
+    done = fork_run(source, to, at, copy=copy, storage=settings)
     if as_json:
         print_json(asdict(done))
     elif not done.is_new:
-        out.print(Text(f"{shown_uri(target)} already exists, with {done.key}; nothing was done"))
+        out.print(Text(f"{shown_uri(to)} already exists, with {done.key}; nothing was done"))
     else:
         sizes = f"{size(done.copied_bytes)} copied, {size(done.borrowed_bytes)} used where they are"
-        out.print(Text(f"{shown_uri(target)} starts with {done.key}, from {done.source}: {sizes}"))
+        out.print(Text(f"{shown_uri(to)} starts with {done.key}, from {done.source}: {sizes}"))

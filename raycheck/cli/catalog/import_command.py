@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def import_(  # noqa: PLR0917  typer makes options of them
     source: Annotated[str, typer.Argument(help="A checkpoint: a folder or file, here or in a bucket.")],
-    dest: Annotated[str, typer.Argument(help="The new run, e.g. s3://bucket/runs/my-run")],
+    to: Annotated[str, typer.Argument(help="The new run, e.g. s3://bucket/runs/my-run")],
     kind: Annotated[
         str | None,
         typer.Option(
@@ -53,7 +53,7 @@ def import_(  # noqa: PLR0917  typer makes options of them
     with progress_bar() as progress:
         done = import_checkpoint(
             source,
-            dest,
+            to,
             kind=kind,
             entries=_entries(entries),
             step=step,

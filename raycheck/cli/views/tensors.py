@@ -24,7 +24,7 @@ All = Annotated[bool, typer.Option("--all", help="Show equal tensors too.")]
 
 def tensors(  # noqa: PLR0917  typer makes options of them
     uri: Uri,
-    step: Step = None,
+    at: Step = None,
     search: Search = "",
     values: Values = None,
     max_bytes: MaxBytes = None,
@@ -33,9 +33,9 @@ def tensors(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """List a checkpoint's tensors: shape, type, size, and ranks, with moments under their parameter.
 
-    The checkpoint is the head, or the one of --step. No tensor is read, except some values of TENSOR with --values.
+    The checkpoint is the head, or the one of --at. No tensor is read, except some values of TENSOR with --values.
     """
-    checkpoint = open_run(uri, settings_of(storage)).head_or(step)
+    checkpoint = open_run(uri, settings_of(storage)).head_or(at)
     if values is not None:
         _print_sample(checkpoint.sample(values, max_bytes=max_bytes), as_json=as_json)
         return
