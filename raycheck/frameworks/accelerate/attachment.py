@@ -63,7 +63,7 @@ class Attachment:
         self._loaders: Loaders | None = None
         self._prepared = 0
         self._stepped: set[int] = set()  # ids of the optimizers that have stepped, while the loop's body goes on
-        self._asked: list[Callable[[], None]] = []  # saves that wait for the end of the step
+        self._asked: list[Callable[[], object]] = []  # saves that wait for the end of the step
         own: Any = accelerator
         self._end_training: Callable[[], None] = own.end_training
         self._backward: Callable[..., None] = own.backward
