@@ -384,7 +384,7 @@ def test_a_class_that_is_not_here_is_a_mismatch_and_nothing_is_changed(memory: S
     early, other = {"best": None}, {"a": 0}
 
     with pytest.raises(
-        StateMismatchError, match=r"early holds a tests\.shards\.entries\.test_values:local_classes.*Best"
+        StateMismatchError, match=r"early holds a tests\.state\.entries\.test_values:local_classes.*Best"
     ):
         TrainState({"early": early, "other": other}, rank=0, world_size=1).apply(checkpoint)
 
