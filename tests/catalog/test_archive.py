@@ -236,7 +236,7 @@ def test_a_file_that_exists_is_not_written_over(sample: Sample, tmp_path: Path) 
 
 
 def test_a_compressed_archive_whose_size_nobody_knows_does_not_go_to_a_bucket(sample: Sample) -> None:
-    with pytest.raises(ConfigError, match="no known size"):
+    with pytest.raises(ConfigError, match="is not known in advance"):
         raycheck.catalog.pack(sample.uri, f"memory://{uuid4().hex}/a.tar.zst", zstd=True)
 
 
@@ -416,7 +416,7 @@ def test_the_stream_is_not_read_before_its_place_was_looked_at(sample: Sample) -
         def read(self, size: int = -1) -> bytes:
             raise AssertionError("it was read")
 
-    with pytest.raises(ConfigError, match="there is a run"):
+    with pytest.raises(ConfigError, match="there is already a run"):
         raycheck.catalog.unpack(Untouched(), sample.uri)
 
 

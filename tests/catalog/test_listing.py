@@ -85,7 +85,7 @@ def test_every_run_is_listed_with_its_state(mixed) -> None:
     assert resumable == {"bob/died", "bob/silent", "bob/idle"}
     assert "out of memory" in found["bob/died"].text
     assert "raycheck repair" in found["lost"].text
-    assert "2 checkpoints lie here" in found["lost"].text
+    assert "2 checkpoints are here" in found["lost"].text
     assert f"raycheck repair '{found['deep/er/torn'].uri}'" in found["deep/er/torn"].text
     assert "format version 99" in found["newer"].text
     assert "never committed anything" in found["young"].text

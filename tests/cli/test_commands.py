@@ -79,7 +79,7 @@ def test_ls_and_show_say_how_the_run_stands(run) -> None:
     finished = [raycheck(command, uri).stdout for command in ("ls", "show")]
     facts = json.loads(raycheck("show", uri, "--json").stdout)
 
-    assert all("running, as far as the bucket tells: it was claimed" in text for text in running)
+    assert all("running, as far as the bucket shows: it was claimed" in text for text in running)
     assert all("\nfinished at step 6, " in text for text in finished)
     assert facts["state"] == "finished"
     assert facts["state_text"].startswith("finished at step 6")
@@ -205,7 +205,7 @@ def test_a_run_without_its_latest_is_said_to_be_lost_and_repair_is_named(run) ->
         answer = raycheck(*args)
 
         assert answer.returncode == 2
-        assert "latest is missing, though 2 checkpoints lie here" in answer.stderr
+        assert "latest is missing, though 2 checkpoints are here" in answer.stderr
         assert "raycheck repair" in answer.stderr
     with pytest.raises(NotFoundError, match="raycheck repair"):
         open_run(uri)
