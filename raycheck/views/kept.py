@@ -30,8 +30,9 @@ class KeptCheckpoints:
 
 def why_kept(body: Latest, settings: Sequence[str], *, now: float) -> KeptCheckpoints:
     """Decide which checkpoints in `body` to keep. settings: of the newest manifest. now: the bucket's time."""
+    defaults = SaveSettings().retention
     names = {spec.name for spec in fields(Retention)}
-    chosen: dict[str, Any] = {name: getattr(SaveSettings(), name) for name in names}
+    chosen: dict[str, Any] = {name: getattr(defaults, name) for name in names}
     rules, unread = [], []
     for text in settings:
         name, _, value = text.partition("=")
@@ -42,7 +43,7 @@ def why_kept(body: Latest, settings: Sequence[str], *, now: float) -> KeptCheckp
             Retention(**{name: chosen[name]})
             rules.append(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError, ConfigError):
-            chosen[name] = getattr(SaveSettings(), name)
+            chosen[name] = getattr(defaults, name)
             unread.append(text)
     decisions = decide_retention(body, Retention(**chosen), now=now)
     return KeptCheckpoints(decisions=decisions, rules=tuple(rules), unread=tuple(unread))

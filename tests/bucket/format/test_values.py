@@ -152,7 +152,7 @@ def test_what_cannot_be_saved_is_named_by_its_path(thing):
 @pytest.mark.parametrize("thing", [Options(1), Frozen((1,))], ids=["plain", "frozen"])
 def test_a_dataclass_is_no_key_since_its_hash_would_run_while_reading(thing):
     tree = encode(thing, "x")
-    with pytest.raises(ConfigError, match=r"state at x\.key is a tests\.support\.sample_values"):
+    with pytest.raises(ConfigError, match=r"state at x\.key is a tests\.support\.samples\.sample_values"):
         encode({Frozen(1): 2}, "x")
 
     with pytest.raises(CorruptError, match="a key is a tests"):
