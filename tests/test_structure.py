@@ -99,22 +99,26 @@ def test_adapters_use_public_names_only() -> None:
                 assert not [alias.name for alias in node.names if alias.name.startswith("raycheck")], path
 
 
+def imported(path: Path) -> set[str]:
+    """The top names of all that a file imports, also inside functions."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+    return names
+
+
 def test_only_the_store_touches_a_store_client() -> None:
     clients = {"fsspec", "s3fs", "gcsfs", "obstore", "botocore", "aiobotocore", "adlfs", "azure", "aiohttp"}
 
     for path in FILES:
-        tree = ast.parse(path.read_text())
-        names = {
-            node.module.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
-        }
-        names |= {
-            alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
-        }
         is_server = any(
             path.is_relative_to(PACKAGE / name) for name in ("page", "tinker", "http_server.py", "http_callers.py")
         )
         served = {"aiohttp"} if is_server else set()
-        assert not names & clients - served or path.is_relative_to(PACKAGE / "bucket/store"), path
+        assert not imported(path) & clients - served or path.is_relative_to(PACKAGE / "bucket/store"), path
 
 
 def test_the_command_line_prints_only_text_that_is_fit_for_a_terminal() -> None:
@@ -146,17 +150,6 @@ def test_browsing_imports_neither_torch_nor_ray() -> None:
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
 
     assert found.stdout.strip() == "[]"
-
-
-def imported(path: Path) -> set[str]:
-    """The top names of all that a file imports, also inside functions."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.partition(".")[0])
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-    return names
 
 
 def test_ray_is_named_in_one_folder_and_in_the_faces_that_run_on_it() -> None:

@@ -1,6 +1,7 @@
 """What a coordinator that is a Ray actor has of Ray: actors on the ranks' nodes, the object store, tasks, metrics."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -22,15 +23,14 @@ ZONE = "ray.io/availability-zone"
 class RayCluster(Cluster):
     """The Ray that the coordinator runs in."""
 
-    can_share = True
-
     def metrics(self, uri: str) -> RayMetrics:
         return RayMetrics(uri)
 
     def run_task(self, job: TaskRun) -> list[Note]:
         return run_in_ray(job)
 
-    def share(self, value: object) -> list[Any]:
+    def share(self, make: Callable[[], object]) -> list[Any]:
+        value = make()
         try:
             return [ray.put(value)]
         except RayError as error:

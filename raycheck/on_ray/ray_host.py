@@ -12,7 +12,7 @@ class RayHost(Host):
     """A process that has imported Ray: perhaps a worker of Ray Train."""
 
     def rank_and_world_size(self) -> tuple[int, int]:
-        return train_context.rank_and_world_size()
+        return train_context.rank_and_world_size() if train_context.in_ray_train() else super().rank_and_world_size()
 
     def group(self) -> RayGroup:
         if not train_context.in_ray_train():

@@ -16,7 +16,7 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.store import Store
 from raycheck.errors import NotFoundError, StoreError
 from raycheck.group.coordinator.export_task import Note
-from raycheck.group.coordinator.task_run import TaskRun, called
+from raycheck.group.coordinator.task_run import TaskRun
 from raycheck.on_ray.api.calls import results
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _call(function: Any, *args: object) -> object:
     """Call a function, or run one of Ray's remote functions."""
     if hasattr(function, "remote"):
         return results([function.remote(*args)])[0]
-    return called(function, *args)
+    return function(*args)
 
 
 @ray.remote(num_cpus=0)

@@ -253,7 +253,7 @@ class Coordinator:
         await asyncio.to_thread(self._protocol.check_room, report, is_first=is_first)
 
     async def node_agent(self, kind: type, node: str) -> Any:
-        """Return the actor, of this class, that uploads for the ranks on `node`; None where none can run."""
+        """Return the actor, of this class, that uploads for the ranks on `node`."""
         return self._node_agents.of(node, kind)
 
     async def handed_over(self, report: Report) -> None:

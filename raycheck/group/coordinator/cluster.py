@@ -3,6 +3,7 @@
 The classes here are those of a coordinator without Ray; raycheck/on_ray has the others.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from raycheck.bucket.attempt_records import ResumeRecord
@@ -38,12 +39,7 @@ class Metrics:
 
 
 class Cluster:
-    """What a coordinator has beyond its own process. This one is alone: it has neither nodes nor shared objects.
-
-    can_share: what `share` is given can be fetched by all ranks.
-    """
-
-    can_share = False
+    """What a coordinator has beyond its own process. This one is alone: it has neither nodes nor shared objects."""
 
     def metrics(self, uri: str) -> Metrics:
         """Return what exports the metrics of the run at `uri`."""
@@ -54,17 +50,18 @@ class Cluster:
         """Run a task that follows a commit, and wait for it. Return what the log should say."""
         return job.run()
 
-    def share(self, value: object) -> list[Any]:
-        """Put a value where all ranks can fetch it. Return the reference in a list, and an empty list if there is none.
+    def share(self, make: Callable[[], object]) -> list[Any]:
+        """Make a value and put it where all ranks can fetch it. Return the reference in a list.
 
-        Raise StoreError when it cannot be put there now.
+        Return an empty list, and make nothing, where there is no such place. Raise what `make` raises, and StoreError
+        when the value cannot be put there now.
         """
-        del value
+        del make
         return []
 
     def start_agent(self, kind: type, node: str) -> Any:
-        """Start an object of this class in a process of its own on a node. Return its handle; None if it cannot be."""
-        del kind, node
+        """Start an object of this class in a process of its own on a node. Return its handle."""
+        raise _no_agents(kind.__name__, node)
 
     def alive(self) -> dict[str, str]:
         """Return the zone of each node that is alive; "" where it is not known."""
@@ -73,13 +70,13 @@ class Cluster:
     def tell(self, agent: Any, method: str, *args: object) -> None:
         """Call a method of an agent without waiting for it."""
         del args
-        raise _no_agents(agent, method)
+        raise _no_agents(method, agent)
 
     async def ask(self, agent: Any, method: str, *args: object, timeout_s: float) -> Any:
         """Call a method of an agent and return its answer. Raise StoreError when it does not answer in time."""
         del args, timeout_s
-        raise _no_agents(agent, method)
+        raise _no_agents(method, agent)
 
 
-def _no_agents(agent: object, method: str) -> StoreError:
-    return StoreError(f"{agent!r}.{method}: this coordinator has started no agent")
+def _no_agents(what: str, where: object) -> StoreError:
+    return StoreError(f"{what} at {where}: this coordinator cannot start agents on nodes")

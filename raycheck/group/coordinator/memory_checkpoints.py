@@ -149,7 +149,7 @@ class MemoryCheckpoints:
         holders = await self._holders(newest)
         if lost := sorted(newest.sizes.keys() - holders.keys()):
             raise NotFoundError(f"no node that is alive has {', '.join(lost[:5])}")
-        documents = await asyncio.to_thread(self._cluster.share, newest.documents)
+        documents = await asyncio.to_thread(self._cluster.share, lambda: newest.documents)
         logger.info(event(f"restoring {newest.entry.key} from the memory of the nodes instead", run=self._store.uri))
         return MemoryOffer(entry=newest.entry, documents=documents, holders=holders)
 

@@ -26,15 +26,9 @@ class NodeAgents:
         self._handed: dict[Place, dict[int, Report]] = {}  # by rank
 
     def of(self, node: str, kind: type) -> Any:
-        """Return the actor of a node, which is started if there is none; None where none can be.
-
-        kind: its class.
-        """
+        """Return the actor of a node, of this class, which is started if there is none."""
         if node not in self._actors:
-            actor = self.cluster.start_agent(kind, node)
-            if actor is None:
-                return None
-            self._actors[node] = actor
+            self._actors[node] = self.cluster.start_agent(kind, node)
         return self._actors[node]
 
     def known(self, node: str) -> Any:

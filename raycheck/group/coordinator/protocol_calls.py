@@ -250,10 +250,8 @@ class ProtocolCalls:
         Returns an empty list after an error, or where nothing can be shared: each rank then reads the documents itself,
         and finds and reports the error.
         """
-        if not self._cluster.can_share:
-            return []
         try:
-            return self._cluster.share(Checkpoint(self._store, entry).read_documents())
+            return self._cluster.share(Checkpoint(self._store, entry).read_documents)
         except RaycheckError as error:
             logger.warning(event(f"each rank reads the index of {entry.key}: {error}", run=self._store.uri))
             return []

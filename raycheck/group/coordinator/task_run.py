@@ -1,5 +1,6 @@
 """One task that follows a commit, on one checkpoint, as the processes that run it know it."""
 
+import operator
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,11 +9,6 @@ from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.format.progress import Progress
 from raycheck.group.coordinator.export_task import ExportTask, Note, WriteFiles
 from raycheck.settings import HFExport
-
-
-def called(function: Callable[..., object], *args: object) -> object:
-    """Return what a function returns for these arguments."""
-    return function(*args)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +30,7 @@ class TaskRun:
         assert isinstance(self.task, HFExport), "only an export has files to write"
         return ExportTask(uri=self.uri, entry=self.entry, progress=self.progress, settings=self.task)
 
-    def run(self, write: "WriteFiles | None" = None, call: "Callable[..., object]" = called) -> list[Note]:
+    def run(self, write: "WriteFiles | None" = None, call: "Callable[..., object]" = operator.call) -> list[Note]:
         """Run the task in this process. Return what the log should say.
 
         write: writes the large files of an export. call: calls a function with arguments.

@@ -23,15 +23,9 @@ def in_ray_train() -> bool:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return Ray Train's rank and world size, otherwise those of torch.distributed, otherwise (0, 1)."""
-    import torch.distributed as dist
-
-    context = _context()
-    if context is not None:
-        return context.get_world_rank(), context.get_world_size()
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+    """Return Ray Train's rank and world size."""
+    context = _worker_context()
+    return context.get_world_rank(), context.get_world_size()
 
 
 def is_first_on_node() -> bool:

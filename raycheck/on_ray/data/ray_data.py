@@ -48,9 +48,8 @@ class RayData(SampleStream):
         self._rest: Any = None  # the share of the interrupted epoch after a restore
         self._epoch = 0
         self._epoch_step = 0
-        self._rows = (
-            RowSet()
-        )  # rows of this epoch that this rank consumed; on rank 0 also those from before the restore
+        # Rows of this epoch that this rank consumed; on rank 0 also those from before the restore.
+        self._rows = RowSet()
         self._samples = 0  # consumed by all ranks when this rank's count started
         self._own_samples = 0
         self._delivered: list[Ids] = []

@@ -20,7 +20,6 @@ from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.errors import RaycheckError, SaveFailedError
 from raycheck.group.coordinator.messages import HeldShard, Outcome
 from raycheck.group.group import RANK_UPLOADS, Group
-from raycheck.group.ports import NO_AGENTS
 from raycheck.group.worker.upload_and_report import Uploader
 from raycheck.log import event, logger, show_log
 from raycheck.on_ray.api.calls import as_raised
@@ -182,8 +181,6 @@ class NodeUploads:
         """Have the actor started, so that the first save does not wait for it."""
         try:
             self._start(time.monotonic() + 2 * START_TIMEOUT_S)
-            if self._agent is None:
-                self._give_up(NO_AGENTS)
         except Exception as error:  # noqa: BLE001  the first save meets it again
             self._note_failure(error)
 
@@ -203,9 +200,6 @@ class NodeUploads:
                 return None
             if self._agent is None:
                 self._start(deadline)
-            if self._agent is None:
-                self._give_up(NO_AGENTS)
-                return None
         except ActorUnavailableError as error:  # Ray starts it again: that it takes a while says nothing against it
             self._warn(f"the actor that uploads for this node is being started again: {_first_line(error)}")
             return None
@@ -250,15 +244,11 @@ class NodeUploads:
                 self._agent.hurry.remote(self._hurried)
 
     def _start(self, deadline: float) -> None:
-        """Have the node's actor started and wait until it answers. There is none afterwards where none can be started.
-
-        Raises Ray's errors, StoreError.
-        """
+        """Have the node's actor started and wait until it answers. Raises Ray's errors, StoreError."""
         timeout_s = min(START_TIMEOUT_S, (deadline - time.monotonic()) / 2)  # the rest is for the rank's own upload
         what = "start of the actor that uploads for this node"
         agent = self._group.ask("node_agent", NodeAgent, self._group.node, timeout_s=timeout_s, what=what)
-        if agent is not None:
-            ray.get(agent.__ray_ready__.remote(), timeout=timeout_s)  # no save waits for one that does not start
+        ray.get(agent.__ray_ready__.remote(), timeout=timeout_s)  # no save waits for one that does not start
         self._agent = agent
         self._tell_to_hurry()
 

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,10 +18,8 @@ from raycheck.group.coordinator.cluster import Cluster
 class OneProcess(Cluster):
     """Shares values with ranks in the same process: as they are."""
 
-    can_share = True
-
-    def share(self, value: object) -> list[Any]:
-        return [value]
+    def share(self, make: Callable[[], object]) -> list[Any]:
+        return [make()]
 
 
 def run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
