@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 from raycheck.errors import ConfigError
 
@@ -24,7 +24,7 @@ class Default(Enum):
         return self.name
 
 
-DEFAULT = Default.DEFAULT
+DEFAULT: Final = Default.DEFAULT
 KEEP_LAST = 10
 
 
@@ -237,9 +237,9 @@ _NAME_ADVICE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveSettings:
-    """When to save, what to keep, and how long to wait.
+    """When to save, what to keep, where to write, and how to react to failures.
 
-    Triggers; a save is due when any of them fires, and None means that there is no such trigger:
+    When to save. A save is due when any of these triggers fires, and None means that there is no such trigger:
 
     every_steps: save after this many optimizer steps. The default is 100 when none of every_seconds, every_tokens,
         every_epochs, at_steps, when and overhead is given, otherwise None.
@@ -256,8 +256,19 @@ class SaveSettings:
     overhead: the share of training time that saves may cost, such as 0.02. The interval is then computed from the cost
         of a save and the rate of failures (Young and Daly), and is never longer than every_seconds.
     rolling_every_steps, rolling_every_seconds: save at these times too, but keep only a few: see rolling_keep_last.
+    memory_every_steps: make a memory checkpoint after this many optimizer steps: the nodes' actors keep it in memory,
+        and each node copies its part to another node of the group. The next attempt of the same driver restores the
+        newest one if it is newer than the newest in the bucket. It survives the loss of the workers and of any single
+        node, but not of the driver: only checkpoints in the bucket do. Needs upload_by="node", and for each rank four
+        times the memory of its shard: two buffers, and two copies of other nodes' shards. Default: None.
+    when_busy: what happens when a save is due while another is in progress. "wait", the default, blocks training until
+        that one has finished. "skip" omits this save (one due by every_seconds is made up for later); a save before a
+        preemption always waits. "copy" makes a second copy of the state in host memory, and blocks training only when
+        two saves are in progress. If there is memory for only one copy, a warning is logged, and the save waits.
+    enabled: False turns a Checkpointer off: it neither accesses the bucket nor needs a coordinator, `restore` starts at
+        step 0, and `end_step` only counts.
 
-    What stays:
+    What to keep:
 
     keep_last, keep_every_steps, keep_every_seconds, keep_best, expire_after_s: which checkpoints stay, see Retention.
         The default keeps the newest 10, or what Ray's CheckpointConfig asks for; that is refused if it contradicts
@@ -268,75 +279,66 @@ class SaveSettings:
     after_commit: tasks that run on committed checkpoints while training continues, such as an evaluation or an export:
         one AfterCommit or several. Default: none.
 
-    How saves run:
+    Where to write:
 
-    enabled: False turns a Checkpointer off: it neither accesses the bucket nor needs a coordinator, `restore` starts at
-        step 0, and `end_step` only counts.
-    buffers: how many saves may be in progress at a time, 1 (the default) or 2. Each needs its own host memory. If there
-        is memory for only one, a warning is logged, and it is 1.
-    when_busy: what happens when a save is due while all buffers are in use. "wait", the default, blocks training;
-        "skip" omits this save (one due by every_seconds is made up for later). A save before a preemption always waits.
-    on_preempt: what happens after the save that a preemption notice triggers. "continue", the default, keeps training
-        until the node is gone and Ray restarts the workers. "restart" restarts them elsewhere immediately, which uses
-        one of Ray's max_failures.
     upload_by: which process uploads. "rank", the default: the training process, in a thread. "node": an actor on each
         node that has ranks, which shares the memory of each rank's staged copy. Then uploading takes no time from the
         training's interpreter, and a save that all ranks have staged is completed and committed even if they die, as
         long as their nodes and the driver live; the next attempt waits for it. Needs `raycheck.fit` and Linux. A rank
         that cannot share its memory with its node's actor uploads its shard itself, and a warning says why.
-    memory_every_steps: make a memory checkpoint after this many optimizer steps: the nodes' actors keep it in memory,
-        and each node copies its part to another node of the group. The next attempt of the same driver restores the
-        newest one if it is newer than the newest in the bucket. It survives the loss of the workers and of any single
-        node, but not of the driver: only checkpoints in the bucket do. Needs upload_by="node", and for each rank four
-        times the memory of its shard: two buffers, and two copies of other nodes' shards. Default: None.
-    save_timeout_s: seconds from the start of a save to its commit after which it counts as failed. Default: 600.
     base: the URI of another run in the same bucket, such as an import, that has the frozen parameters of this run.
         Before the first step of a run that has not saved them yet, they are compared bit for bit. If they are equal,
         this run's checkpoints refer to the base's and upload none; otherwise a warning says why they are uploaded.
         None, the default: every run uploads its own once.
-    max_failed_saves: training ends with SaveFailedError after this many failed saves in a row. Fewer only warn.
-        Default: 3.
+
+    How to react to failures:
+
+    on_preempt: what happens after the save that a preemption notice triggers. "continue", the default, keeps training
+        until the node is gone and Ray restarts the workers. "restart" restarts them elsewhere immediately, which uses
+        one of Ray's max_failures.
     on_drift: what happens when ranks that should have equal values, as under DDP, do not. "refuse", the default: the
         save fails, and names the tensor and the ranks. "keep_first": the lowest rank that has a tensor writes it, so
         one whole replica is saved; the difference is logged once, and the checkpoint is marked. In this mode the
         writing of replicas is not shared among their ranks.
+    save_timeout_s: seconds from the start of a save to its commit after which it counts as failed. Default: 600.
+    max_failed_saves: training ends with SaveFailedError after this many failed saves in a row. Fewer only warn.
+        Default: 3.
 
     Raises ConfigError when a value cannot work.
     """
 
-    enabled: bool = True
-    every_steps: int | Literal["default"] | None = "default"
+    every_steps: int | Default | None = DEFAULT
     every_seconds: float | None = None
     every_tokens: int | None = None
     every_epochs: int | None = None
     at_steps: Sequence[int] = ()
     at_start: bool = False
     when: Callable[[int, Mapping[str, object]], bool] | None = None
+    overhead: float | None = None
     rolling_every_steps: int | None = None
     rolling_every_seconds: float | None = None
-    rolling_keep_last: int = 1
-    overhead: float | None = None
-    after_commit: AfterCommit | Sequence[AfterCommit] = ()
+    memory_every_steps: int | None = None
+    when_busy: Literal["wait", "skip", "copy"] = "wait"
+    enabled: bool = True
     keep_last: int | Default | None = DEFAULT
     keep_every_steps: int | None = None
     keep_every_seconds: float | None = None
     keep_best: tuple[str, Literal["min", "max"], int] | None = None
     expire_after_s: float | None = None
-    buffers: Literal[1, 2] = 1
-    when_busy: Literal["wait", "skip"] = "wait"
-    on_preempt: Literal["continue", "restart"] = "continue"
+    rolling_keep_last: int = 1
+    after_commit: AfterCommit | Sequence[AfterCommit] = ()
     upload_by: Literal["rank", "node"] = "rank"
-    memory_every_steps: int | None = None
+    base: str | None = None
+    on_preempt: Literal["continue", "restart"] = "continue"
+    on_drift: Literal["refuse", "keep_first"] = "refuse"
     save_timeout_s: float = 600.0
     max_failed_saves: int = 3
-    on_drift: Literal["refuse", "keep_first"] = "refuse"
-    base: str | None = None
 
     def __post_init__(self) -> None:
         is_place = isinstance(self.base, str) and ("://" in self.base or self.base.startswith("/"))
         if self.base is not None and not is_place:
             raise ConfigError(f"base={self.base!r}: give the URI of another run, or its absolute path")
-        if self.every_steps != "default":
+        if self.every_steps is not DEFAULT:
             _check_counts(self, "every_steps")
         if self.overhead is not None and not (isinstance(self.overhead, int | float) and 0 < self.overhead < 1):
             raise ConfigError(f"overhead={self.overhead!r}: give a share of training time, such as 0.02")
@@ -344,8 +346,7 @@ class SaveSettings:
             self, "every_tokens", "every_epochs", "rolling_every_steps", "max_failed_saves", "memory_every_steps"
         )
         _check_seconds(self, "every_seconds", "rolling_every_seconds", "save_timeout_s")
-        _check_choice(self, "when_busy", "wait", "skip")
-        _check_choice(self, "buffers", 1, 2)
+        _check_choice(self, "when_busy", "wait", "skip", "copy")
         _check_choice(self, "on_preempt", "continue", "restart")
         _check_choice(self, "upload_by", "rank", "node")
         _check_choice(self, "on_drift", "refuse", "keep_first")
@@ -369,10 +370,15 @@ class SaveSettings:
     @property
     def step_trigger(self) -> int | None:
         """Return the steps between two saves: `every_steps`, or its default, which depends on the other triggers."""
-        if self.every_steps != "default":
+        if self.every_steps is not DEFAULT:
             return self.every_steps
         others = (self.every_seconds, self.every_tokens, self.every_epochs, self.overhead, self.when)
         return 100 if not self.at_steps and all(trigger is None for trigger in others) else None
+
+    @property
+    def buffers(self) -> Literal[1, 2]:
+        """Return how many saves may be in progress at a time. Each needs its own host memory."""
+        return 2 if self.when_busy == "copy" else 1
 
     @property
     def without_triggers(self) -> "SaveSettings":
@@ -391,7 +397,7 @@ class SaveSettings:
             memory_every_steps=None,
             overhead=None,
             after_commit=tuple(task.without_triggers for task in self.tasks.values()),
-            when_busy="wait",
+            when_busy="copy" if self.when_busy == "copy" else "wait",
         )
 
     @property

@@ -338,7 +338,7 @@ class Components:
             except ConfigError as error:
                 if component == TRAIN and len(self._train) > 1:
                     self._train.remove(stager)
-                    text = "each save waits for the one before, in spite of buffers=2, rank=%d: %s"
+                    text = "each save waits for the one before, in spite of when_busy=copy, rank=%d: %s"
                     logging.getLogger("raycheck").warning(text, self._rank, error)
                 elif _fits_in_slices(size_bytes, unclaimed_bytes()):
                     self._warn_of_slices(component, str(error))

@@ -183,7 +183,7 @@ def _check(config: CheckpointManager.Config) -> None:
             "resume=uri), or 'raycheck fork' and the new run's name"
         )
     settings = config.settings
-    if settings is not None and settings.every_steps != "default":
+    if settings is not None and settings.every_steps != SaveSettings().every_steps:
         raise ConfigError(
             f"settings.every_steps={settings.every_steps}: set `interval` instead, which torchtitan also uses"
         )

@@ -45,7 +45,7 @@ def joined_settings(given: SaveSettings | None, args: Any) -> JoinedSettings:
     against: list[str] = []
     strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
     own = [name for name in _TRIGGERS if getattr(settings, name) != _DEFAULTS[name]]
-    if settings.every_steps not in ("default", None):
+    if settings.every_steps not in (_DEFAULTS["every_steps"], None):
         own.append("every_steps")
     if own:
         if strategy != "steps" or args.save_steps != 500:  # both are defaults, which the user need not have given

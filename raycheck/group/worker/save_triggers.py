@@ -203,7 +203,7 @@ class SaveTriggers:
         return tuple(name for name, task in self._tasks.items() if self._is_passed(epoch, task.every_epochs))
 
     def _may_save(self, step: int, kind: SaveKind | None, *, is_busy: bool) -> bool:
-        return kind is None or self._settings.when_busy == "wait" or self._agree_to_save(step, is_busy=is_busy)
+        return kind is None or self._settings.when_busy != "skip" or self._agree_to_save(step, is_busy=is_busy)
 
     def _agree_to_save(self, step: int, *, is_busy: bool) -> bool:
         """Learn from rank 0 whether it could save now, and count the save as skipped if not.

@@ -83,7 +83,7 @@ def test_a_wait_of_any_length_ends_with_the_save(uri: str, monkeypatch, timeout_
 
 
 def test_a_rank_that_has_heard_of_a_failed_save_before_is_told_like_the_others(uri: str, monkeypatch) -> None:
-    ranks, go = ranks_of(uri, world_size=2, buffers=2), Event()
+    ranks, go = ranks_of(uri, world_size=2, when_busy="copy"), Event()
     on_all(ranks, "save")
     on_all(ranks, "wait")  # with it the ranks have agreed, so that the next two saves are under way at once
     on_all(ranks, "end_step")

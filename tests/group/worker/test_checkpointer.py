@@ -228,7 +228,7 @@ def test_a_save_that_falls_due_during_another_one_is_left_out_on_request(wire: F
 
 @pytest.mark.slow
 def test_with_two_buffers_a_save_is_staged_while_the_one_before_is_uploaded(wire: FaultProxy, wired: str) -> None:
-    pair = pair_at(wired, buffers=2)
+    pair = pair_at(wired, when_busy="copy")
     on_all(pair, "train", 2)
     on_all(pair, "wait")  # the ranks agreed before it: the next one waits for it
     rule = wire.rule("hold", "PUT", "distcp")
@@ -259,7 +259,7 @@ def test_with_two_buffers_a_save_is_staged_while_the_one_before_is_uploaded(wire
 
 @pytest.mark.slow
 def test_what_is_frozen_is_not_staged_again_while_its_upload_hangs(wire: FaultProxy, wired: str) -> None:
-    holder = alone_at(wired, is_frozen=True, buffers=2, save_timeout_s=4.0)
+    holder = alone_at(wired, is_frozen=True, when_busy="copy", save_timeout_s=4.0)
     holder.restore()
     rule = wire.rule("hold", "PUT", "model.frozen/__0_0.distcp")
 

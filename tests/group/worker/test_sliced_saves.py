@@ -202,7 +202,7 @@ def test_what_is_frozen_is_written_once_and_only_that_save_waits(tmp_path: Path)
 def test_where_two_buffers_do_not_fit_one_is_used(tmp_path: Path) -> None:
     uri, size_bytes = f"file://{tmp_path}/run", 256 * MIB
 
-    told = trained(uri, size_bytes=size_bytes, left_bytes=450 * MIB, buffers=2)
+    told = trained(uri, size_bytes=size_bytes, left_bytes=450 * MIB, when_busy="copy")
 
     assert told["problems"] == []
     assert told["buffers"] == 1
