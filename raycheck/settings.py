@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Final, Literal, Self
+from typing import TYPE_CHECKING, Final, Literal, Self, TypedDict
 
 from raycheck.errors import ConfigError
 
@@ -28,6 +28,14 @@ DEFAULT: Final = Default.DEFAULT
 KEEP_LAST = 10
 
 
+class KeepBest(TypedDict):
+    """The best checkpoints that stay: by which metric, whether its lowest or highest values are best, and how many."""
+
+    metric: str
+    mode: Literal["min", "max"]
+    count: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
     """Which committed checkpoints stay: those that any rule keeps, or all of them if there is no rule.
@@ -39,7 +47,8 @@ class Retention:
     keep_every_steps: keep the first checkpoint at or after each multiple of this many steps.
     keep_every_seconds: keep the first commit of each span of this many seconds, by the store's clock. Spans are counted
         from 1970, so that 3600 keeps one per hour of the day.
-    keep_best: keep the best checkpoints by a metric given to `end_step`, as (metric, "min" or "max", how many).
+    keep_best: keep the best checkpoints by a metric given to `end_step`, such as
+        {"metric": "loss", "mode": "min", "count": 3}.
     expire_after_s: this many seconds after its commit, by the store's clock, a checkpoint expires: no rule keeps it.
     rolling_keep_last: keep this many of the newest rolling checkpoints; None keeps all. The other rules neither keep
         nor count rolling checkpoints.
@@ -50,7 +59,7 @@ class Retention:
     keep_last: int | None = None
     keep_every_steps: int | None = None
     keep_every_seconds: float | None = None
-    keep_best: tuple[str, Literal["min", "max"], int] | None = None
+    keep_best: KeepBest | None = None
     expire_after_s: float | None = None
     rolling_keep_last: int | None = None
 
@@ -60,17 +69,17 @@ class Retention:
         match self.keep_best:
             case None:
                 pass
-            case (str(metric), "min" | "max", int(count)) if metric and count >= 1 and type(count) is int:
+            case {"metric": str(metric), "mode": "min" | "max", "count": int(count), **others} if (
+                metric and count >= 1 and type(count) is int and not others
+            ):
                 pass
             case _:
-                raise ConfigError(
-                    f'keep_best={self.keep_best!r}: give a metric, "min" or "max", and a count: ("loss", "min", 3)'
-                )
+                raise ConfigError(f"keep_best={self.keep_best!r}: {_BEST_ADVICE}")
 
     @property
     def metric(self) -> str | None:
         """Return the metric by which keep_best chooses; `latest` repeats it, since later decisions need it."""
-        return self.keep_best[0] if self.keep_best else None
+        return self.keep_best["metric"] if self.keep_best else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,6 +236,7 @@ class AfterCommit:
         return replace(self, every_steps=None, every_seconds=None, every_epochs=None)
 
 
+_BEST_ADVICE = 'give a metric, "min" or "max", and a count: {"metric": "loss", "mode": "min", "count": 3}'
 _FIELD = re.compile(r"\{(?:checkpoint|(?:step|epoch|epoch_step)(?::0[1-9]d)?)\}")
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,199}")
 _NAME_ADVICE = (
@@ -323,7 +333,7 @@ class SaveSettings:
     keep_last: int | Default | None = DEFAULT
     keep_every_steps: int | None = None
     keep_every_seconds: float | None = None
-    keep_best: tuple[str, Literal["min", "max"], int] | None = None
+    keep_best: KeepBest | None = None
     expire_after_s: float | None = None
     rolling_keep_last: int = 1
     after_commit: AfterCommit | Sequence[AfterCommit] = ()
@@ -418,10 +428,13 @@ class SaveSettings:
         source: what has given them, for the error. Raises ConfigError when these settings say something else.
         """
         for name in ("keep_last", "keep_best"):
-            said = getattr(self, name)
-            if said != type(self).__dataclass_fields__[name].default and said != getattr(given, name):
+            said, rule = getattr(self, name), getattr(given, name)
+            if said not in (DEFAULTS[name], rule):
                 raise ConfigError(f"{source} and SaveSettings({name}={said!r}) contradict each other; give one of them")
         return replace(self, keep_last=given.keep_last, keep_best=given.keep_best)
+
+
+DEFAULTS = {spec.name: spec.default for spec in fields(SaveSettings)}
 
 
 def _chosen(settings: SaveSettings | AfterCommit | HFExport) -> tuple[str, ...]:

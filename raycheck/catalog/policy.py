@@ -93,8 +93,6 @@ def _rule(item: object, number: int) -> Rule:
     if not isinstance(name, str) or type(deletes) is not bool:
         raise ConfigError(f"rule {number}: name is a text, and delete is true or false")
     keeps: dict[str, Any] = {key: item[key] for key in _KEEPS if key in item}
-    if "keep_best" in keeps and isinstance(keeps["keep_best"], list):
-        keeps["keep_best"] = tuple(keeps["keep_best"])
     if deletes == bool(keeps):
         raise ConfigError(f"rule {number}: say either what such a run keeps ({', '.join(_KEEPS)}), or delete: true")
     if deletes and (not states or not set(states) <= set(DELETABLE) or not idle_days):

@@ -179,7 +179,7 @@ def _kept_by(entry: Entry) -> str:
 
 
 def _best(run: Latest, keep_best: str | None) -> Any:
-    """Return --keep-best in Retention's form. Raises ConfigError for a metric that no checkpoint of the run has."""
+    """Return --keep-best as Retention takes it. Raises ConfigError for a metric that no checkpoint of the run has."""
     if keep_best is None:
         return None
     metric, mode, count = ["", "", *keep_best.rsplit(":", 2)][-3:]  # a metric may contain colons
@@ -188,7 +188,7 @@ def _best(run: Latest, keep_best: str | None) -> Any:
     known = sorted({name for entry in run.live for name in (*entry.metrics, *entry.scores)})
     if metric not in known:  # no checkpoint would be among the best, so all would be dropped
         raise ConfigError(f"--keep-best {keep_best}: no checkpoint has that metric; there are: {', '.join(known)}")
-    return metric, mode, int(count)
+    return {"metric": metric, "mode": mode, "count": int(count)}
 
 
 def _print_deletions(

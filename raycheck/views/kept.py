@@ -40,6 +40,8 @@ def why_kept(body: Latest, settings: Sequence[str], *, now: float) -> KeptCheckp
             continue
         try:
             chosen[name] = ast.literal_eval(value)
+            if name == "keep_best" and isinstance(chosen[name], tuple):  # as earlier versions wrote it
+                chosen[name] = dict(zip(("metric", "mode", "count"), chosen[name], strict=True))
             Retention(**{name: chosen[name]})
             rules.append(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError, ConfigError):

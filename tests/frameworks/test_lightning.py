@@ -334,7 +334,7 @@ def test_settings_see_the_metrics_of_their_own_step(tmp_path: Any) -> None:
     settings = {
         "every_steps": None,
         "when": lambda step, metrics: "val_loss" in metrics,
-        "keep_best": ("val_loss", "min", 2),
+        "keep_best": {"metric": "val_loss", "mode": "min", "count": 2},
     }
     training = Training(settings=settings, options={"val_check_interval": 5})
 
@@ -446,7 +446,7 @@ def batches_of_four() -> Any:
 REFUSED = {
     "a monitored ModelCheckpoint": (
         Training(callbacks=lambda: [of_lightning.ModelCheckpoint(monitor="val_loss", save_top_k=3)]),
-        r'keep_best=\("val_loss", "min", 3\)',
+        r"keep_best=\{'metric': 'val_loss', 'mode': 'min', 'count': 3\}",
     ),
     "OnExceptionCheckpoint": (Training(callbacks=lambda: [of_lightning.OnExceptionCheckpoint(".")]), "OnException"),
     "ModelPruning": (Training(callbacks=lambda: [of_lightning.ModelPruning("l1_unstructured")]), "ModelPruning"),

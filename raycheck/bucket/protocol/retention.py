@@ -69,8 +69,8 @@ def _protected(body: Latest, now: float) -> Iterator[tuple[str, str]]:
 def _kept(live: Sequence[Entry], left: set[str], rules: Retention) -> Iterator[tuple[str, str]]:
     best: list[Entry] = []
     if rules.keep_best is not None:
-        metric, mode, count = rules.keep_best
-        best = _best(live, metric, mode, count)
+        metric, count = rules.keep_best["metric"], rules.keep_best["count"]
+        best = _best(live, metric, rules.keep_best["mode"], count)
         yield from ((entry.key, f"among the best {count} by {metric}") for entry in best)
     counted = (rules.keep_last, rules.keep_every_steps, rules.keep_every_seconds)
     if counted == (None, None, None) and not best:  # a metric that no entry has does not count as a rule

@@ -88,7 +88,8 @@ def _take_out_model_checkpoint(trainer: Any, package: str) -> None:
                 logger.info("the Trainer's default ModelCheckpoint is removed, as with enable_checkpointing=False")
             continue
         monitor, top = getattr(callback, "monitor", None), getattr(callback, "save_top_k", 1)
-        keep = f'keep_best=("{monitor}", "{getattr(callback, "mode", "min")}", {max(top, 1)}), ' if monitor else ""
+        best = {"metric": monitor, "mode": getattr(callback, "mode", "min"), "count": max(top, 1)}
+        keep = f"keep_best={best}, " if monitor else ""
         raise ConfigError(
             f"{type(callback).__qualname__} writes its own checkpoints. Remove it, and give raycheck's Callback "
             f"SaveSettings({keep}every_epochs=1, keep_last=1) or similar; see `raycheck docs lightning`"

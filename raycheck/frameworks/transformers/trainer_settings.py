@@ -6,7 +6,7 @@ them open.
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from raycheck.adapters import SaveSettings
 from raycheck.errors import ConfigError
@@ -75,15 +75,16 @@ def best_metric(args: Any) -> str:
 
 
 def _with_best(settings: SaveSettings, args: Any, said: list[str]) -> SaveSettings:
-    metric, mode = best_metric(args), "max" if args.greater_is_better else "min"
-    if settings.keep_best is None:
-        said.append(f"metric_for_best_model as keep_best=({metric!r}, {mode!r}, 1)")
-        return replace(settings, keep_best=(metric, "max" if args.greater_is_better else "min", 1))
-    if args.load_best_model_at_end and settings.keep_best[:2] != (metric, mode):
+    metric = best_metric(args)
+    mode: Literal["min", "max"] = "max" if args.greater_is_better else "min"
+    own = settings.keep_best
+    if own is None:
+        settings = replace(settings, keep_best={"metric": metric, "mode": mode, "count": 1})
+        said.append(f"metric_for_best_model as keep_best={settings.keep_best}")
+    elif args.load_best_model_at_end and (own["metric"], own["mode"]) != (metric, mode):
         raise ConfigError(
-            f"load_best_model_at_end=True needs the best by {metric} ({mode}), and "
-            f"SaveSettings(keep_best={settings.keep_best!r}) would delete it: give keep_best=({metric!r}, {mode!r}, "
-            "1), or none"
+            f"load_best_model_at_end=True needs the best by {metric} ({mode}), and SaveSettings(keep_best={own}) would "
+            f"delete it: give keep_best={ {**own, 'metric': metric, 'mode': mode} }, or none"
         )
     return settings
 

@@ -55,7 +55,7 @@ def retention_asked_for() -> Retention | None:
         return None
     if metric is None:
         return Retention(keep_last=count)
-    return Retention(keep_best=(metric, config.checkpoint_score_order, count))
+    return Retention(keep_best={"metric": metric, "mode": config.checkpoint_score_order, "count": count})
 
 
 def train_run_id() -> str:

@@ -128,7 +128,10 @@ rules = st.builds(
     keep_last=st.none() | st.integers(1, 12),
     keep_every_steps=st.none() | st.integers(1, 30),
     keep_every_seconds=st.none() | st.sampled_from([0.5, 7, 30.0]),
-    keep_best=st.none() | st.tuples(st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 4)),
+    keep_best=st.none()
+    | st.fixed_dictionaries(
+        {"metric": st.just("loss"), "mode": st.sampled_from(["min", "max"]), "count": st.integers(1, 4)}
+    ),
 )
 
 
@@ -238,14 +241,14 @@ def test_the_best_stay_and_of_equals_the_newer(mode, kept):
         entry(6, 60, loss=2.0),
     ]
 
-    assert steps_kept(live, Retention(keep_best=("loss", mode, 2))) == kept
+    assert steps_kept(live, Retention(keep_best={"metric": "loss", "mode": mode, "count": 2})) == kept
 
 
 def test_a_metric_that_no_checkpoint_has_drops_nothing_by_itself():
     live = [entry(save, 10 * save, loss=1.0) for save in range(1, 5)]
 
-    assert steps_kept(live, Retention(keep_best=("los", "min", 1))) == [10, 20, 30, 40]
-    assert steps_kept(live, Retention(keep_best=("los", "min", 1), keep_last=2)) == [30, 40]
+    assert steps_kept(live, Retention(keep_best={"metric": "los", "mode": "min", "count": 1})) == [10, 20, 30, 40]
+    assert steps_kept(live, Retention(keep_best={"metric": "los", "mode": "min", "count": 1}, keep_last=2)) == [30, 40]
 
 
 def gone_back(live: list[Entry], *, to: Entry) -> Latest:
@@ -287,7 +290,7 @@ def test_without_a_rule_all_stay_and_only_the_expired_go():
 def test_what_expired_goes_although_a_rule_would_keep_it_but_never_the_head():
     live = [entry(save, save, expires_at=50.0, loss=0.0) for save in (1, 2, 3)]
 
-    kept = steps_kept(live, Retention(keep_last=3, keep_best=("loss", "min", 3)), now=60.0)
+    kept = steps_kept(live, Retention(keep_last=3, keep_best={"metric": "loss", "mode": "min", "count": 3}), now=60.0)
 
     assert kept == [3]
 
@@ -313,7 +316,7 @@ def test_a_commit_ranks_by_its_own_metric_too(store):
     ann.claim("g1")
 
     for save in (1, 2, 3):  # helpers: the loss falls with the step
-        ann.save(1, save, keep_last=None, rules={"keep_best": ("loss", "max", 1)})
+        ann.save(1, save, keep_last=None, rules={"keep_best": {"metric": "loss", "mode": "max", "count": 1}})
 
     assert [item.step for item in assert_invariants(store).live] == [10, 30]
 
@@ -330,12 +333,14 @@ def test_a_commit_ranks_by_its_own_metric_too(store):
         {"expire_after_s": -1},
         {"expire_after_s": float("inf")},
         {"expire_after_s": float("nan")},
-        {"keep_best": ("loss", "least", 3)},
-        {"keep_best": ("loss", "min", 0)},
-        {"keep_best": ("", "min", 1)},
+        {"keep_best": {"metric": "loss", "mode": "least", "count": 3}},
+        {"keep_best": {"metric": "loss", "mode": "min", "count": 0}},
+        {"keep_best": {"metric": "", "mode": "min", "count": 1}},
         {"keep_best": ("loss", "min")},
         {"keep_best": "loss"},
-        {"keep_best": ("loss", "min", True)},
+        {"keep_best": {"metric": "loss", "mode": "min", "count": True}},
+        {"keep_best": {"metric": "loss", "mode": "min"}},
+        {"keep_best": {"metric": "loss", "mode": "min", "count": 1, "of": 2}},
     ],
 )
 @pytest.mark.parametrize("kind", [Retention, SaveSettings])
@@ -404,7 +409,7 @@ def test_a_name_is_the_reason_why_an_entry_stays():
 
 def test_a_score_counts_more_than_a_metric_of_its_name_and_as_one_where_there_is_none():
     live = [entry(1, 10, loss=1.0), entry(2, 20, loss=2.0), entry(3, 30), entry(4, 40, loss=9.0)]
-    rule = Retention(keep_best=("loss", "min", 1))
+    rule = Retention(keep_best={"metric": "loss", "mode": "min", "count": 1})
 
     assert steps_kept(live, rule) == [10, 40]
     assert steps_kept([replace(live[0], scores={"loss": 3.0}), *live[1:]], rule) == [20, 40]
@@ -856,7 +861,7 @@ def test_rolling_checkpoints_and_kept_ones_count_apart():
 
 
 def test_a_rolling_checkpoint_stands_in_for_no_milestone_and_is_no_best():
-    rules = Retention(keep_every_steps=20, keep_best=("loss", "min", 1), rolling_keep_last=1)
+    rules = Retention(keep_every_steps=20, keep_best={"metric": "loss", "mode": "min", "count": 1}, rolling_keep_last=1)
 
     assert commits_kept("rrrrrr", rules) == [6]
     assert commits_kept("rkrkrr", rules) == [2, 4, 6]

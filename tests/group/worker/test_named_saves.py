@@ -78,7 +78,7 @@ def test_a_name_of_another_step_costs_no_checkpoint_and_is_told(caplog: pytest.L
 
 def test_a_score_decides_at_the_next_commit_of_a_training_that_goes_on() -> None:
     uri = f"memory://{uuid4().hex}"
-    with checkpointer(uri, keep_best=("mmlu", "max", 1)) as ckpt:
+    with checkpointer(uri, keep_best={"metric": "mmlu", "mode": "max", "count": 1}) as ckpt:
         ckpt.restore()
         ckpt.end_step({"mmlu": 0.9})
         ckpt.end_step({"mmlu": 0.1})

@@ -71,7 +71,7 @@ def test_a_run_without_epochs_saves_its_last_step_once() -> None:
 
 
 def test_the_best_are_counted_by_step_too() -> None:
-    best = {"keep_last": None, "keep_best": ("loss", "min", 2)}
+    best = {"keep_last": None, "keep_best": {"metric": "loss", "mode": "min", "count": 2}}
 
     assert names(saved(f"memory://{uuid4().hex}", lambda ckpt: ckpt.end_epoch(), **best)) == ["s2", "s4"]
 

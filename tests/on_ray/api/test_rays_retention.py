@@ -11,10 +11,11 @@ import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError
 from raycheck.on_ray.api import train_context
-from raycheck.settings import Retention, SaveSettings
+from raycheck.settings import KeepBest, Retention, SaveSettings
 from tests.support.histories.invariants import assert_invariants
 from tests.support.processes.coordinator_in_thread import group_of
 
+BEST: KeepBest = {"metric": "loss", "mode": "min", "count": 2}
 SOURCE = "CheckpointConfig(num_to_keep=2)"
 
 
@@ -27,11 +28,11 @@ SOURCE = "CheckpointConfig(num_to_keep=2)"
         (CheckpointConfig(num_to_keep=2), Retention(keep_last=2)),
         (
             CheckpointConfig(num_to_keep=3, checkpoint_score_attribute="acc"),
-            Retention(keep_best=("acc", "max", 3)),
+            Retention(keep_best={"metric": "acc", "mode": "max", "count": 3}),
         ),
         (
             CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="loss", checkpoint_score_order="min"),
-            Retention(keep_best=("loss", "min", 1)),
+            Retention(keep_best={"metric": "loss", "mode": "min", "count": 1}),
         ),
     ],
 )
@@ -56,17 +57,13 @@ def test_other_rules_of_the_settings_are_joined_with_rays() -> None:
 
 
 def test_the_same_word_in_both_places_is_no_contradiction() -> None:
-    best = Retention(keep_best=("loss", "min", 2))
+    best = Retention(keep_best={"metric": "loss", "mode": "min", "count": 2})
 
     assert SaveSettings(keep_last=2).keeping(Retention(keep_last=2), SOURCE).retention.keep_last == 2
-    assert SaveSettings(keep_best=("loss", "min", 2)).keeping(best, SOURCE).retention == replace(
-        best, rolling_keep_last=1
-    )
+    assert SaveSettings(keep_best=BEST).keeping(best, SOURCE).retention == replace(best, rolling_keep_last=1)
 
 
-@pytest.mark.parametrize(
-    "said", [{"keep_last": 10}, {"keep_last": 3}, {"keep_last": None}, {"keep_best": ("loss", "min", 2)}]
-)
+@pytest.mark.parametrize("said", [{"keep_last": 10}, {"keep_last": 3}, {"keep_last": None}, {"keep_best": BEST}])
 def test_a_contradiction_is_refused_by_name(said: dict) -> None:
     (name,) = said
 
@@ -89,7 +86,7 @@ def test_a_checkpointer_obeys_the_rule_of_its_group(uri: str) -> None:
 
 
 def test_a_checkpointer_obeys_a_score_and_keeps_the_head(uri: str) -> None:
-    assert train(uri, Retention(keep_best=("loss", "min", 2))) == [2, 3, 4]
+    assert train(uri, Retention(keep_best={"metric": "loss", "mode": "min", "count": 2})) == [2, 3, 4]
 
 
 def test_a_checkpointer_refuses_a_contradiction_before_it_claims_the_run(uri: str) -> None:
