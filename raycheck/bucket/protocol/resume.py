@@ -60,10 +60,10 @@ WORDS: dict[str, Resume] = {"auto": AUTO, "never": Never(), "must": Must()}
 """No checkpoint may have one of these names: label.py reserves them."""
 
 
-def parse_resume(given: str | int | None) -> Resume | Fork:
+def parse_resume(given: str | int | None, call: str = "fit(resume={!r})") -> Resume | Fork:
     """Return what `fit(resume=given)` means; None means "auto".
 
-    Raises ConfigError for anything other than a word, a step, a name or a URI.
+    call: names the argument in errors. Raises ConfigError for anything other than a word, a step, a name or a URI.
     """
     if given is None:
         return AUTO
@@ -76,8 +76,16 @@ def parse_resume(given: str | int | None) -> Resume | Fork:
     if isinstance(given, str) and (is_name(given) or CheckpointName.parse(given)):
         return AtName(given)
     raise ConfigError(
-        f"fit(resume={given!r}): give 'auto', 'never', 'must', a step, a checkpoint's name, or another run's URI"
+        f"{call.format(given)}: give 'auto', 'never', 'must', a step, a checkpoint's name, or another run's URI"
     )
+
+
+def parse_at(given: str | int | None) -> Resume:
+    """Return what `restore(at=given)` means: the same as for `fit(resume=...)`, except for another run's URI."""
+    wish = parse_resume(given, "restore(at={!r})")
+    if isinstance(wish, Fork):
+        raise ConfigError(f"restore(at={given!r}): only raycheck.fit(resume=...) starts from another run")
+    return wish
 
 
 def key_to_restore(uri: str, body: Latest | None, resume: Resume) -> str | None:

@@ -74,6 +74,7 @@ class Coordinator:
         register = Register(self._store)
         self._lock = asyncio.Lock()
         self._claims: dict[str, Claim] = {}
+        self._asked: dict[str, Resume] = {}  # by group, where its ranks want to start
         self._checked_nodes: set[str] = set()
         self._adopted: dict[str, int] = {}  # each group that was taken over -> its last save committed before
         self._table = RendezvousTable()
@@ -111,13 +112,18 @@ class Coordinator:
         """Record that `node` has all permissions that a run needs, and sees what this actor writes."""
         self._checked_nodes.add(node)
 
-    async def claim(self, group: str, world_size: int, rank: int | None = None) -> Claim | Pending:
+    async def claim(self, group: str, world_size: int, rank: int | None = None, at: Resume = AUTO) -> Claim | Pending:
         """Make `group` the live attempt. All its ranks may call; they get the same answer.
 
         rank: who calls. A driver's first claim may fence another driver, so it waits until all ranks have called,
         including those that check their node first. `Pending` means that some have not. None: claim without the others.
+        at: where the rank wants to start. Raises ConfigError if another rank wants to start elsewhere.
         """
         self._table.raise_if_failed(group)
+        if self._asked.setdefault(group, at) != at:
+            raise ConfigError(
+                f"restore(at=...): the ranks ask for {self._asked[group]} and {at}; all must give the same"
+            )
         if rank is not None and not (self._claims or self._adopted):
             rendezvous: Rendezvous[None, None]
             rendezvous = self._table.meet(group, "claim", world_size=world_size, awaited="claimed")
@@ -131,7 +137,7 @@ class Coordinator:
         async with self._lock:
             if group not in self._claims:
                 await self._finish_commits()
-                claim = await asyncio.to_thread(self._protocol.claim, group, world_size)
+                claim = await asyncio.to_thread(self._protocol.claim, group, world_size, at)
                 claim = replace(claim, memory=await self._memory.claimed(claim.attempt, claim.restore))
                 if claim.entry is None:
                     claim = replace(

@@ -22,12 +22,20 @@ from raycheck.bucket.protocol.claim import Identity
 from raycheck.bucket.protocol.damage import go_back
 from raycheck.bucket.protocol.preflight import probe
 from raycheck.bucket.protocol.referred_objects import ReferenceLostError, ReferredObjects
-from raycheck.bucket.protocol.resume import Resume
+from raycheck.bucket.protocol.resume import AUTO, Resume
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import put_all_once
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store.retry import retry
-from raycheck.errors import CorruptError, FencedError, RaycheckError, SaveFailedError, StoreError, SupersededError
+from raycheck.errors import (
+    ConfigError,
+    CorruptError,
+    FencedError,
+    RaycheckError,
+    SaveFailedError,
+    StoreError,
+    SupersededError,
+)
 from raycheck.group.coordinator.background_deletes import BackgroundDeletes
 from raycheck.group.coordinator.cluster import Cluster
 from raycheck.group.coordinator.commit_tasks import CommitTasks
@@ -68,8 +76,13 @@ class ProtocolCalls:
         self._said_drift = ""
         self._probing = threading.Lock()
 
-    def claim(self, group: str, world_size: int) -> Claim:
-        """Steps 8 to 11: make `group` the live attempt and name the checkpoint that all its ranks restore."""
+    def claim(self, group: str, world_size: int, at: Resume = AUTO) -> Claim:
+        """Steps 8 to 11: make `group` the live attempt and name the checkpoint that all its ranks restore.
+
+        at: what the script's restore requests, in place of `fit(resume=...)`. Only the driver's first claim obeys it.
+        """
+        if AUTO not in (at, self._resume):
+            raise ConfigError("restore(at=...) and fit(resume=...) both say where to start; give one of them")
         self.probe()
         documents: dict[str, list[Any]] = {}
 
@@ -81,7 +94,7 @@ class ProtocolCalls:
             self.me,
             group=group,
             world_size=world_size,
-            resume=self._resume,
+            resume=self._resume if at == AUTO else at,
             run_id=uuid4().hex,
             read_ahead=read_ahead,
         )

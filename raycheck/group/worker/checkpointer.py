@@ -13,6 +13,7 @@ from typing import Self, get_args
 
 from raycheck.bucket.attempt_records import ResumeRecord
 from raycheck.bucket.format.label import NO_LABEL, Label, NoteValue, label_of
+from raycheck.bucket.protocol.resume import AUTO, Resume, parse_at
 from raycheck.data.loader_checks import check_loaders
 from raycheck.errors import ConfigError
 from raycheck.group.coordinator.messages import Claim, OnCorrupt
@@ -95,6 +96,7 @@ class Checkpointer:
         )
         self._is_restored = False
         self._claim: Claim | None = None
+        self._at: Resume = AUTO  # what that claim asked for
         self._preview: Preview | None = None
         self._furthest = -1  # the last step that earlier attempts are known to have completed
         if self._is_off:
@@ -162,13 +164,18 @@ class Checkpointer:
         return self._attempt.save_status if self._attempt is not None else SaveStatus()
 
     def peek(
-        self, *, only: Iterable[str] | None = None, skip: Iterable[str] = (), on_corrupt: OnCorrupt = "previous"
+        self,
+        *,
+        at: str | int | None = None,
+        only: Iterable[str] | None = None,
+        skip: Iterable[str] = (),
+        on_corrupt: OnCorrupt = "previous",
     ) -> Preview:
         """Claim the run for this worker group and return what `restore` will find, before there is anything to fill.
 
         Call it on every rank, or on none. `restore` then uses the checkpoint that was found. If that checkpoint turns
         out to be damaged only at the restore, the attempt ends with SupersededError, and the next attempt's peek finds
-        another checkpoint. A second call returns the first result. only, skip, on_corrupt: as for `restore`.
+        another checkpoint. A second call returns the first result. at, only, skip, on_corrupt: as for `restore`.
 
         Raises FencedError, DamagedError, CorruptError, and ConfigError after `restore` or if only or skip differ from
         the first call.
@@ -176,9 +183,9 @@ class Checkpointer:
         if self._is_restored and self._preview is None:
             raise ConfigError("peek() comes before restore(), whose result has the step, the epoch and the report")
         with self._told_to_others():
-            return self._peek(only, skip, on_corrupt=on_corrupt)
+            return self._peek(parse_at(at), only, skip, on_corrupt=on_corrupt)
 
-    def _peek(self, only: Iterable[str] | None, skip: Iterable[str], *, on_corrupt: OnCorrupt) -> Preview:
+    def _peek(self, at: Resume, only: Iterable[str] | None, skip: Iterable[str], *, on_corrupt: OnCorrupt) -> Preview:
         selection = Selection.of(only, skip)
         _check_choice(on_corrupt)
         if self._preview is not None:
@@ -188,7 +195,7 @@ class Checkpointer:
         if self._is_off:
             self._preview = Preview(attempt=1, selection=selection)
             return self._preview
-        claim = self._claim_run()
+        claim = self._claim_run(at)
         if claim.entry is None:
             self._preview = Preview(attempt=claim.attempt, selection=selection)
         else:
@@ -198,6 +205,7 @@ class Checkpointer:
     def restore(
         self,
         *,
+        at: str | int | None = None,
         strict: bool = True,
         only: Iterable[str] | None = None,
         skip: Iterable[str] = (),
@@ -208,6 +216,9 @@ class Checkpointer:
 
         Call it on every rank, once, at the start, even in a fresh run.
 
+        at: where the run starts, in the words of `fit(resume=...)`: a step, a checkpoint's name, "never" or "must".
+        None: as `fit` says; by default, at the newest checkpoint. It must be the same on all ranks. It applies once in
+        each call of `fit`: after a restart of the workers, training continues from the newest checkpoint.
         only, skip: names of entries to restore, or to leave unchanged. "rng" and "progress" (the step count) are names
         too, and so is a part of a module ("model.head"). only=["model"] starts from trained weights at step 0. A
         selection is applied once: a checkpoint that was saved after it is restored whole by the same call, so that a
@@ -227,7 +238,7 @@ class Checkpointer:
         if self._is_restored:
             raise ConfigError("restore() was called before; a Checkpointer restores once, at the start")
         _check_choice(on_corrupt)
-        selection = Selection.of(only, skip)
+        selection, wish = Selection.of(only, skip), parse_at(at)
         if self._is_off:
             self._is_restored = True
             self._counter.start_at(self._counter.progress)
@@ -238,7 +249,7 @@ class Checkpointer:
             stream = next(iter(self._counter.data), None)
             name = next((name for name, value in state.objects.items() if value is stream is not None), None)
             proof = None if stream is None else stream.prove()
-            claim = self._claim_run()
+            claim = self._claim_run(wish)
             prove_together(self._group, name, stream, proof)
             if self._preview is not None:
                 self._preview.check(selection)
@@ -271,10 +282,12 @@ class Checkpointer:
         check_loaders(self._state.objects, rank=self._group.rank)
         return self._state, tasks
 
-    def _claim_run(self) -> Claim:
-        """Claim the run, unless `peek` has done so."""
+    def _claim_run(self, at: Resume) -> Claim:
+        """Claim the run, unless `peek` has done so. Raises ConfigError when that has asked for another checkpoint."""
         if self._claim is None:
-            self._claim = claim_run(self._group)
+            self._at, self._claim = at, claim_run(self._group, at)
+        elif at not in (AUTO, self._at):
+            raise ConfigError("peek() has claimed the run without this at=...; give it to peek, or to restore alone")
         return self._claim
 
     def _start_fresh(

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 from raycheck.bucket.attempt_records import ResumeRecord
 from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.protocol.resume import AUTO, Resume
 from raycheck.bucket.reading import Checkpoint
 from raycheck.data.data_stream import DataStream
 from raycheck.errors import DamagedError, RaycheckError, StoreError, SupersededError
@@ -106,15 +107,18 @@ class _Agreed(Generic[T]):
     resume: ResumeRecord | None
 
 
-def claim_run(group: Group) -> Claim:
-    """Claim the run for this worker group, and check what this node may do in the bucket. Every rank calls it."""
+def claim_run(group: Group, at: Resume = AUTO) -> Claim:
+    """Claim the run for this worker group, and check what this node may do in the bucket. Every rank calls it.
+
+    at: where to start, the same on all ranks. Only a driver's first claim obeys it.
+    """
 
     def claim() -> Claim:
         alone_from = time.monotonic() + NODE_CHECKS_S
         while True:
             rank = group.rank if time.monotonic() < alone_from else None
             answer: Claim | Pending = group.ask(
-                "claim", group.id, group.world_size, rank, timeout_s=CLAIM_TIMEOUT_S, what="claim of the run"
+                "claim", group.id, group.world_size, rank, at, timeout_s=CLAIM_TIMEOUT_S, what="claim of the run"
             )
             if not isinstance(answer, Pending):
                 return answer
