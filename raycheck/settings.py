@@ -45,7 +45,7 @@ class Retention:
 
     keep_last: keep this many of the newest commits.
     keep_every_steps: keep the first checkpoint at or after each multiple of this many steps.
-    keep_every_seconds: keep the first commit of each span of this many seconds, by the store's clock. Spans are counted
+    keep_every_s: keep the first commit of each span of this many seconds, by the store's clock. Spans are counted
         from 1970, so that 3600 keeps one per hour of the day.
     keep_best: keep the best checkpoints by a metric given to `end_step`, such as
         {"metric": "loss", "mode": "min", "count": 3}.
@@ -58,14 +58,14 @@ class Retention:
 
     keep_last: int | None = None
     keep_every_steps: int | None = None
-    keep_every_seconds: float | None = None
+    keep_every_s: float | None = None
     keep_best: KeepBest | None = None
     expire_after_s: float | None = None
     rolling_keep_last: int | None = None
 
     def __post_init__(self) -> None:
         _check_counts(self, "keep_last", "keep_every_steps", "rolling_keep_last")
-        _check_seconds(self, "keep_every_seconds", "expire_after_s")
+        _check_seconds(self, "keep_every_s", "expire_after_s")
         match self.keep_best:
             case None:
                 pass
@@ -140,7 +140,7 @@ class AfterCommit:
         function with the resources that it needs. It runs in a Ray task; under torchrun it runs in a thread of rank 0's
         process. In it, `raycheck.open_run(uri)` gives access to the checkpoint and stores its scores. Ray may call it
         twice for one checkpoint. If it raises, a warning is logged, and training continues.
-    every_steps, every_seconds, every_epochs: save and run the task this often, as in SaveSettings; several may be
+    every_steps, every_s, every_epochs: save and run the task this often, as in SaveSettings; several may be
         given. None, the default of each: no such trigger.
     at_end: also run it on the last checkpoint. Default: True.
     mode: whether training waits. "async": it continues; if the task is due again before it has started, the earlier
@@ -154,7 +154,7 @@ class AfterCommit:
     task: Callable[[str, str], object] | HFExport
     _: KW_ONLY
     every_steps: int | None = None
-    every_seconds: float | None = None
+    every_s: float | None = None
     every_epochs: int | None = None
     at_end: bool = True
     mode: Literal["auto", "async", "sync"] = "auto"
@@ -170,7 +170,7 @@ class AfterCommit:
         cls,
         *,
         every_steps: int | None = None,
-        every_seconds: float | None = None,
+        every_s: float | None = None,
         every_epochs: int | None = None,
         at_end: bool = True,
         mode: Literal["auto", "async", "sync"] = "auto",
@@ -187,7 +187,7 @@ class AfterCommit:
 
         The directory includes the tokenizers and processors in the state.
 
-        every_steps, every_seconds, every_epochs, at_end, mode: as for any task.
+        every_steps, every_s, every_epochs, at_end, mode: as for any task.
         name: the directory's name, as a format of `checkpoint`, `step`, `epoch` and `epoch_step`, such as
             "epoch{epoch}/step{step:06d}". The default is the checkpoint's name; it contains step, attempt and save, so
             it is always unique. A complete export that already has the name is left unchanged.
@@ -211,7 +211,7 @@ class AfterCommit:
         return cls(
             made,
             every_steps=every_steps,
-            every_seconds=every_seconds,
+            every_s=every_s,
             every_epochs=every_epochs,
             at_end=at_end,
             mode=mode,
@@ -233,7 +233,7 @@ class AfterCommit:
     @property
     def without_triggers(self) -> "AfterCommit":
         """Return this task without triggers, for a rank that is told when to run it."""
-        return replace(self, every_steps=None, every_seconds=None, every_epochs=None)
+        return replace(self, every_steps=None, every_s=None, every_epochs=None)
 
 
 _BEST_ADVICE = 'give a metric, "min" or "max", and a count: {"metric": "loss", "mode": "min", "count": 3}'
@@ -251,9 +251,9 @@ class SaveSettings:
 
     When to save. A save is due when any of these triggers fires, and None means that there is no such trigger:
 
-    every_steps: save after this many optimizer steps. The default is 100 when none of every_seconds, every_tokens,
+    every_steps: save after this many optimizer steps. The default is 100 when none of every_s, every_tokens,
         every_epochs, at_steps, when and overhead is given, otherwise None.
-    every_seconds: save this many seconds after the start of the last save.
+    every_s: save this many seconds after the start of the last save.
     every_tokens: save after this many tokens since the last save, as counted by `end_step(tokens=...)`.
     every_epochs: save each time this many epochs have ended: at `end_epoch`, or, with Batches in the state, after the
         first step of the next epoch.
@@ -264,15 +264,15 @@ class SaveSettings:
         `end_step`, and returns True to save now; a small broadcast at each step sends the result to all ranks. An error
         in it, or a result that is not a bool, ends the run with a ConfigError that names it.
     overhead: the share of training time that saves may cost, such as 0.02. The interval is then computed from the cost
-        of a save and the rate of failures (Young and Daly), and is never longer than every_seconds.
-    rolling_every_steps, rolling_every_seconds: save at these times too, but keep only a few: see rolling_keep_last.
+        of a save and the rate of failures (Young and Daly), and is never longer than every_s.
+    rolling_every_steps, rolling_every_s: save at these times too, but keep only a few: see rolling_keep_last.
     memory_every_steps: make a memory checkpoint after this many optimizer steps: the nodes' actors keep it in memory,
         and each node copies its part to another node of the group. The next attempt of the same driver restores the
         newest one if it is newer than the newest in the bucket. It survives the loss of the workers and of any single
         node, but not of the driver: only checkpoints in the bucket do. Needs upload_by="node", and for each rank four
         times the memory of its shard: two buffers, and two copies of other nodes' shards. Default: None.
     when_busy: what happens when a save is due while another is in progress. "wait", the default, blocks training until
-        that one has finished. "skip" omits this save (one due by every_seconds is made up for later); a save before a
+        that one has finished. "skip" omits this save (one due by every_s is made up for later); a save before a
         preemption always waits. "copy" makes a second copy of the state in host memory, and blocks training only when
         two saves are in progress. If there is memory for only one copy, a warning is logged, and the save waits.
     enabled: False turns a Checkpointer off: it neither accesses the bucket nor needs a coordinator, `restore` starts at
@@ -280,7 +280,7 @@ class SaveSettings:
 
     What to keep:
 
-    keep_last, keep_every_steps, keep_every_seconds, keep_best, expire_after_s: which checkpoints stay, see Retention.
+    keep_last, keep_every_steps, keep_every_s, keep_best, expire_after_s: which checkpoints stay, see Retention.
         The default keeps the newest 10, or what Ray's CheckpointConfig asks for; that is refused if it contradicts
         keep_last or keep_best. The others leave `latest` when a newer checkpoint is committed, in the same write, and
         their objects are deleted after a grace period for readers.
@@ -318,7 +318,7 @@ class SaveSettings:
     """
 
     every_steps: int | Default | None = DEFAULT
-    every_seconds: float | None = None
+    every_s: float | None = None
     every_tokens: int | None = None
     every_epochs: int | None = None
     at_steps: Sequence[int] = ()
@@ -326,13 +326,13 @@ class SaveSettings:
     when: Callable[[int, Mapping[str, object]], bool] | None = None
     overhead: float | None = None
     rolling_every_steps: int | None = None
-    rolling_every_seconds: float | None = None
+    rolling_every_s: float | None = None
     memory_every_steps: int | None = None
     when_busy: Literal["wait", "skip", "copy"] = "wait"
     enabled: bool = True
     keep_last: int | Default | None = DEFAULT
     keep_every_steps: int | None = None
-    keep_every_seconds: float | None = None
+    keep_every_s: float | None = None
     keep_best: KeepBest | None = None
     expire_after_s: float | None = None
     rolling_keep_last: int = 1
@@ -355,7 +355,7 @@ class SaveSettings:
         _check_counts(
             self, "every_tokens", "every_epochs", "rolling_every_steps", "max_failed_saves", "memory_every_steps"
         )
-        _check_seconds(self, "every_seconds", "rolling_every_seconds", "save_timeout_s")
+        _check_seconds(self, "every_s", "rolling_every_s", "save_timeout_s")
         _check_choice(self, "when_busy", "wait", "skip", "copy")
         _check_choice(self, "on_preempt", "continue", "restart")
         _check_choice(self, "upload_by", "rank", "node")
@@ -382,7 +382,7 @@ class SaveSettings:
         """Return the steps between two saves: `every_steps`, or its default, which depends on the other triggers."""
         if self.every_steps is not DEFAULT:
             return self.every_steps
-        others = (self.every_seconds, self.every_tokens, self.every_epochs, self.overhead, self.when)
+        others = (self.every_s, self.every_tokens, self.every_epochs, self.overhead, self.when)
         return 100 if not self.at_steps and all(trigger is None for trigger in others) else None
 
     @property
@@ -396,14 +396,14 @@ class SaveSettings:
         return replace(
             self,
             every_steps=None,
-            every_seconds=None,
+            every_s=None,
             every_tokens=None,
             every_epochs=None,
             at_steps=(),
             at_start=False,
             when=None,
             rolling_every_steps=None,
-            rolling_every_seconds=None,
+            rolling_every_s=None,
             memory_every_steps=None,
             overhead=None,
             after_commit=tuple(task.without_triggers for task in self.tasks.values()),
@@ -459,9 +459,9 @@ def function_name(function: object) -> str:
 
 
 def check_triggers(settings: object) -> None:
-    """Raise ConfigError when one of every_steps, every_seconds and every_epochs cannot work."""
+    """Raise ConfigError when one of every_steps, every_s and every_epochs cannot work."""
     _check_counts(settings, "every_steps", "every_epochs")
-    _check_seconds(settings, "every_seconds")
+    _check_seconds(settings, "every_s")
 
 
 def _tasks(given: object) -> tuple[AfterCommit, ...]:

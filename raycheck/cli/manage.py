@@ -34,7 +34,7 @@ def prune(  # noqa: PLR0917  typer makes options of them
     uri: Uri,
     keep_last: Annotated[int | None, typer.Option(help="Keep this many of the newest commits.")] = None,
     keep_every_steps: Annotated[int | None, typer.Option(help="Keep one checkpoint per this many steps.")] = None,
-    keep_every_seconds: Annotated[float | None, typer.Option(help="Keep one checkpoint per this many seconds.")] = None,
+    keep_every_s: Annotated[float | None, typer.Option(help="Keep one checkpoint per this many seconds.")] = None,
     keep_best: Annotated[
         str | None, typer.Option(help="Keep the best by a metric: METRIC:min:COUNT or METRIC:max:COUNT.")
     ] = None,
@@ -60,7 +60,7 @@ def prune(  # noqa: PLR0917  typer makes options of them
     rules = Retention(
         keep_last=keep_last,
         keep_every_steps=keep_every_steps,
-        keep_every_seconds=keep_every_seconds,
+        keep_every_s=keep_every_s,
         keep_best=_best(body, keep_best),
         rolling_keep_last=rolling_keep_last,
     )

@@ -36,11 +36,12 @@ def why_kept(body: Latest, settings: Sequence[str], *, now: float) -> KeptCheckp
     rules, unread = [], []
     for text in settings:
         name, _, value = text.partition("=")
+        name = {"keep_every_seconds": "keep_every_s"}.get(name, name)  # as earlier versions wrote it
         if name not in names:
             continue
         try:
             chosen[name] = ast.literal_eval(value)
-            if name == "keep_best" and isinstance(chosen[name], tuple):  # as earlier versions wrote it
+            if name == "keep_best" and isinstance(chosen[name], tuple):  # likewise
                 chosen[name] = dict(zip(("metric", "mode", "count"), chosen[name], strict=True))
             Retention(**{name: chosen[name]})
             rules.append(text)

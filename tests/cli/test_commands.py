@@ -360,12 +360,12 @@ def test_prune_keeps_one_per_span_of_seconds(run) -> None:
     uri, store = run
     first = read_latest(store).live[0]
 
-    shown = raycheck("prune", uri, "--keep-every-seconds", "1e9", "--dry-run", "--json")
-    wrong = raycheck("prune", uri, "--keep-every-seconds", "0")
+    shown = raycheck("prune", uri, "--keep-every-s", "1e9", "--dry-run", "--json")
+    wrong = raycheck("prune", uri, "--keep-every-s", "0")
 
     assert json.loads(shown.stdout)["kept"][first.key] == "one per 1e+09 s"
     assert wrong.returncode == 2
-    assert "--keep-every-seconds 0.0: give a number" in wrong.stderr
+    assert "--keep-every-s 0.0: give a number" in wrong.stderr
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])

@@ -238,7 +238,7 @@ def test_a_driver_that_is_gone_is_started_again_and_the_run_goes_on(nodes: Arena
 @pytest.mark.slow
 def test_downtime_does_not_count_as_time_since_the_last_save(nodes: Arena, drive: Drive) -> None:
     nodes.add(2)
-    settings = {"every_steps": None, "every_seconds": 8.0}
+    settings = {"every_steps": None, "every_s": 8.0}
     first = drive(workers=2, steps=4000, settings=settings)
     wait_for(lambda: "committed" in first.log, within_s=90, why="a commit")
     first.kill()

@@ -25,7 +25,7 @@ def train(rank: int, world_size: int, uri: str) -> tuple[int, list[Any]]:
     assert (group.rank, group.world_size, group.is_first_on_node) == (rank, world_size, rank == 0)
     torch.manual_seed(0)
     state = {"model": torch.nn.Linear(2, 1), "own": raycheck.PerRank({"rank": rank})}
-    with raycheck.Checkpointer(state, raycheck.SaveSettings(every_steps=2, every_seconds=60), group=group) as ckpt:
+    with raycheck.Checkpointer(state, raycheck.SaveSettings(every_steps=2, every_s=60), group=group) as ckpt:
         saved = [own["own"] for own in ckpt.peek().rank_values]
         at = ckpt.restore()
         for _ in range(3):

@@ -276,12 +276,12 @@ def test_settings_are_mapped() -> None:
         interval=7,
         keep_latest_k=1,
         enable_first_step_checkpoint=True,
-        settings=raycheck.SaveSettings(every_seconds=60, at_steps=[5]),
+        settings=raycheck.SaveSettings(every_s=60, at_steps=[5]),
     )
 
     settings = _settings_of(config)
     assert (settings.every_steps, settings.keep_last, settings.at_steps) == (7, 1, (1, 5))
-    assert settings.every_seconds == 60
+    assert settings.every_s == 60
     assert _settings_of(type(config)(keep_latest_k=0)).keep_last is None
 
 

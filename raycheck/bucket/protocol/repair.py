@@ -198,7 +198,7 @@ def _expires_at(manifest: Manifest, now: float) -> float | None:
 def _committed_at(manifest: Manifest, now: float) -> float:
     """Return the earliest time at which a checkpoint can have been committed, for one that no old body lists.
 
-    If all of them got the time of the repair, keep_every_seconds would see them in one span, and drop all but one of
+    If all of them got the time of the repair, keep_every_s would see them in one span, and drop all but one of
     them at the next commit.
     """
     return now if manifest.began_at is None else min(now, manifest.began_at + manifest.trained_s)

@@ -82,9 +82,9 @@ def parse_resume(given: str | int | None, call: str = "fit(resume={!r})") -> Res
 
 def parse_at(given: str | int | None) -> Resume:
     """Return what `restore(at=given)` means: the same as for `fit(resume=...)`, except for another run's URI."""
-    wish = parse_resume(given, "restore(at={!r})")
+    wish = parse_resume(given, "at={!r}")
     if isinstance(wish, Fork):
-        raise ConfigError(f"restore(at={given!r}): only raycheck.fit(resume=...) starts from another run")
+        raise ConfigError(f"at={given!r}: only raycheck.fit(resume=...) starts from another run")
     return wish
 
 

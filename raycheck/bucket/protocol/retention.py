@@ -72,14 +72,14 @@ def _kept(live: Sequence[Entry], left: set[str], rules: Retention) -> Iterator[t
         metric, count = rules.keep_best["metric"], rules.keep_best["count"]
         best = _best(live, metric, rules.keep_best["mode"], count)
         yield from ((entry.key, f"among the best {count} by {metric}") for entry in best)
-    counted = (rules.keep_last, rules.keep_every_steps, rules.keep_every_seconds)
+    counted = (rules.keep_last, rules.keep_every_steps, rules.keep_every_s)
     if counted == (None, None, None) and not best:  # a metric that no entry has does not count as a rule
         yield from ((entry.key, "no rule applies") for entry in live)
     if rules.keep_every_steps is not None:
         every = rules.keep_every_steps
         yield from ((entry.key, f"one per {every} steps") for entry in _milestones(live, every, left))
-    if rules.keep_every_seconds is not None:
-        every_s = rules.keep_every_seconds
+    if rules.keep_every_s is not None:
+        every_s = rules.keep_every_s
         yield from ((entry.key, f"one per {every_s:g} s") for entry in _first_by_time(live, every_s, left))
     if rules.keep_last is not None:
         line = [entry for entry in live if entry.key not in left]

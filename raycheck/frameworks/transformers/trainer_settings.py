@@ -12,13 +12,13 @@ from raycheck.adapters import SaveSettings
 from raycheck.errors import ConfigError
 
 _TRIGGERS = (
-    "every_seconds",
+    "every_s",
     "every_tokens",
     "every_epochs",
     "at_steps",
     "when",
     "rolling_every_steps",
-    "rolling_every_seconds",
+    "rolling_every_s",
     "overhead",
 )
 _DEFAULTS = {spec.name: spec.default for spec in fields(SaveSettings)}

@@ -121,9 +121,7 @@ class Coordinator:
         """
         self._table.raise_if_failed(group)
         if self._asked.setdefault(group, at) != at:
-            raise ConfigError(
-                f"restore(at=...): the ranks ask for {self._asked[group]} and {at}; all must give the same"
-            )
+            raise ConfigError(f"at=...: the ranks ask for {self._asked[group]} and {at}; all must give the same")
         if rank is not None and not (self._claims or self._adopted):
             rendezvous: Rendezvous[None, None]
             rendezvous = self._table.meet(group, "claim", world_size=world_size, awaited="claimed")

@@ -82,7 +82,7 @@ class ProtocolCalls:
         at: what the script's restore requests, in place of `fit(resume=...)`. Only the driver's first claim obeys it.
         """
         if AUTO not in (at, self._resume):
-            raise ConfigError("restore(at=...) and fit(resume=...) both say where to start; give one of them")
+            raise ConfigError("restore was given at=... and fit was given resume=...; give only one of them")
         self.probe()
         documents: dict[str, list[Any]] = {}
 

@@ -21,18 +21,18 @@ class Periodic:
     Put it into the state, and call `take_turn` after `end_step` and `end_epoch`.
 
     every_steps: due at each multiple of this number of steps, or at the first call after it. every_epochs: the same for
-    completed epochs. every_seconds: due once this many seconds of training have passed since the last turn or the
+    completed epochs. every_s: due once this many seconds of training have passed since the last turn or the
     start; downtime does not count. The work is due as soon as any of them is. Raises ConfigError when none is given, or
     when a value cannot work.
     """
 
     def __init__(
-        self, *, every_steps: int | None = None, every_seconds: float | None = None, every_epochs: int | None = None
+        self, *, every_steps: int | None = None, every_s: float | None = None, every_epochs: int | None = None
     ) -> None:
-        if (every_steps, every_seconds, every_epochs) == (None, None, None):
-            raise ConfigError("Periodic(): give every_steps, every_seconds or every_epochs")
+        if (every_steps, every_s, every_epochs) == (None, None, None):
+            raise ConfigError("Periodic(): give every_steps, every_s or every_epochs")
         self.every_steps = every_steps
-        self.every_seconds = every_seconds
+        self.every_s = every_s
         self.every_epochs = every_epochs
         check_triggers(self)
         self._now: Callable[[], tuple[Progress, float]] | None = None
@@ -52,7 +52,7 @@ class Periodic:
         is_due = (
             _is_passed(self._step, progress.step, self.every_steps)
             or _is_passed(self._epoch, progress.epoch, self.every_epochs)
-            or (self.every_seconds is not None and clock_s - self._clock_s >= self.every_seconds)
+            or (self.every_s is not None and clock_s - self._clock_s >= self.every_s)
         )
         if is_due:
             self._step, self._epoch, self._clock_s = progress.step, progress.epoch, clock_s
@@ -89,15 +89,15 @@ def periodics_of(entries: Mapping[str, object], group: Group, *, is_led: bool) -
     """Return the Periodics in a rank's state.
 
     is_led: a driver leads this rank, and only the driver has a clock. Raises ConfigError, naming the entry, for a
-    Periodic with every_seconds when the ranks have no common clock.
+    Periodic with every_s when the ranks have no common clock.
     """
     found = {name: value for name, value in entries.items() if isinstance(value, Periodic)}
     for name, periodic in found.items():
-        if periodic.every_seconds is not None and is_led:
-            raise ConfigError(f"state[{name!r}]: Periodic(every_seconds=...) belongs in the driver's state")
-        if periodic.every_seconds is not None and group.broadcast is None and group.world_size > 1:
+        if periodic.every_s is not None and is_led:
+            raise ConfigError(f"state[{name!r}]: Periodic(every_s=...) belongs in the driver's state")
+        if periodic.every_s is not None and group.broadcast is None and group.world_size > 1:
             raise ConfigError(
-                f"state[{name!r}]: Periodic(every_seconds=...) needs Group(broadcast=...): ranks must decide alike"
+                f"state[{name!r}]: Periodic(every_s=...) needs Group(broadcast=...): ranks must decide alike"
             )
     return list(found.values())
 
@@ -111,5 +111,5 @@ def start_alone(periodics: Iterable[Periodic], progress: Callable[[], Progress],
     is_alone = world_size == 1
     for periodic in periodics:
         periodic.start(lambda: (progress(), time.monotonic() - began if is_alone else 0.0))
-        if periodic.every_seconds is not None and not is_alone:
-            logger.warning("raycheck is turned off: Periodic(every_seconds=...) is not due by time on several ranks")
+        if periodic.every_s is not None and not is_alone:
+            logger.warning("raycheck is turned off: Periodic(every_s=...) is not due by time on several ranks")

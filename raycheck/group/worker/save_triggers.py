@@ -44,7 +44,7 @@ class SaveTriggers:
         self._saved_tokens = self._tokens = self._epoch = 0
         self._save_s = 0.0
         self._preemption = Preemption()
-        self._interval = Interval(settings.overhead, at_most_s=settings.every_seconds) if settings.overhead else None
+        self._interval = Interval(settings.overhead, at_most_s=settings.every_s) if settings.overhead else None
         self.skipped = 0
         self._skipped_step = -1
         self.is_preempted = False
@@ -56,14 +56,12 @@ class SaveTriggers:
     def _refuse_what_needs_a_broadcast(self) -> None:
         settings = self._settings
         decided_by_rank_zero = {
-            "every_seconds=...": settings.every_seconds is not None,
+            "every_s=...": settings.every_s is not None,
             "every_tokens=...": settings.every_tokens is not None,
             "when=...": settings.when is not None,
-            "rolling_every_seconds=...": settings.rolling_every_seconds is not None,
+            "rolling_every_s=...": settings.rolling_every_s is not None,
             "overhead=...": settings.overhead is not None,
-            "after_commit=AfterCommit(every_seconds=...)": any(
-                task.every_seconds is not None for task in settings.tasks.values()
-            ),
+            "after_commit=AfterCommit(every_s=...)": any(task.every_s is not None for task in settings.tasks.values()),
             'when_busy="skip"': settings.when_busy == "skip",
             "memory_every_steps=...": settings.memory_every_steps is not None,
         }
@@ -304,7 +302,7 @@ class SaveTriggers:
         if is_busy and self._settings.when_busy == "skip" and not self._is_wanted:
             return ()
         now = time.monotonic()
-        return tuple(n for n, task in self._tasks.items() if _is_over(now - self._run_at[n], task.every_seconds))
+        return tuple(n for n, task in self._tasks.items() if _is_over(now - self._run_at[n], task.every_s))
 
     def _kind_by_time(self, *, is_busy: bool) -> SaveKind | None:
         """Return what is due by time, by tokens, or because somebody requested a save. Rank 0 decides by it."""
@@ -313,11 +311,11 @@ class SaveTriggers:
             return None
         if self._is_wanted:
             return "keep"
-        every_s = self._interval.seconds if self._interval is not None else settings.every_seconds
+        every_s = self._interval.seconds if self._interval is not None else settings.every_s
         has_enough_tokens = _is_over(self._tokens - self._saved_tokens, settings.every_tokens)
         if has_enough_tokens or _is_over(now - self._saved_at, every_s):
             return "keep"
-        return "roll" if _is_over(now - self._rolled_at, settings.rolling_every_seconds) else None
+        return "roll" if _is_over(now - self._rolled_at, settings.rolling_every_s) else None
 
     def can_report_soon(self) -> bool:
         """Return whether a save that begins now can soon be reported to Ray, if rank 0 asks."""

@@ -127,7 +127,7 @@ rules = st.builds(
     Retention,
     keep_last=st.none() | st.integers(1, 12),
     keep_every_steps=st.none() | st.integers(1, 30),
-    keep_every_seconds=st.none() | st.sampled_from([0.5, 7, 30.0]),
+    keep_every_s=st.none() | st.sampled_from([0.5, 7, 30.0]),
     keep_best=st.none()
     | st.fixed_dictionaries(
         {"metric": st.just("loss"), "mode": st.sampled_from(["min", "max"]), "count": st.integers(1, 4)}
@@ -167,7 +167,7 @@ def test_a_second_decision_by_the_same_rules_drops_nothing_more(live, given_rule
 def test_an_entry_goes_only_when_every_rule_lets_it_go(live, given_rules):
     body = body_of(live, live[-1].key)
     given_rules = given_rules if any("loss" in item.metrics for item in live) else replace(given_rules, keep_best=None)
-    names = ["keep_last", "keep_every_steps", "keep_every_seconds", "keep_best"]
+    names = ["keep_last", "keep_every_steps", "keep_every_s", "keep_best"]
     names = [name for name in names if getattr(given_rules, name)]
     alone = [dropped_keys(body, Retention(**{name: getattr(given_rules, name)}), now=0.0) for name in names]
 
@@ -186,14 +186,14 @@ def test_one_checkpoint_stays_per_span_of_seconds_the_first_by_the_buckets_clock
     times = [3599.0, 3600.0, 3900.0, 7199.9, 7200.0, 20000.0, 20001.0]
     live = [replace(entry(save, save), committed_at=at) for save, at in enumerate(times)]
 
-    assert steps_kept(live, Retention(keep_every_seconds=3600)) == [0, 1, 4, 5, 6]
+    assert steps_kept(live, Retention(keep_every_s=3600)) == [0, 1, 4, 5, 6]
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=30).map(sorted), st.sampled_from([1, 9.5, 60]))
 def test_a_run_that_prunes_at_every_commit_keeps_what_one_that_never_did_would(times, every_s):
-    """The choice for a span never changes, so that keep_every_seconds holds however long a run is."""
-    rule, live = Retention(keep_every_seconds=every_s), []
+    """The choice for a span never changes, so that keep_every_s holds however long a run is."""
+    rule, live = Retention(keep_every_s=every_s), []
     commits = [replace(entry(save, save), committed_at=float(at)) for save, at in enumerate(times)]
     for new in commits:
         live.append(new)
@@ -211,9 +211,7 @@ def test_a_span_of_seconds_is_kept_on_the_new_branch_and_of_the_left_one_only_wh
     new = replace(entry(1, 20), key="step-000000020-a2-s1", committed_at=250.0)
     body = replace(gone_back([*old, new], to=old[0]), head=new.key)
 
-    kept = [
-        item.entry.key for item in decide_retention(body, Retention(keep_every_seconds=100), now=0.0) if item.is_kept
-    ]
+    kept = [item.entry.key for item in decide_retention(body, Retention(keep_every_s=100), now=0.0) if item.is_kept]
 
     assert kept == keys([old[0], old[1], new])
 
@@ -327,9 +325,9 @@ def test_a_commit_ranks_by_its_own_metric_too(store):
         {"keep_last": 0},
         {"keep_last": True},
         {"keep_every_steps": 1.5},
-        {"keep_every_seconds": 0},
-        {"keep_every_seconds": float("nan")},
-        {"keep_every_seconds": "3600"},
+        {"keep_every_s": 0},
+        {"keep_every_s": float("nan")},
+        {"keep_every_s": "3600"},
         {"expire_after_s": -1},
         {"expire_after_s": float("inf")},
         {"expire_after_s": float("nan")},

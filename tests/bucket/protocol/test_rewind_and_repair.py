@@ -302,7 +302,7 @@ def test_a_repair_keeps_the_pins_that_an_old_body_still_knows(store: Store) -> N
 
 def test_a_repair_leaves_one_checkpoint_per_hour_to_a_run_that_keeps_one_per_hour(store: Store) -> None:
     """If all of them got the time of the repair, the next commit would drop all but one."""
-    ann, rule = Driver(store), Retention(keep_every_seconds=3600.0)
+    ann, rule = Driver(store), Retention(keep_every_s=3600.0)
     ann.claim("g1")
     for save in (1, 2, 3):
         ann.commit(write_checkpoint(store, attempt=1, save=save, began_at=7200.0, trained_s=3600.0 * save))

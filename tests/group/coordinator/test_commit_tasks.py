@@ -251,7 +251,7 @@ def test_an_export_is_due_by_its_own_triggers_and_saves() -> None:
 def test_an_export_by_time_is_rank_0_s_word(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    settings = SaveSettings(every_seconds=20.0, after_commit=AfterCommit.export(every_seconds=50.0))
+    settings = SaveSettings(every_s=20.0, after_commit=AfterCommit.export(every_s=50.0))
     triggers = SaveTriggers(settings, test_save_triggers.group(0, 1, lambda value: value))
     saved = []
 
@@ -264,10 +264,8 @@ def test_an_export_by_time_is_rank_0_s_word(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert [(step, due) for step, due, _ in saved] == [(step, "keep") for step in (2, 4, 5, 7, 9, 10, 12)]
     assert [step for step, _, tasks in saved if tasks == ("export",)] == [5, 10]
-    with pytest.raises(ConfigError, match=r"every_seconds.*needs Group"):
-        SaveTriggers(
-            SaveSettings(after_commit=AfterCommit.export(every_seconds=5.0)), test_save_triggers.group(0, 2, None)
-        )
+    with pytest.raises(ConfigError, match=r"every_s.*needs Group"):
+        SaveTriggers(SaveSettings(after_commit=AfterCommit.export(every_s=5.0)), test_save_triggers.group(0, 2, None))
 
 
 def test_what_has_not_begun_when_it_is_due_again_is_given_up(tmp_path, caplog) -> None:
@@ -329,7 +327,7 @@ def test_who_leaves_a_node_is_told_not_to_wait_for_exports() -> None:
         ({"mode": "later"}, "'auto' or 'async' or 'sync'"),
         ({"dtype": "bf16"}, "'bfloat16'"),
         ({"every_steps": 0}, "at least 1"),
-        ({"every_seconds": -1.0}, "above 0"),
+        ({"every_s": -1.0}, "above 0"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused(wrong, message: str) -> None:

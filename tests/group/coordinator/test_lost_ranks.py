@@ -66,10 +66,10 @@ def test_a_failure_during_the_claim_is_not_forgotten(pair: list[InProcess], monk
     protocol, begun, go = pair[0].coordinator._coordinator._protocol, Event(), Event()
     made = protocol.claim
 
-    def slowly(group: str, world_size: int) -> Any:
+    def slowly(*arguments: Any) -> Any:
         begun.set()
         assert go.wait(WITHIN_S)
-        return made(group, world_size)
+        return made(*arguments)
 
     monkeypatch.setattr(protocol, "claim", slowly)
     claiming = InThread(lambda: claim(pair[:1]))

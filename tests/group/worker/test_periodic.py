@@ -76,12 +76,12 @@ def test_a_turn_that_the_checkpoint_has_is_not_taken_again_and_one_that_it_has_n
 
 def test_time_of_training_counts_over_restarts_and_downtime_does_not():
     now = Now(clock_s=100.0)
-    log = started(Periodic(every_seconds=60.0), now)
+    log = started(Periodic(every_s=60.0), now)
     now.clock_s = 145.0
     assert not log.take_turn()
 
     later = Now(7)
-    log = started(Periodic(every_seconds=60.0), later, log.state_dict())
+    log = started(Periodic(every_s=60.0), later, log.state_dict())
     due = []
     for later.clock_s in (14.0, 15.0, 30.0, 74.0, 75.0):
         due.append(log.take_turn())
@@ -141,7 +141,7 @@ def test_every_rank_hears_rank_0_of_time():
 
     def one(rank: int) -> list[int]:
         mine = group(rank, 3, ranks.broadcast_of(rank))
-        triggers, work = SaveTriggers(SaveSettings(), mine), Periodic(every_seconds=1e-9)
+        triggers, work = SaveTriggers(SaveSettings(), mine), Periodic(every_s=1e-9)
         at = Now()
         work.start(lambda: (at()[0], triggers.clock_s))
         found = []
@@ -160,7 +160,7 @@ def test_every_rank_hears_rank_0_of_time():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{}, {"every_steps": 0}, {"every_steps": "default"}, {"every_seconds": float("nan")}, {"every_epochs": True}],
+    [{}, {"every_steps": 0}, {"every_steps": "default"}, {"every_s": float("nan")}, {"every_epochs": True}],
 )
 def test_what_cannot_work_is_refused_by_name(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong), "every_steps")):
@@ -171,14 +171,14 @@ def test_it_needs_a_checkpointer_and_time_needs_a_way_to_decide_alike():
     with pytest.raises(ConfigError, match="state"):
         Periodic(every_steps=3).take_turn()
     with pytest.raises(ConfigError, match=r"state\['log'\].*broadcast"):
-        periodics_of({"log": Periodic(every_seconds=3)}, group(0, 2, None), is_led=False)
+        periodics_of({"log": Periodic(every_s=3)}, group(0, 2, None), is_led=False)
     with pytest.raises(ConfigError, match=r"state\['log'\].*driver"):
-        periodics_of({"log": Periodic(every_seconds=3)}, group(0, 1, None), is_led=True)
+        periodics_of({"log": Periodic(every_s=3)}, group(0, 1, None), is_led=True)
     assert len(periodics_of({"log": Periodic(every_steps=3)}, group(0, 2, None), is_led=False)) == 1
 
 
 def test_where_raycheck_is_turned_off_it_is_due_as_ever():
-    evaluate, log = Periodic(every_steps=2), Periodic(every_seconds=1e-9)
+    evaluate, log = Periodic(every_steps=2), Periodic(every_s=1e-9)
     with raycheck.Checkpointer(
         {"model": torch.nn.Linear(2, 1), "own": {"evaluate": evaluate, "log": log}}, SaveSettings(enabled=False)
     ) as ckpt:
@@ -197,7 +197,7 @@ def test_a_logger_hears_of_no_step_twice_and_evaluation_is_done_again_only_where
     class Rank:
         def __init__(self, place: raycheck.adapters.Group) -> None:
             self.told = told[place.rank]
-            self.evaluate = raycheck.adapters.Periodic(every_steps=3, every_seconds=3600)
+            self.evaluate = raycheck.adapters.Periodic(every_steps=3, every_s=3600)
             torch.manual_seed(0)
             state = {"model": torch.nn.Linear(2, 1), "own": {"evaluate": self.evaluate}}
             self.ckpt = raycheck.Checkpointer(state, raycheck.SaveSettings(every_steps=5), group=place)

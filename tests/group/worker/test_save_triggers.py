@@ -144,7 +144,7 @@ def test_a_memory_checkpoint_that_has_to_wait_asks_no_more_often_than_the_ranks_
 
 
 def test_a_save_by_time_is_begun_when_the_one_before_has_ended():
-    settings = SaveSettings(every_steps=None, every_seconds=1e-9, when_busy="skip")
+    settings = SaveSettings(every_steps=None, every_s=1e-9, when_busy="skip")
 
     saved = Ranks(1).run(settings, 4, lambda rank, step: step < 3)
 
@@ -218,7 +218,7 @@ def test_tokens_need_a_way_to_decide_alike():
         SaveTriggers(SaveSettings(every_tokens=5), group(0, 2, None))
 
 
-@pytest.mark.parametrize("trigger", [{"every_seconds": 5}, {"every_tokens": 5}, {"every_epochs": 5}, {"overhead": 0.1}])
+@pytest.mark.parametrize("trigger", [{"every_s": 5}, {"every_tokens": 5}, {"every_epochs": 5}, {"overhead": 0.1}])
 def test_the_default_interval_stands_only_where_no_trigger_is_given(trigger: dict[str, Any]):
     assert SaveSettings(**trigger).step_trigger is None
     assert SaveSettings(**trigger, every_steps=7).step_trigger == 7
@@ -240,9 +240,7 @@ def test_rolling_saves_come_between_the_kept_ones_and_restart_no_count_of_theirs
 
 
 def test_a_rolling_save_does_not_put_off_a_kept_one():
-    triggers = SaveTriggers(
-        SaveSettings(every_tokens=100, rolling_every_seconds=1e-9), group(0, 1, lambda value: value)
-    )
+    triggers = SaveTriggers(SaveSettings(every_tokens=100, rolling_every_s=1e-9), group(0, 1, lambda value: value))
     due = []
     for step in (1, 2, 3, 4):
         progress = Progress(step=step, tokens=40 * step)
@@ -358,7 +356,7 @@ def test_tokens_that_nobody_counts_are_said_on_all_ranks():
 
 
 def test_a_rank_alone_needs_no_broadcast_to_save_by_time():
-    triggers = SaveTriggers(SaveSettings(every_seconds=1e-9), group(0, 1, None))
+    triggers = SaveTriggers(SaveSettings(every_s=1e-9), group(0, 1, None))
 
     assert triggers.decide_at_step(Progress(step=1)) == "keep"
 

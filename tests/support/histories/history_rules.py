@@ -45,7 +45,7 @@ RULES = st.sampled_from(
         Retention(keep_last=2),
         Retention(keep_last=3),
         Retention(keep_last=1, keep_every_steps=30),
-        Retention(keep_last=1, keep_every_seconds=400.0),
+        Retention(keep_last=1, keep_every_s=400.0),
         Retention(keep_best={"metric": "loss", "mode": "min", "count": 1}),
         Retention(keep_last=2, expire_after_s=300.0),
         Retention(),
