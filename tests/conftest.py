@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -36,6 +37,9 @@ SERVERS = {"s3", "s3fs", "obstore", "gcs", "gs", "emulator", "azure", "az", "min
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(RAY_worker_niceness="0")  # Ray's 15 starves its workers beside the tests that run meanwhile
+    # Two of Ray's processes on each node look around all the time, for log files and for what each worker uses.
+    os.environ.update(RAY_LOG_MONITOR_MANY_FILES_THRESHOLD="0", LOG_NAME_UPDATE_INTERVAL_S="2")
+    os.environ.update(REPORTER_UPDATE_INTERVAL_MS="60000")
     _choose_profile(config)
     # Each client of S3 parses two megabytes of botocore's data, a fifth of all that these tests compute: now once.
     load_file = functools.cache(JSONFileLoader().load_file)
@@ -61,6 +65,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also the long profiles")
     parser.addoption("--search", action="store_true", help="property tests draw new inputs; see tests/long/search.py")
     parser.addoption("--gpu", action="store_true", help="also what needs an accelerator")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m ray`, leaves out the files that have no such test: to import them all takes as long as a dozen tests."""
+    is_file = config.getoption("-m") == "ray" and collection_path.suffix == ".py" and collection_path.is_file()
+    return True if is_file and "mark.ray" not in collection_path.read_text() else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

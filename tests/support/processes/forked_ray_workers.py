@@ -28,11 +28,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 SOCKET = "RAYCHECK_TEST_FORKS"
 MODULES = (
     "aiohttp",
     "jsonschema",
+    "lightning",
     "pandas",
     "psutil",
     "pyarrow.dataset",
@@ -45,11 +47,13 @@ MODULES = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch._dynamo",  # any optimizer imports it
+    "transformers.trainer",
     "raycheck.bucket.protocol.claim",
     "raycheck.group.worker.checkpointer",
+    "raycheck.tinker.engine.tenants",
 )
 """What workers import, but Ray."""
-RAY_MODULES = ("ray", "ray.train.torch", "raycheck.on_ray.fit", "raycheck.on_ray.actors.actor_checkpointer")
+RAY_MODULES = ("ray.train.torch", "raycheck.on_ray.fit", "raycheck.on_ray.actors.actor_checkpointer")
 LONGEST_REQUEST = 1 << 20
 PR_SET_PDEATHSIG = 1
 
@@ -140,7 +144,10 @@ def be_template(requests: socket.socket, environment: dict[str, str]) -> None:
     """Forks a worker at each request. Returns in the fork, once the worker has ended."""
     os.environ.clear()
     os.environ.update(environment)
-    load(RAY_MODULES)
+    load(("ray",))
+    with mock.patch("ray.actor.ActorClassID", IdsOfClasses):
+        load(RAY_MODULES)
+    assert draws_in_a_fork() != draws_in_a_fork(), "the forks would give their tasks the same ids"
     while True:
         request, files, _, _ = socket.recv_fds(requests, LONGEST_REQUEST, 4)
         if not os.fork():
@@ -150,6 +157,29 @@ def be_template(requests: socket.socket, environment: dict[str, str]) -> None:
     requests.close()
     os.close(files.pop())
     become(json.loads(request), files)
+
+
+class IdsOfClasses:
+    """Draws what Ray's modules draw when they are imported, but not with the generator of Ray's library: its state would
+    be that of all forks."""
+
+    @staticmethod
+    def from_random() -> Any:
+        from ray._raylet import ActorClassID
+
+        return ActorClassID(os.urandom(ActorClassID.size()))
+
+
+def draws_in_a_fork() -> bytes:
+    import ray
+
+    reads, writes = os.pipe()
+    if not os.fork():
+        os.write(writes, ray.ObjectRef.from_random().binary())
+        os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads, "rb") as drawn:
+        return drawn.read()
 
 
 def load(modules: tuple[str, ...]) -> None:
