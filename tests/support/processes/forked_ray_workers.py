@@ -126,8 +126,11 @@ def serve(listener: socket.socket) -> None:
             _, files, _, _ = socket.recv_fds(link, 1, 3)
             request = link.makefile("rb").readline()
             environment = json.loads(request)["environment"]
-            key = tuple(f"{name}={environment[name]}" for name in sorted(environment) if name.startswith("RAY_"))
+            rays = tuple(f"{name}={environment[name]}" for name in sorted(environment) if name.startswith("RAY_"))
+            key = environment["RAY_RAYLET_PID"], *rays
             if key not in templates:
+                for old in [old for old in templates if not Path("/proc", old[0]).exists()]:
+                    templates.pop(old).close()  # its node is gone
                 templates[key], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 if not os.fork():
                     break
@@ -137,6 +140,8 @@ def serve(listener: socket.socket) -> None:
             os.close(file)
     for other in (listener, *templates.values()):
         other.close()
+    for file in files:
+        os.close(file)
     be_template(theirs, environment)
 
 
@@ -150,6 +155,8 @@ def be_template(requests: socket.socket, environment: dict[str, str]) -> None:
     assert draws_in_a_fork() != draws_in_a_fork(), "the forks would give their tasks the same ids"
     while True:
         request, files, _, _ = socket.recv_fds(requests, LONGEST_REQUEST, 4)
+        if not request:
+            os._exit(0)
         if not os.fork():
             break
         for file in files:
