@@ -10,9 +10,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import nullcontext
+from inspect import isfunction
+from pathlib import Path
 from uuid import uuid4
 
+import botocore.hooks
 import pytest
+from botocore.hooks import EventAliaser, HierarchicalEmitter
 from botocore.loaders import JSONFileLoader
 from hypothesis import HealthCheck, settings
 
@@ -36,12 +40,25 @@ SERVERS = {"s3", "s3fs", "obstore", "gcs", "gs", "emulator", "azure", "az", "min
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(RAY_worker_niceness="0")  # Ray's 15 starves its workers beside the tests that run meanwhile
+    # Two of Ray's processes on each node look around all the time, for log files and for what each worker uses.
+    os.environ.update(RAY_LOG_MONITOR_MANY_FILES_THRESHOLD="0", LOG_NAME_UPDATE_INTERVAL_S="2")
+    os.environ.update(REPORTER_UPDATE_INTERVAL_MS="60000")
     _choose_profile(config)
-    # Each client of S3 parses two megabytes of botocore's data, a fifth of all that these tests compute: now once.
-    load_file = functools.cache(JSONFileLoader().load_file)
-    JSONFileLoader.load_file = lambda _, path: load_file(path)
+    _make_clients_alike()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs in the background ignore it
     config.stash[_STDERR] = os.dup(2)  # while a test runs, 2 is pytest's own file, which is lost with the process
+
+
+def _make_clients_alike() -> None:
+    """Has all clients of S3 share what each would find out for itself, at a quarter of all that these tests compute: two
+    megabytes of botocore's data, the names of its events, and which of its functions take any keyword."""
+    load_file = functools.cache(JSONFileLoader().load_file)
+    JSONFileLoader.load_file = lambda _, path: load_file(path)
+    aliases = functools.cache(EventAliaser(HierarchicalEmitter())._alias_event_name)
+    EventAliaser._alias_event_name = lambda _, name: aliases(name)
+    accepts_kwargs = botocore.hooks.accepts_kwargs
+    of_function = functools.cache(accepts_kwargs)  # no bound methods: their clients would never be closed
+    botocore.hooks.accepts_kwargs = lambda call: (of_function if isfunction(call) else accepts_kwargs)(call)
 
 
 def _choose_profile(config: pytest.Config) -> None:
@@ -61,6 +78,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also the long profiles")
     parser.addoption("--search", action="store_true", help="property tests draw new inputs; see tests/long/search.py")
     parser.addoption("--gpu", action="store_true", help="also what needs an accelerator")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m ray`, leaves out the files that have no such test: to import them all takes as long as a dozen tests."""
+    is_file = config.getoption("-m") == "ray" and collection_path.suffix == ".py" and collection_path.is_file()
+    return True if is_file and "mark.ray" not in collection_path.read_text() else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

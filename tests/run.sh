@@ -25,18 +25,19 @@ case " $* " in *" --all "*) # made once
         frameworks.tinker_cookbook frameworks.tinker_oldest_sdk; do "$python" -m "tests.support.$made"; done ;;
 esac
 
-# Up to three processes at a time: they wait much of the time, and one thread of torch's is enough for each. 5 is
+# Up to four processes at a time: they wait much of the time, and one thread of torch's is enough for each. 5 is
 # pytest's status when none of its tests was asked for.
 export OMP_NUM_THREADS=1
 case " $* " in *" --all "*) ;; *) export PYTHONHASHSEED=0 ;; esac # sets have one order; with --all any
 tests() { "$python" -m pytest --durations=25 "$@" || [ $? = 5 ]; }
-training="tests/transfer tests/state tests/huggingface tests/data tests/group tests/on_ray tests/frameworks tests/tinker"
-others() { # every test but those of training
+bucket="tests/bucket tests/catalog"
+training="tests/transfer tests/state tests/huggingface tests/data tests/group"
+others() { # every test but those of bucket and training
     ignored=
-    for folder in $training; do ignored="$ignored --ignore=$folder"; done
+    for folder in $bucket $training; do ignored="$ignored --ignore=$folder"; done
     tests $ignored "$@"
 }
-third=
+beside=
 case " $* " in
 " --quick ")
     tests --quick tests/transfer tests/state &
@@ -48,10 +49,12 @@ case " $* " in
     beside=$!
     "$python" -m mypy || status=1 ;;
 "  " | " --all ") # the Ray tests are one process: they must not meet a second Ray
-    others -m "not ray" "$@" &
-    beside=$!
     tests -m "not ray" $training "$@" &
-    third=$!
+    beside=$!
+    others -m "not ray" "$@" &
+    beside="$beside $!"
+    tests -m "not ray" $bucket "$@" &
+    beside="$beside $!"
     tests -m ray "$@" || status=1
     "$python" -m mypy || status=1 ;;
 *)
@@ -60,6 +63,5 @@ case " $* " in
     tests -m ray "$@" || status=1
     "$python" -m mypy || status=1 ;;
 esac
-[ -z "$third" ] || wait "$third" || status=1
-wait "$beside" || status=1
+for process in $beside; do wait "$process" || status=1; done
 exit "$status"

@@ -7,6 +7,7 @@ two saves after a step. Internal attributes of torch's own classes are ignored, 
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,9 +30,6 @@ _OTHER: Form = ("other",)
 """The form of an object that is not compared."""
 _ABSENT: Form = ("absent",)
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
-_OF_OPTIMIZERS = frozenset(
-    {*vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)), "_opt_called", "_step_count", "_zero_grad_profile_name"}
-)
 _WITH_PRIVATE_STATE = ("lightning.", "pytorch_lightning.")
 """Frameworks whose module class keeps attributes about the running training, all with a leading underscore."""
 _COMPUTED_FROM = ("_orig", "_g", "_v")
@@ -91,11 +89,20 @@ def _values(objects: Mapping[str, object]) -> Iterator[tuple[str, object, set[in
         elif isinstance(value, Optimizer):
             known = {_address(p) for group in value.param_groups for p in group["params"]}
             has_own = type(value).state_dict is not Optimizer.state_dict
-            covered = _OF_OPTIMIZERS | (_saved(value) if has_own else frozenset())
+            covered = _of_optimizers() | (_saved(value) if has_own else frozenset())
             yield from ((f"{name}.{key}", item, known) for key, item in vars(value).items() if key not in covered)
         elif isinstance(value, LRScheduler):
             covered = _saved(value)
             yield from ((f"{name}.{key}", item, set()) for key, item in vars(value).items() if key not in covered)
+
+
+@cache
+def _of_optimizers() -> frozenset[str]:
+    """Return the attributes that every optimizer has. To make one loads torch's compiler, a second's work: not before
+    one is looked at, which has loaded it already."""
+    return frozenset(
+        {*vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)), "_opt_called", "_step_count", "_zero_grad_profile_name"}
+    )
 
 
 def _saved(value: Any) -> frozenset[str]:

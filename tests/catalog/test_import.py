@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from raycheck.bucket.store import open_store
@@ -27,6 +26,7 @@ from raycheck.errors import ConfigError, CorruptError, RaycheckError, StoreError
 from raycheck.run import export_hf, open_run
 from tests.support.histories.invariants import assert_invariants
 from tests.support.processes.command_line import raycheck
+from tests.support.processes.gloo_ranks import Ranks, mesh_of
 from tests.support.samples import hf_models
 
 
@@ -410,10 +410,8 @@ def test_a_checkpoint_of_lightning(tmp_path: Path) -> None:
     assert_equal(live.state_dict(), module.state_dict())
 
 
-def _fsdp_rank(rank: int, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    net, optimizer = sharded_net(mesh)
+def _fsdp_rank(rank: int, world_size: int, folder: str) -> None:
+    net, optimizer = sharded_net(mesh_of(world_size))
     out = Path(folder, "global_step_7/policy")
     out.mkdir(parents=True, exist_ok=True)
     torch.save(net.state_dict(), out / f"model_world_size_2_rank_{rank}.pt")
@@ -427,7 +425,6 @@ def _fsdp_rank(rank: int, folder: str) -> None:
     state = {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer)}
     dcp.save(state, checkpoint_id=f"{folder}/dcp")
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def sharded_net(mesh: Any) -> Any:
@@ -441,10 +438,10 @@ def sharded_net(mesh: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def of_two_ranks(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks of FSDP2 wrote: a directory of DCP, and files of torch.save one by one."""
     folder = tmp_path_factory.mktemp("fsdp")
-    torch.multiprocessing.spawn(_fsdp_rank, (str(folder),), nprocs=2)
+    ranks.run(_fsdp_rank, 2, str(folder))
     return folder
 
 

@@ -3,7 +3,8 @@
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import click
@@ -50,18 +51,21 @@ ELSEWHERE = {"--lr", "--follow", "--standalone", "--rdzv-backend"}
 """Flags of other programs."""
 
 
-def texts() -> Iterator[tuple[str, str]]:
-    """Yields every text in the package that is no docstring, with the placeholders of an f-string as `{}`."""
+@cache
+def texts() -> list[tuple[str, str]]:
+    """Returns every text in the package that is no docstring, with the placeholders of an f-string as `{}`."""
+    found = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        lone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-        for node in ast.walk(tree):
-            where = f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"
+        name, nodes = path.relative_to(PACKAGE), list(ast.walk(ast.parse(path.read_text())))
+        lone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        lone |= {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in nodes:
             if isinstance(node, ast.JoinedStr):
-                yield where, "".join(str(p.value) if isinstance(p, ast.Constant) else "{}" for p in node.values)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in lone | parts:
-                yield where, node.value
+                text = "".join(str(p.value) if isinstance(p, ast.Constant) else "{}" for p in node.values)
+                found.append((f"{name}:{node.lineno}", text))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in lone:
+                found.append((f"{name}:{node.lineno}", node.value))
+    return found
 
 
 def test_every_argument_that_a_message_names_is_one_of_the_call_it_names() -> None:

@@ -6,6 +6,7 @@ import inspect
 import re
 import tomllib
 from dataclasses import fields
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from tokenize import COMMENT, generate_tokens
@@ -385,7 +386,9 @@ def words_of(path: Path) -> list[str]:
     return [*comments, *(str(node.value) for node in lone if isinstance(node, ast.Constant))]
 
 
+@cache
 def command_line() -> Any:
+    """Return the commands. To make them all takes longer than most of what is asked of them."""
     return typer.main.get_command(app)
 
 

@@ -14,8 +14,17 @@ pytestmark = pytest.mark.ray
 @ray.remote(num_cpus=0)
 class Worker:
     def look(self) -> dict[str, object]:
+        from raycheck.bucket.store.jitter import CHANCE  # above it would be part of this class, which Ray sends over
+
         drawn = float(np.random.rand())  # noqa: NPY002  # the generator that all code of a process shares
-        return {"process": os.getpid(), "python": random.random(), "numpy": drawn, "id": str(uuid4())}
+        return {
+            "process": os.getpid(),
+            "python": random.random(),
+            "numpy": drawn,
+            "raycheck": CHANCE.random(),
+            "ray": ray.ObjectRef.from_random().hex(),
+            "id": str(uuid4()),
+        }
 
     def environment(self, *names: str) -> list[str | None]:
         return [os.environ.get(name) for name in names]

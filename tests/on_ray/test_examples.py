@@ -135,14 +135,17 @@ def test_the_scripts_survive_a_killed_worker_with_raycheck(
 
 def train_workers() -> list[int]:
     """Process ids of the Ray Train workers that descend from this process."""
-    found = []
+    parents, workers = {}, []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             name = (folder / "cmdline").read_bytes()
-            raylet = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            parent = int(Path(f"/proc/{raylet}/stat").read_text().rpartition(")")[2].split()[1])
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError, IndexError):
             continue  # it ended while we looked
-        if name.startswith(b"ray::RayTrainWorker") and parent == os.getpid():
-            found.append(int(folder.name))
-    return sorted(found)
+        if name.startswith(b"ray::RayTrainWorker"):
+            workers.append(int(folder.name))
+
+    def is_ours(process: int) -> bool:
+        return process == os.getpid() or (process in parents and is_ours(parents[process]))
+
+    return sorted(worker for worker in workers if is_ours(worker))

@@ -67,8 +67,9 @@ def collect() -> None:
         gc.collect()
 
 
-@pytest.fixture(autouse=True)
-def leaks_of_test() -> Iterator[None]:
+@pytest.fixture(autouse=True, scope="module")
+def leaks_of_file() -> Iterator[None]:
+    """Each test of this folder ignores what another leaked: a collection after each would be half of all their work."""
     yield
     collect()
 

@@ -1,6 +1,6 @@
 """Forked loader workers read with obstore, s3fs or raycheck itself while raycheck's uploads go through obstore.
 
-Each case is a process of its own: what is tested is whose threads the parent has started.
+Each case is a process of its own, in which no thread of a store's runs: what is tested is whose the parent has started.
 """
 
 import subprocess
@@ -12,6 +12,7 @@ import pytest
 
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
+from tests.support.processes.fork_server import run_code
 
 SCRIPT = """
 import sys, urllib.parse
@@ -95,7 +96,7 @@ def samples(s3: str) -> str:
 
 def run(dataset: str, uri: str) -> subprocess.CompletedProcess[str]:
     code = SCRIPT.replace("{dataset}", textwrap.indent(textwrap.dedent(DATASETS[dataset]), "    "))
-    return subprocess.run([sys.executable, "-c", code, uri], capture_output=True, text=True, timeout=110, check=False)
+    return run_code(code, uri, timeout_s=110)
 
 
 @pytest.mark.parametrize("dataset", ["obstore", "s3fs", "raycheck"])

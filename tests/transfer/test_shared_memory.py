@@ -1,6 +1,5 @@
 """Staged copies in shared memory: another process uploads the same bytes, also when their owner is dead."""
 
-import multiprocessing
 import pickle
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from raycheck.bucket.store import open_store
 from raycheck.state.train_state import TrainState
 from raycheck.transfer.stage.host_buffer import HostBuffer
 from raycheck.transfer.stage.shared_memory import MemoryPlace, SharedMemory, open_memory, open_to_read
+from tests.support.processes.fork_server import fork_server
 
 OWNER = """
 import sys, time
@@ -50,8 +50,8 @@ def test_another_process_uploads_the_same_bytes_and_rows(tmp_path) -> None:
     train = TrainState(state(), rank=0, world_size=1, is_shared=True)
     staged = train.stage(Progress(step=3))
     shared = pickle.dumps(staged.to_share())
-    ours, theirs = multiprocessing.Pipe()
-    other = multiprocessing.get_context("spawn").Process(target=upload, args=(uri, shared, theirs))
+    ours, theirs = fork_server().Pipe()
+    other = fork_server().Process(target=upload, args=(uri, shared, theirs))
     other.start()
     try:
         assert ours.poll(60)

@@ -165,6 +165,7 @@ def _parse(expected: Any, value: object, path: str) -> Any:
 
 
 _NUMBERS_AND_TEXT = frozenset((int, float, str, bool))
+_HARMLESS = frozenset((str, bool, NoneType))
 
 
 def _checked(value: object, path: str) -> object:
@@ -177,21 +178,34 @@ def _checked(value: object, path: str) -> object:
 
 def _parse_document(cls: type[D], value: dict[str, object], path: str) -> D:
     known: dict[str, Any] = {}
-    for name, expected, is_required in _expected(cast("Any", cls)):
-        if name in value:
-            known[name] = _parse(expected, value[name], f"{path}.{name}")
+    for name, expected, harmless, is_required in _expected(cast("Any", cls)):
+        item = value.get(name, MISSING)
+        if type(item) in harmless:  # most fields: it takes longer to write the path of one than to look at it
+            known[name] = item
+        elif item is not MISSING:
+            known[name] = _parse(expected, item, f"{path}.{name}")
         elif is_required:
             raise CorruptError(f"{path} lacks the field {name!r}")
     names = _names(cast("Any", cls))
     return cls(unknown={key: item for key, item in value.items() if key not in names}, **known)
 
 
+def _arms(expected: Any) -> tuple[Any, ...]:
+    return get_args(expected) if get_origin(expected) in (Union, UnionType) else (expected,)
+
+
 @cache
-def _expected(cls: Any) -> tuple[tuple[str, Any, bool], ...]:
-    """Return each field that this raycheck knows: its name, its type, and whether a document must have it."""
+def _expected(cls: Any) -> tuple[tuple[str, Any, frozenset[Any], bool], ...]:
+    """Return each field that this raycheck knows: its name, its type, those of its types that any value of will do for,
+    and whether a document must have it."""
     hints = get_type_hints(cls)
     return tuple(
-        (spec.name, hints[spec.name], spec.default is MISSING and spec.default_factory is MISSING)
+        (
+            spec.name,
+            hints[spec.name],
+            _HARMLESS.intersection(_arms(hints[spec.name])),
+            spec.default is MISSING and spec.default_factory is MISSING,
+        )
         for spec in fields(cls)
         if spec.name != "unknown"
     )

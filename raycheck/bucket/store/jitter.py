@@ -5,12 +5,14 @@ same state. A single draw for a pause between two requests would make the ranks 
 uses this generator instead of the module `random`.
 """
 
+import os
 import random
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 CHANCE = random.Random()
+os.register_at_fork(after_in_child=CHANCE.seed)  # as `random` does: forks with one state would meet again and again
 _MODULES = {
     "aiohttp": ("aiohttp.connector",),
     "azure": ("azure.core.pipeline.policies._authentication", "azure.core.pipeline.policies._authentication_async"),

@@ -1,6 +1,7 @@
 """Where `latest` has no room for a commit, nothing is uploaded for one."""
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -40,6 +41,12 @@ def train(groups: list[InProcess], *, until: int, before: Steps = lambda *_: Non
         thread.join()
 
 
+def filled(size: int, body: Callable[[int], Latest]) -> Latest:
+    """Return the smallest of these documents that has this size. body: of so many items."""
+    sizes = range(COMMIT_BYTES // 40)
+    return body(bisect_left(sizes, size, key=lambda count: len(dump(body(count)))))
+
+
 def fill(store: Store) -> None:
     """List so many checkpoints that there is room for a claim, and for no commit. Theirs is the lowest attempt."""
 
@@ -48,11 +55,9 @@ def fill(store: Store) -> None:
             key = f"step-{number:09d}-a0-s{number}"
             return Entry(key=key, step=number, committed_at=now, size_bytes=10**9, metrics={}, manifest_crc32=10**9)
 
-        one = len(dump(replace(body, live=(entry(1), *body.live)))) - len(dump(body))
-        count = (COMMIT_BYTES - len(dump(body))) // (one + 8)
-        while len(dump(replace(body, live=(*map(entry, range(1, count)), *body.live)))) < COMMIT_BYTES - 200:
-            count += 1
-        return replace(body, live=(*map(entry, range(1, count)), *body.live))
+        return filled(
+            COMMIT_BYTES - 200, lambda count: replace(body, live=(*map(entry, range(1, count + 1)), *body.live))
+        )
 
     Register(store).edit(full, what="fill")
 
@@ -98,12 +103,10 @@ def test_names_that_the_next_prune_forgets_are_no_reason_to_refuse(store: Store)
     train(groups, until=1)
 
     def full(body: Latest, now: float) -> Latest:
-        names, evicted = iter(range(1, 10**6)), ()
-        while len(dump(replace(body, evicted=evicted))) < COMMIT_BYTES - 6000:
-            evicted += tuple(
-                Evicted(key=f"step-{n:09d}-a0-s{n}", at=now) for n, _ in zip(names, range(50), strict=False)
-            )
-        return replace(body, evicted=evicted)
+        def gone(number: int) -> Evicted:
+            return Evicted(key=f"step-{number:09d}-a0-s{number}", at=now)
+
+        return filled(COMMIT_BYTES - 6000, lambda count: replace(body, evicted=tuple(map(gone, range(1, count + 1)))))
 
     Register(store).edit(full, what="fill")
     deadline = time.monotonic() + 60

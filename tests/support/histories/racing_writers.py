@@ -1,31 +1,23 @@
 """Sixteen writers of one key at one moment, as processes with a client each, or as threads that share one.
 
-The processes are started once for all stores and rounds: making sixteen clients costs more than racing them. They come
-from a fork server that has imported the clients and opened nothing, so none of them inherits a connection.
+The processes are started once for all stores and rounds: making sixteen clients costs more than racing them.
 """
 
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConflictError, RaycheckError
+from tests.support.processes.fork_server import fork_server
 
 RACERS = 16
 START_S = 90.0
 ROUND_S = 60.0
 WON, REFUSED = "won", "refused"
-CLIENTS = (
-    "raycheck.bucket.store.s3.s3fs_store",
-    "raycheck.bucket.store.gcs.store",
-    "gcsfs.core",
-    "adlfs",
-    "raycheck.bucket.store.ray_filesystem",
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +92,7 @@ class Processes:
     """Each with its own client of each store."""
 
     def __init__(self) -> None:
-        context = get_context("forkserver")
-        context.set_forkserver_preload([*CLIENTS, __name__])
+        context = fork_server()
         barrier = context.Barrier(RACERS)
         pipes = [context.Pipe() for _ in range(RACERS)]
         self._ours = [ours for ours, _ in pipes]

@@ -3,7 +3,9 @@
 Ray starts a worker by two scripts of its own, one after the other. Both import Ray, and then come torch and whatever
 else the actor's class needs: two to five seconds of a core, for a process that mostly serves one test. Inside of
 `forked_workers`, this file stands in for the first script: it hands its arguments, environment and open files to a
-server that has imported MODULES. The server forks, and the fork runs the second script, which connects to Ray as ever.
+server that has imported MODULES. The server forks a template, which imports Ray, and the template forks the worker,
+which runs the second script and so connects to Ray as ever. Ray's library reads its environment when it is loaded, the
+job and the raylet for example, so there is a template for each environment: one for all workers of a node.
 
 Such a worker differs from one of a user's in two ways: the modules are there before they are imported, and all workers
 hash strings alike. torch reads OMP_NUM_THREADS when it is imported, and Ray sets it when a worker gets its first actor
@@ -26,11 +28,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 SOCKET = "RAYCHECK_TEST_FORKS"
 MODULES = (
     "aiohttp",
     "jsonschema",
+    "lightning",
     "pandas",
     "psutil",
     "pyarrow.dataset",
@@ -42,10 +46,15 @@ MODULES = (
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "torch._dynamo",  # any optimizer imports it
+    "transformers.trainer",
     "raycheck.bucket.protocol.claim",
-    "raycheck.state.entries.make_entries",
+    "raycheck.group.worker.checkpointer",
+    "raycheck.tinker.engine.tenants",
 )
-"""What workers import, but Ray: its library reads the environment of the process that loads it."""
+"""What workers import, but Ray."""
+RAY_MODULES = ("ray.train.torch", "raycheck.on_ray.fit", "raycheck.on_ray.actors.actor_checkpointer")
+LONGEST_REQUEST = 1 << 20
 PR_SET_PDEATHSIG = 1
 
 
@@ -107,26 +116,88 @@ def ask_for_a_fork(arguments: list[str]) -> None:
 
 
 def serve(listener: socket.socket) -> None:
-    """Forks whenever a worker is asked for. Returns in the fork, once the worker has ended."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # forks do not inherit it: they end with their Ray
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    for module in MODULES:
-        importlib.import_module(module)
+    """Has a worker forked whenever one is asked for. Returns in the fork, once the worker has ended."""
+    load(MODULES)
     assert "ray" not in sys.modules
-    gc.collect()
-    gc.freeze()
+    templates: dict[tuple[str, ...], socket.socket] = {}
     while True:
         link, _ = listener.accept()
         with link:
             _, files, _, _ = socket.recv_fds(link, 1, 3)
-            wanted = json.loads(link.makefile("rb").readline())
-            if not os.fork():
-                break
+            request = link.makefile("rb").readline()
+            environment = json.loads(request)["environment"]
+            rays = tuple(f"{name}={environment[name]}" for name in sorted(environment) if name.startswith("RAY_"))
+            key = environment["RAY_RAYLET_PID"], *rays
+            if key not in templates:
+                for old in [old for old in templates if not Path("/proc", old[0]).exists()]:
+                    templates.pop(old).close()  # its node is gone
+                templates[key], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                if not os.fork():
+                    break
+                theirs.close()
+            socket.send_fds(templates[key], [request], [*files, link.fileno()])
         for file in files:
             os.close(file)
-    listener.close()
-    become(wanted, files)
+    for other in (listener, *templates.values()):
+        other.close()
+    for file in files:
+        os.close(file)
+    be_template(theirs, environment)
+
+
+def be_template(requests: socket.socket, environment: dict[str, str]) -> None:
+    """Forks a worker at each request. Returns in the fork, once the worker has ended."""
+    os.environ.clear()
+    os.environ.update(environment)
+    load(("ray",))
+    with mock.patch("ray.actor.ActorClassID", IdsOfClasses):
+        load(RAY_MODULES)
+    assert draws_in_a_fork() != draws_in_a_fork(), "the forks would give their tasks the same ids"
+    while True:
+        request, files, _, _ = socket.recv_fds(requests, LONGEST_REQUEST, 4)
+        if not request:
+            os._exit(0)
+        if not os.fork():
+            break
+        for file in files:
+            os.close(file)
+    requests.close()
+    os.close(files.pop())
+    become(json.loads(request), files)
+
+
+class IdsOfClasses:
+    """Draws what Ray's modules draw when they are imported, but not with the generator of Ray's library: its state would
+    be that of all forks."""
+
+    @staticmethod
+    def from_random() -> Any:
+        from ray._raylet import ActorClassID
+
+        return ActorClassID(os.urandom(ActorClassID.size()))
+
+
+def draws_in_a_fork() -> bytes:
+    import ray
+
+    reads, writes = os.pipe()
+    if not os.fork():
+        os.write(writes, ray.ObjectRef.from_random().binary())
+        os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads, "rb") as drawn:
+        return drawn.read()
+
+
+def load(modules: tuple[str, ...]) -> None:
+    """Makes this process one that forks, with these modules."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # forks do not inherit it: they end with their Ray
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    for module in modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
 
 
 def become(wanted: dict[str, Any], files: list[int]) -> None:

@@ -1,7 +1,7 @@
-"""Real processes with a real gloo group, started once for the session: importing torch four times takes seconds."""
+"""Real processes with a real gloo group, started once for the session."""
 
 import functools
-import multiprocessing
+import os
 import sys
 import time
 import traceback
@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from tests.support.processes.fork_server import fork_server
 
 ANSWER_WITHIN_S = 220.0
 
@@ -25,13 +28,13 @@ class Ranks:
     """`run` gives every rank the same call; the first `world_size` processes form the group."""
 
     def __init__(self, count: int, folder: Path) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        context = fork_server()
         self._folder = folder
         self._connections: list[Connection] = []
         self._processes = []
         for _ in range(count):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(theirs,), daemon=True)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, dict(os.environ)), daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -78,7 +81,9 @@ def _forget_meshes() -> None:
             cached.cache_clear()
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, environment: dict[str, str]) -> None:
+    os.environ.update(environment)  # the server has that of an earlier moment
+    np.random.seed()  # noqa: NPY002  # Python's own generator is seeded anew by a fork, numpy's is not
     torch.set_num_threads(1)
     while True:
         try:
