@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from raycheck.cli.closed_pipe import continue_without_reader
-from raycheck.cli.options import Storage, Text, out, settings_of
+from raycheck.cli.options import AllowHost, Host, Port, Storage, Text, out, settings_of
 from raycheck.errors import ConfigError
 
 KEY_VARIABLE = "RAYCHECK_TINKER_API_KEY"  # an argument would appear in the process list
@@ -16,8 +16,6 @@ BaseModel = Annotated[
 ]
 ModelName = Annotated[str | None, typer.Option(help="What clients call it; by default as --base-model.")]
 Checkpoints = Annotated[str, typer.Option(help="The folder of the training runs, e.g. s3://bucket/tinker")]
-Host = Annotated[str, typer.Option(help="Where to listen. Others than this machine's own addresses need a key.")]
-Port = Annotated[int, typer.Option(help="The port; 0 takes a free one.", min=0, max=65535)]
 ApiKeyFile = Annotated[
     Path | None,
     typer.Option(
@@ -26,9 +24,6 @@ ApiKeyFile = Annotated[
     ),
 ]
 NoKey = Annotated[bool, typer.Option("--no-key", help="Ask for no key: every program of this machine may do all.")]
-AllowHost = Annotated[
-    list[str] | None, typer.Option(help="Another name under which clients reach the server. Repeatable.")
-]
 MaxModels = Annotated[int, typer.Option(help="How many models may be loaded; each has a process of 130 MB.", min=1)]
 State = Annotated[Path, typer.Option(help="The server's own state: sessions and requests. It must survive restarts.")]
 RayAddress = Annotated[str | None, typer.Option(help="Of a running Ray, such as auto. By default one is started here.")]
