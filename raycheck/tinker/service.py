@@ -7,7 +7,7 @@ import logging
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,7 +64,7 @@ class ServerSettings:
 
 
 class Service:
-    """The request handler. on_replaced: called when another server has been started with the same state file."""
+    """The request handler. replaced: set when another server has been started with the same state file."""
 
     def __init__(
         self,
@@ -73,14 +73,13 @@ class Service:
         journal: Journal,
         engine: Engine,
         checkpoints: CheckpointStore,
-        on_replaced: Callable[[], None],
     ) -> None:
         self.settings = settings
         self.journal = journal
         self.checkpoints = checkpoints
         self.engine = engine
         self.base: BaseFacts | None = None
-        self._on_replaced = on_replaced
+        self.replaced = asyncio.Event()
         self._queues: dict[str, ModelQueue] = {}
         self._waiting: dict[str, asyncio.Event] = {}
         self._cleaner: asyncio.Task[None] | None = None
@@ -149,13 +148,13 @@ class Service:
                 try:
                     await self.end_session(session, "expired")
                 except ReplacedError:
-                    self._on_replaced()
+                    self.replaced.set()
                 except Exception:
                     logger.exception("could not end a session; will retry session=%s", session)
             try:
                 self.journal.forget(before=time.time() - KEPT_S)
             except ReplacedError:
-                self._on_replaced()
+                self.replaced.set()
             except sqlite3.OperationalError as error:
                 logger.warning("could not delete old rows of the state file; will retry: %s", error)
 
@@ -293,7 +292,7 @@ class Service:
             hold_s=self.settings.hold_s,
             recovery_steps=self.settings.recovery_steps,
             on_result=self.wake,
-            on_replaced=self._on_replaced,
+            on_replaced=self.replaced.set,
         )
 
     @property
