@@ -22,7 +22,6 @@ from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 
 DAY_S = 86400.0
-GIB = 1 << 30
 STATES: tuple[str, ...] = tuple(state for kind in get_args(RunState) for state in get_args(kind) or (kind,))
 DELETABLE = ("finished", "died", "idle", "silent", "uncommitted")
 _KEEPS = tuple(spec.name for spec in fields(Retention) if spec.name != "expire_after_s")

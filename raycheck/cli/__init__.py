@@ -13,9 +13,9 @@
 
 To add a command, write a function in the file of its topic and add it to GROUPS below. The function's name, with
 hyphens, is the command's name. Its docstring is the help text, and its parameters are typer arguments and options.
-Import torch and Ray inside the function, since browsing must load neither. Print with `out`, `Text`, and `print_json`
-of options.py, which make text from a bucket harmless for a terminal. Raise a RaycheckError if the command fails;
-`name=` in its message is shown to the user as `--name`.
+Import torch and Ray inside the function, since browsing must load neither. Print with `out`, `Text`, `print_table` and
+`print_json` of options.py, which make text from a bucket harmless for a terminal. Raise a RaycheckError if the command
+fails; `name=` in its message is shown to the user as `--name`.
 
 Exit codes: 0 success, 1 something is damaged (or a submitted training failed), 2 the command failed for the reason in
 its message, 141 the reader of the output has gone (closed_pipe.py).

@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import Any
 
 import typer
-from rich.table import Table
 
 from raycheck.bucket.attempt_records import ResumeRecord, read_resumes
 from raycheck.bucket.format.index import Index
@@ -15,7 +14,7 @@ from raycheck.bucket.run_status import read_status
 from raycheck.bucket.store.address import shown_uri
 from raycheck.bucket.verify import Finding
 from raycheck.catalog.listing import list_runs
-from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json, settings_of
+from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json, print_table, settings_of
 from raycheck.cli.progress_bar import progress_bar
 from raycheck.errors import CorruptError, NotFoundError
 from raycheck.run import Run, open_run
@@ -38,7 +37,7 @@ def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
     status = read_status(run.store)
     has_names = ["name"] if any(checkpoint.name for checkpoint in run.checkpoints) else []
     columns = ["", "step", *has_names, "checkpoint", "size", "committed", "age", "metrics"]
-    table = Table(*columns, box=None, pad_edge=False)
+    rows = []
     for checkpoint in run.checkpoints:
         entry = checkpoint.entry
         values = {**entry.metrics, **entry.scores}
@@ -46,9 +45,8 @@ def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
         name = [f"{entry.name or ''}{_expiry(entry, status.now)}"] if has_names else []
         mark = " ".join(_marks(run, checkpoint))
         when = time_of(entry.committed_at), age(entry.committed_at, status.now)
-        row = (mark, str(entry.step), *name, entry.key, size(entry.size_bytes), *when, metrics)
-        table.add_row(*map(Text, row))
-    out.print(table)
+        rows.append((mark, entry.step, *name, entry.key, size(entry.size_bytes), *when, metrics))
+    print_table(columns, rows)
     out.print(Text(f"\n{status.text}"))
 
 
@@ -79,13 +77,12 @@ def show(uri: Uri, at: Step = None, as_json: Json = False, storage: Storage = No
     out.print(Text(f"{status.text}\n"))
     for way, names in run.borrowed.items():
         out.print(Text(f"uses {len(names)} checkpoint(s) of {way}: {', '.join(names[:3])}\n"))
-    table = Table("attempt", "ranks", "restored", "saves", "claimed", "age", box=None, pad_edge=False)
+    rows = []
     for item in run.latest.attempts:
         ranks = item.world_size or "by hand"
         when = time_of(item.claimed_at), age(item.claimed_at, status.now)
-        row = (item.number, ranks, item.restore_key or "fresh start", item.last_save, *when)
-        table.add_row(*(Text(str(cell)) for cell in row))
-    out.print(table)
+        rows.append((item.number, ranks, item.restore_key or "fresh start", item.last_save, *when))
+    print_table(("attempt", "ranks", "restored", "saves", "claimed", "age"), rows)
     for number, resume in began.items():
         out.print(Text(f"\nattempt {number} resumed {resume}"))
     if checkpoint is not None:

@@ -4,9 +4,8 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of
+from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json, print_table, settings_of
 from raycheck.errors import ConfigError
 from raycheck.run import open_run
 
@@ -19,17 +18,14 @@ Steps = Annotated[
         help="From step FIRST to before step END, as logs count them: 401:501 lies between checkpoints 400 and 500.",
     ),
 ]
-AtStep = Annotated[
-    str | None,
-    typer.Option("--at", metavar="STEP", help="The checkpoint to ask: by step, name or key. By default the head."),
-]
 
 
-def data(uri: Uri, steps: Steps, at: AtStep = None, as_json: Json = False, storage: Storage = None) -> None:
+def data(uri: Uri, steps: Steps, at: Step = None, as_json: Json = False, storage: Storage = None) -> None:
     """Show which samples made these steps.
 
-    Samples are listed by epoch and index in the dataset, in training order, over all ranks. The last line is the
-    argument of Batches(skip=...) that leaves them out after a rewind.
+    Samples are listed by epoch and index in the dataset, in training order, over all ranks, as the head or the
+    checkpoint of --at knows them. The last line is the argument of Batches(skip=...) that leaves them out after a
+    rewind.
     """
     from raycheck.data.step_samples import skip_of
 
@@ -41,14 +37,13 @@ def data(uri: Uri, steps: Steps, at: AtStep = None, as_json: Json = False, stora
             {"checkpoint": checkpoint.entry.key, "steps": [asdict(item) for item in found], "skip": skip_of(found)}
         )
         return
-    table = Table("step", "epoch", "batches", "samples", box=None, pad_edge=False)
+    rows = []
     for item in found:
         low, high = item.positions
         shown = " ".join(map(str, item.indices[:MAX_SHOWN])) or f"{low}:{high} of the stream"
         more = f" and {len(item.indices) - MAX_SHOWN} more" if len(item.indices) > MAX_SHOWN else ""
-        row = (str(item.step), str(item.epoch), f"{item.batches[0]}:{item.batches[1]}", shown + more)
-        table.add_row(*map(Text, row))
-    out.print(table)
+        rows.append((item.step, item.epoch, f"{item.batches[0]}:{item.batches[1]}", shown + more))
+    print_table(("step", "epoch", "batches", "samples"), rows)
     out.print(Text(f"\nto leave these out: Batches(..., skip={skip_of(found)})"))
 
 

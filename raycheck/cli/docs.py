@@ -6,9 +6,8 @@ from importlib.resources.abc import Traversable
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from raycheck.cli.options import Text, out
+from raycheck.cli.options import Text, out, print_table
 from raycheck.errors import ConfigError
 
 FIRST = (
@@ -42,10 +41,8 @@ def docs(
     """Show a guide, or list all guides. In a pipe the guide is printed as Markdown."""
     guides = _guides()
     if topic is None:
-        table = Table("topic", "contents", box=None, pad_edge=False)
-        for name, guide in guides.items():
-            table.add_row(Text(name), Text(_summary(guide.read_text(encoding="utf-8"))))
-        out.print(table)
+        summaries = [(name, _summary(guide.read_text(encoding="utf-8"))) for name, guide in guides.items()]
+        print_table(("topic", "contents"), summaries)
         out.print(Text("\nraycheck docs TOPIC shows one of them."))
         return
     if topic not in guides:

@@ -4,10 +4,9 @@ import time
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from raycheck.bucket.store.address import shown_uri
-from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json, settings_of
+from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json, print_table, settings_of
 from raycheck.cli.progress_bar import progress_bar
 from raycheck.views.in_words import size
 
@@ -55,10 +54,7 @@ def export_hf(  # noqa: PLR0917  typer makes options of them
     if as_json:
         print_json({"dest": written.uri, "files": dict(written.files), "bytes": written.size_bytes, "seconds": seconds})
         return
-    table = Table("file", "size", box=None, pad_edge=False)
-    for name, count in written.files.items():
-        table.add_row(Text(name), Text(size(count)))
-    out.print(table)
+    print_table(("file", "size"), [(name, size(count)) for name, count in written.files.items()])
     out.print(
         Text(f"{len(written.files)} files, {size(written.size_bytes)}, {seconds:.1f} s in {shown_uri(written.uri)}")
     )

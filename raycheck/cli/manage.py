@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Entry, Latest
@@ -19,15 +18,25 @@ from raycheck.bucket.reading import read_latest
 from raycheck.bucket.run_status import read_status
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri, kind_of, shown_uri
-from raycheck.cli.options import At, Json, Storage, Text, Uri, out, print_json, settings_of
+from raycheck.cli.options import (
+    At,
+    DryRun,
+    Grace,
+    Json,
+    Storage,
+    Text,
+    Uri,
+    out,
+    print_json,
+    print_table,
+    settings_of,
+)
 from raycheck.cli.progress_bar import progress_bar
 from raycheck.errors import ConfigError
 from raycheck.run import open_run
 from raycheck.settings import Retention
 from raycheck.show_progress import ProgressTally
 from raycheck.views.in_words import size
-
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted, and why.")]
 
 
 def prune(  # noqa: PLR0917  typer makes options of them
@@ -41,9 +50,7 @@ def prune(  # noqa: PLR0917  typer makes options of them
     rolling_keep_last: Annotated[
         int | None, typer.Option(help="Keep this many of the newest rolling checkpoints.")
     ] = None,
-    grace: Annotated[
-        float, typer.Option(min=0, help="Seconds that readers get between the drop of a checkpoint and the delete.")
-    ] = GRACE_S,
+    grace: Grace = GRACE_S,
     dry_run: DryRun = False,
     as_json: Json = False,
     storage: Storage = None,
@@ -139,7 +146,7 @@ def sweep(
 def rewind(
     uri: Uri,
     at: At,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what the head would be.")] = False,
+    dry_run: DryRun = False,
     storage: Storage = None,
 ) -> None:
     """Make an earlier checkpoint the head.
@@ -197,15 +204,13 @@ def _print_deletions(
     if as_json:
         print_json({"found": [asdict(item) for item in found], "deleted": list(gone), "kept": dict(kept)})
         return
-    table = Table("what", "objects", "size", "why", "when", box=None, pad_edge=False)
+    rows: list[tuple[object, ...]] = []
     for item in found:
         when = "deleted" if item.name in gone else f"in {item.wait_s:.0f} s" if item.wait_s else "now"
-        row = (item.name, str(item.num_objects), size(item.size_bytes), item.reason, when)
-        table.add_row(*map(Text, row))
-    for name, why in kept.items():
-        table.add_row(*map(Text, (name, "", "", why, "stays")))
-    if table.rows:
-        out.print(table)
+        rows.append((item.name, item.num_objects, size(item.size_bytes), item.reason, when))
+    rows += [(name, "", "", why, "stays") for name, why in kept.items()]
+    if rows:
+        print_table(("what", "objects", "size", "why", "when"), rows)
     total = size(sum(item.size_bytes for item in found if dry_run or item.name in gone))
     out.print(Text(f"{total} would be deleted" if dry_run else f"{total} deleted"))
     if any(item.name not in gone for item in found) and not dry_run:

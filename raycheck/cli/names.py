@@ -11,12 +11,11 @@ from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.protocol import name_and_score, pin_and_evict
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
-from raycheck.cli.options import At, Json, Storage, Text, Uri, out, print_json, settings_of
+from raycheck.cli.options import At, DryRun, Json, Storage, Text, Uri, out, print_json, settings_of
 from raycheck.errors import ConfigError
 from raycheck.run import Run
 from raycheck.views.in_words import age, short_number
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would change, or why it cannot.")]
 Given = Annotated[str, typer.Argument(metavar="NAME", help="The name that the checkpoint has.")]
 
 

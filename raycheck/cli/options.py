@@ -3,7 +3,7 @@
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import rich.text
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError, RaycheckError
@@ -116,6 +117,20 @@ At = Annotated[
     ),
 ]
 
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done; change nothing.")]
+Grace = Annotated[
+    float,
+    typer.Option(min=0, help="Seconds that readers get before what was dropped is deleted; 0: none."),
+]
+Price = Annotated[float, typer.Option("--price-per-gib-month", min=0, help="What a GiB costs in a month, in dollars.")]
+Host = Annotated[
+    str, typer.Option(help="Where to listen. Others than this machine's own addresses need a token or key.")
+]
+Port = Annotated[int, typer.Option(help="The port; 0 takes a free one.", min=0, max=65535)]
+AllowHost = Annotated[
+    list[str] | None, typer.Option(help="Another name under which clients reach the server. Repeatable.")
+]
+
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Wrap a command so that its ConfigErrors name options in command-line form.
@@ -140,6 +155,20 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
             raise type(error)(argument.sub(flag, str(error))) from None
 
     return run
+
+
+def table_of(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Return a table without lines. A cell is any value that `str` accepts."""
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(Text, map(str, row)))
+    return table
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table without lines."""
+    table = table_of(columns, rows)
+    out.print(table)
 
 
 def print_json(value: object) -> None:

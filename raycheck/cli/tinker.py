@@ -1,13 +1,14 @@
 """`raycheck tinker`: a server for the training API of the tinker SDK."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from raycheck.cli.closed_pipe import continue_without_reader
-from raycheck.cli.options import Storage, Text, out, settings_of
+from raycheck.cli.options import AllowHost, Host, Port, Storage, Text, out, settings_of
 from raycheck.errors import ConfigError
 
 KEY_VARIABLE = "RAYCHECK_TINKER_API_KEY"  # an argument would appear in the process list
@@ -16,8 +17,6 @@ BaseModel = Annotated[
 ]
 ModelName = Annotated[str | None, typer.Option(help="What clients call it; by default as --base-model.")]
 Checkpoints = Annotated[str, typer.Option(help="The folder of the training runs, e.g. s3://bucket/tinker")]
-Host = Annotated[str, typer.Option(help="Where to listen. Others than this machine's own addresses need a key.")]
-Port = Annotated[int, typer.Option(help="The port; 0 takes a free one.", min=0, max=65535)]
 ApiKeyFile = Annotated[
     Path | None,
     typer.Option(
@@ -26,9 +25,6 @@ ApiKeyFile = Annotated[
     ),
 ]
 NoKey = Annotated[bool, typer.Option("--no-key", help="Ask for no key: every program of this machine may do all.")]
-AllowHost = Annotated[
-    list[str] | None, typer.Option(help="Another name under which clients reach the server. Repeatable.")
-]
 MaxModels = Annotated[int, typer.Option(help="How many models may be loaded; each has a process of 130 MB.", min=1)]
 State = Annotated[Path, typer.Option(help="The server's own state: sessions and requests. It must survive restarts.")]
 RayAddress = Annotated[str | None, typer.Option(help="Of a running Ray, such as auto. By default one is started here.")]
@@ -68,42 +64,43 @@ def tinker(  # noqa: PLR0917  typer makes options of them
     Give clients its address as base_url. If it is killed, start it again with the same options, and it resumes.
     """
     try:
-        from raycheck.tinker.command import TinkerOptions, run_server
+        from raycheck.tinker.checkpoint_store import CheckpointStore
+        from raycheck.tinker.command import run_server
+        from raycheck.tinker.engine.actor import RayEngine
+        from raycheck.tinker.service import ServerSettings
     except ImportError as error:
         raise ConfigError(
             f"the server needs {error.name}, which is not installed: pip install 'raycheck[tinker]'"
         ) from None
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype={dtype}: give float32, bfloat16 or float16")
-
-    def on_start(address: str, made_key: str) -> None:
-        out.print(Text(f"Serving {model_name or base_model} at {address}  (Ctrl-C ends it)"))
-        if made_key:
-            out.print(Text("Clients need this key:"))
-            out.print(Text(f"  export TINKER_API_KEY={made_key}"))
-
     continue_without_reader()
+    source = str(Path(base_model).absolute()) if Path(base_model).is_dir() else base_model
+    place = checkpoints if "://" in checkpoints else Path(checkpoints).absolute().as_uri()
     run_server(
-        TinkerOptions(
-            base_model=str(Path(base_model).absolute()) if Path(base_model).is_dir() else base_model,
-            model_name=model_name or base_model,
-            checkpoints=checkpoints if "://" in checkpoints else Path(checkpoints).absolute().as_uri(),
-            host=host,
-            port=port,
-            key=_key(api_key_file, no_key=no_key),
-            allow_hosts=allow_host or (),
-            state=str(state),
-            max_models=max_models,
-            ray_address=ray_address,
-            dtype=dtype,
-            num_gpus=num_gpus,
-            ranks=ranks,
+        ServerSettings(
+            base_model=model_name or base_model,
             session_timeout_s=None if session_timeout_s < 0 else session_timeout_s,
             direct_downloads=direct_downloads,
-            storage=settings_of(storage),
+            max_models=max_models,
         ),
-        on_start=on_start,
+        engine=RayEngine(source, dtype=dtype, ranks=ranks, num_gpus=num_gpus),
+        checkpoints=CheckpointStore(place, settings_of(storage)),
+        state=str(state),
+        ray_address=ray_address,
+        host=host,
+        port=port,
+        key=_key(api_key_file, no_key=no_key),
+        allow_hosts=allow_host or (),
+        on_start=partial(_say_start, model_name or base_model),
     )
+
+
+def _say_start(model: str, address: str, made_key: str) -> None:
+    out.print(Text(f"Serving {model} at {address}  (Ctrl-C ends it)"))
+    if made_key:
+        out.print(Text("Clients need this key:"))
+        out.print(Text(f"  export TINKER_API_KEY={made_key}"))
 
 
 def _key(file: Path | None, *, no_key: bool) -> str | None:

@@ -17,7 +17,7 @@ from raycheck import Run, StorageSettings, list_runs, open_run
 from raycheck.errors import ConfigError, NotFoundError
 from raycheck.views.charts import curves_of, timeline_of
 from raycheck.views.difference import compare_indexes
-from raycheck.views.in_words import goodput_text
+from raycheck.views.in_words import PRICE, goodput_text, monthly_cost
 from raycheck.views.tensor_change import compare_tensor
 from raycheck.views.tensor_sample import MAX_BYTES, sample_tensor
 from raycheck.views.tensors import summarize_tensors, with_moments
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from raycheck.run import CommittedCheckpoint
     from raycheck.views.tensors import TensorSummary
 
-GIB = 2**30
 MAX_ROWS = 2000
 """The maximum number of tensors in one view; the search finds the others."""
 MAX_OPENED = 64
@@ -45,7 +44,7 @@ class PageScope:
 
     prefix: str
     storage: StorageSettings | None = None
-    price: float = 0.023
+    price: float = PRICE
     can_edit: bool = False
     _last_runs: "OrderedDict[str, Run]" = field(default_factory=OrderedDict, compare=False, repr=False)
     """Recently viewed runs by name, kept to reuse their connections."""
@@ -111,17 +110,14 @@ def runs_view(place: PageScope) -> dict[str, Any]:
         {
             "run": run,
             "link": "" if _address(run.uri) == itself else run.name,
-            "cost": run.size_bytes / GIB * place.price,
+            "cost": monthly_cost(run.size_bytes, place.price),
             "parent": None if run.parent is None else place.shown(run.parent),
             "forks": [(name, name) for name in forks.get(_address(run.uri), ())],
         }
         for run in found
     ]
-    return {
-        "rows": rows,
-        "total_bytes": sum(run.size_bytes for run in found),
-        "total_cost": sum(run.size_bytes for run in found) / GIB * place.price,
-    }
+    total = sum(run.size_bytes for run in found)
+    return {"rows": rows, "total_bytes": total, "total_cost": monthly_cost(total, place.price)}
 
 
 def run_view(place: PageScope, name: str) -> dict[str, Any]:

@@ -173,9 +173,6 @@ class CheckpointStore:
             if f"exports/{name}" not in kept:
                 _delete_export(opened, f"exports/{name}")
 
-    def adapter_uri(self, found: StoredCheckpoint) -> str:
-        return below(found.uri, *self._export(found).split("/"))
-
     def _export(self, found: StoredCheckpoint) -> str:
         return f"exports/{found.path.raycheck_name}-{found.key}"
 

@@ -1,13 +1,11 @@
-"""Assembles the server for the command line: Ray, the engine, the state file, and the bucket."""
+"""Starts the server for the command line: its Ray, its state file, and its end by a signal."""
 
 import asyncio
 import logging
 import signal
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
 
-from raycheck import StorageSettings
 from raycheck.errors import ConfigError
 from raycheck.tinker.access import check_bind
 from raycheck.tinker.checkpoint_store import CheckpointStore
@@ -17,79 +15,45 @@ from raycheck.tinker.server import serve
 from raycheck.tinker.service import ServerSettings, Service
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TinkerOptions:
-    """The options of `raycheck tinker`.
+def run_server(
+    settings: ServerSettings,
+    *,
+    engine: RayEngine,
+    checkpoints: CheckpointStore,
+    state: str,
+    ray_address: str | None,
+    host: str,
+    port: int,
+    key: str | None,
+    allow_hosts: Collection[str],
+    on_start: Callable[[str, str], None],
+) -> None:
+    """Serve until the process is interrupted or terminated. Raises ConfigError.
 
-    base_model: a folder's absolute path, or a name on the Hub. model_name: the name that clients use for it. key: the
-    key that clients must send; None if the server generates one and keeps it in its state file; "" for none.
-    allow_hosts: host names, besides this machine's and `host`, that clients may use. ray_address: None starts a
-    separate Ray for the server.
+    state: the path of the server's state file. ray_address: None starts a separate Ray for the server. The arguments
+    after it are those of serve.
     """
-
-    base_model: str
-    model_name: str
-    checkpoints: str
-    host: str
-    port: int
-    key: str | None
-    allow_hosts: Collection[str]
-    state: str
-    max_models: int
-    ray_address: str | None
-    dtype: str
-    num_gpus: float
-    ranks: int
-    session_timeout_s: float | None
-    direct_downloads: bool
-    storage: StorageSettings | None
-
-
-def run_server(options: TinkerOptions, *, on_start: Callable[[str, str], None]) -> None:
-    """Serve until the process is interrupted or terminated. Raises ConfigError. on_start: see serve."""
     import ray
 
-    check_bind(options.host, options.key)
-    if options.direct_downloads and not options.checkpoints.startswith("s3://"):
+    async def serve_until_terminated() -> None:
+        task = asyncio.current_task()
+        assert task is not None, "it runs in a task"
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        service = Service(settings, journal=Journal(state), engine=engine, checkpoints=checkpoints)
+        await serve(service, host=host, port=port, key=key, allow_hosts=allow_hosts, on_start=on_start)
+
+    check_bind(host, key)
+    if settings.direct_downloads and not checkpoints.root.startswith("s3://"):
         raise ConfigError("direct_downloads: only s3:// buckets can sign URLs; leave it out for this bucket")
-    CheckpointStore(options.checkpoints, options.storage).runs()  # fail at once if the bucket cannot be read
+    checkpoints.runs()  # fail at once if the bucket cannot be read
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("raycheck.tinker").setLevel(logging.INFO)
-    address = options.ray_address or "local"  # without an address, ray.init joins whatever Ray was last started here
-    ray.init(address=address, include_dashboard=None if options.ray_address else False)
+    address = ray_address or "local"  # without an address, ray.init joins whatever Ray was last started here
+    ray.init(address=address, include_dashboard=None if ray_address else False)
     try:
         with suppress(KeyboardInterrupt, asyncio.CancelledError):
-            asyncio.run(_serve(options, on_start))
+            asyncio.run(serve_until_terminated())
     except ReplacedError as error:
-        raise ConfigError(f"state={options.state}: {error}") from None
+        raise ConfigError(f"state={state}: {error}") from None
     finally:
         ray.shutdown()
-
-
-async def _serve(options: TinkerOptions, on_start: Callable[[str, str], None]) -> None:
-    task = asyncio.current_task()
-    assert task is not None, "serve runs in a task"
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-
-    def make_service(on_replaced: Callable[[], None]) -> Service:
-        return Service(
-            ServerSettings(
-                base_model=options.model_name,
-                session_timeout_s=options.session_timeout_s,
-                direct_downloads=options.direct_downloads,
-                max_models=options.max_models,
-            ),
-            journal=Journal(options.state),
-            engine=RayEngine(options.base_model, dtype=options.dtype, ranks=options.ranks, num_gpus=options.num_gpus),
-            checkpoints=CheckpointStore(options.checkpoints, options.storage),
-            on_replaced=on_replaced,
-        )
-
-    await serve(
-        make_service,
-        host=options.host,
-        port=options.port,
-        key=options.key,
-        allow_hosts=options.allow_hosts,
-        on_start=on_start,
-    )

@@ -21,13 +21,12 @@ from uuid import uuid4
 from raycheck.errors import ConfigError, RaycheckError
 from raycheck.tinker.engine.actor import Category, EngineGoneError, EngineRefusalError
 from raycheck.tinker.journal import Journal, LoggedRequest, ReplacedError, when_there_is_room
-from raycheck.tinker.operations import OPERATIONS, Context, Result, as_json, save_for_recovery
+from raycheck.tinker.operations import OPERATIONS, SAVES, Context, Result, as_json, save_for_recovery
 from raycheck.tinker.wire.fields import RefusedRequestError
 
 logger = logging.getLogger("raycheck.tinker")
 MAX_DEATHS = 3
 """A request during which the engine has died this many times fails."""
-SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 
 
 class ModelQueue:

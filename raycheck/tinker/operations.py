@@ -30,7 +30,6 @@ from raycheck.tinker.wire.fields import (
 )
 from raycheck.tinker.wire.training_data import (
     Limits,
-    TrainingBatch,
     address_in_protobuf,
     batch_in_json,
     batch_in_protobuf,
@@ -38,6 +37,12 @@ from raycheck.tinker.wire.training_data import (
 
 POLL_S = 0.02
 """The interval at which a save's commit is polled."""
+SAVES = {
+    "save_weights": "weights",
+    "save_weights_for_sampler": "sampler_weights",
+    "save_weights_external": "external_weights",
+}
+"""The kinds of request that save, and the segment of the paths of their checkpoints."""
 Result = tuple[str, bytes]
 """A result's form (see LoggedRequest) and its bytes."""
 
@@ -64,29 +69,70 @@ class Context:
         request caused the engine's restart."""
         return await self.engine.call(method, self.run, *args, life=self.life)
 
+    def asked(self, request: LoggedRequest) -> Any:
+        """Return what a logged request asks for. See asked_in."""
+        assert request.body is not None, "the body stays until the request is covered"
+        return asked_in(request.kind, request.body, self.base)
+
 
 def as_json(value: Mapping[str, Any]) -> Result:
     return "json", json.dumps(value).encode()
 
 
-def batch_of(request: LoggedRequest, base: BaseFacts) -> TrainingBatch:
-    """Return the batch of a logged pass. Raises MalformedDataError. A JSON body starts with a brace; a protobuf message
-    of this type never does."""
-    assert request.body is not None, "the body stays until the request is covered"
-    limits = Limits(vocab_size=base.vocab_size, max_tokens=base.max_tokens)
-    if request.body.startswith(b"{"):
-        return batch_in_json(json.loads(request.body), limits, forward_only=request.kind == "forward")
-    return batch_in_protobuf(address_in_protobuf(request.body)[2], limits)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveRequest:
+    """What a save asks for.
+
+    name: the client's name for the checkpoint; None for one without a name, for a sampling session. session_number: the
+    number of that session.
+    """
+
+    name: str | None
+    session_number: int | None
+    ttl_s: int | None
+    metadata: Mapping[str, str]
+    overwrite: bool
 
 
-def body_of(request: LoggedRequest) -> dict[str, Any]:
-    assert request.body is not None, "the body stays until the request is covered"
-    body: dict[str, Any] = json.loads(request.body)
-    return body
+def asked_in(kind: str, body: bytes, base: BaseFacts) -> Any:
+    """Return what the body of a request to a model asks for: a batch, the parameters of a step, a SaveRequest, or JSON.
+
+    A request is read so when it arrives, and again when it runs. Raises RefusedRequestError or ValueError for a body
+    that is invalid for this kind of request.
+    """
+    if kind in ("forward_backward", "forward"):
+        limits = Limits(vocab_size=base.vocab_size, max_tokens=base.max_tokens)
+        if body.startswith(b"{"):  # a protobuf message of this type never does
+            return batch_in_json(json.loads(body), limits, forward_only=kind == "forward")
+        return batch_in_protobuf(address_in_protobuf(body)[2], limits)
+    given: dict[str, Any] = json.loads(body)
+    if kind == "optim_step":
+        params = given.get("optim_params") or given.get("adam_params")
+        if not isinstance(params, dict):
+            raise RefusedRequestError("the body has no adam_params", 422)
+        return AdamParams.parse(params)
+    if kind in SAVES:
+        return _save_in(kind, given)
+    if kind == "load_weights":
+        text_in(given, "path")
+    return given
+
+
+def _save_in(kind: str, given: Mapping[str, Any]) -> SaveRequest:
+    if kind == "save_weights_external" and given.get("age_encryption_recipients"):
+        raise RefusedRequestError("age_encryption_recipients: this server does not encrypt; leave it out")
+    is_named = kind != "save_weights_for_sampler" or given.get("path") is not None
+    return SaveRequest(
+        name=checkpoint_name_in(given) if is_named else None,
+        session_number=None if is_named else number_in(given, "sampling_session_seq_id"),
+        ttl_s=ttl_in(given),
+        metadata=metadata_in(given),
+        overwrite=flag_in(given, "overwrite", default=False),
+    )
 
 
 async def run_pass(context: Context, request: LoggedRequest) -> Result:
-    batch = await asyncio.to_thread(batch_of, request, context.base)
+    batch = await asyncio.to_thread(context.asked, request)
     output: PassOutput = await context.call("run_pass", batch)
     return "pass", results.pass_in_protobuf(output.logprobs, output.losses, output.loss_sum)
 
@@ -100,8 +146,7 @@ async def optim_step(context: Context, request: LoggedRequest) -> Result:
     if is_new and (failed := context.journal.untold_failure(context.run, request.seq)) is not None:
         await context.call("drop_gradients")
         return no_step(failed)
-    params = adam_params_in(body_of(request))
-    metrics = await context.call("optim_step", params)
+    metrics = await context.call("optim_step", context.asked(request))
     return as_json({"metrics": metrics})
 
 
@@ -115,17 +160,9 @@ def no_step(failed: LoggedRequest) -> Result:
     return "no_step", json.dumps({"error": text, "category": category}).encode()
 
 
-def adam_params_in(body: Mapping[str, Any]) -> AdamParams:
-    """Return the parameters of an optim_step. Raises RefusedRequestError or ValueError for invalid ones."""
-    given = body.get("optim_params") or body.get("adam_params")
-    if not isinstance(given, dict):
-        raise RefusedRequestError("the body has no adam_params", 422)
-    return AdamParams.parse(given)
-
-
 async def load_weights(context: Context, request: LoggedRequest) -> Result:
     """Load a checkpoint into a model that has processed no request yet."""
-    body = body_of(request)
+    body = context.asked(request)
     source = await asyncio.to_thread(source_of, context.checkpoints, context.base, body)
     await context.call("load", source)
     return as_json({"type": "load_weights", "path": body["path"], "model_id": context.run})
@@ -148,35 +185,27 @@ def other_base(note: Mapping[str, Any]) -> str:
     return f"it is an adapter of {note.get('base_model')!r} with other weights than this server's base model has"
 
 
-async def save_weights(context: Context, request: LoggedRequest) -> Result:
-    path = CheckpointPath(run=context.run, segment="weights", name=checkpoint_name_in(body_of(request)))
-    await _save(context, request, path)
-    return as_json({"type": "save_weights", "path": path.text})
+async def save(context: Context, request: LoggedRequest) -> Result:
+    """Commit a checkpoint, and write its adapter as a Hugging Face directory unless it is a training state."""
+    asked: SaveRequest = context.asked(request)
+    if asked.name is None:
+        return await _save_for_sampling_session(context, request, asked)
+    path = CheckpointPath(run=context.run, segment=SAVES[request.kind], name=asked.name)
+    await _save(context, request, asked, path)
+    result: dict[str, object] = {"type": request.kind, "path": path.text}
+    if request.kind != "save_weights":
+        found = await asyncio.to_thread(context.checkpoints.find, path)
+        await asyncio.to_thread(context.checkpoints.export_adapter, found)
+        if request.kind == "save_weights_external":
+            files = await asyncio.to_thread(context.checkpoints.adapter_files, found)
+            result["size_bytes"] = sum(files.sizes.values())
+    return as_json(result)
 
 
-async def save_weights_for_sampler(context: Context, request: LoggedRequest) -> Result:
-    if body_of(request).get("path") is None:
-        return await _save_for_sampling_session(context, request)
-    path = CheckpointPath(run=context.run, segment="sampler_weights", name=checkpoint_name_in(body_of(request)))
-    await _save(context, request, path)
-    found = await asyncio.to_thread(context.checkpoints.find, path)
-    await asyncio.to_thread(context.checkpoints.export_adapter, found)
-    return as_json({"type": "save_weights_for_sampler", "path": path.text})
-
-
-async def save_weights_external(context: Context, request: LoggedRequest) -> Result:
-    """Commit a checkpoint and write its adapter as a Hugging Face directory for download."""
-    path = CheckpointPath(run=context.run, segment="external_weights", name=checkpoint_name_in(body_of(request)))
-    await _save(context, request, path)
-    found = await asyncio.to_thread(context.checkpoints.find, path)
-    await asyncio.to_thread(context.checkpoints.export_adapter, found)
-    files = await asyncio.to_thread(context.checkpoints.adapter_files, found)
-    return as_json({"type": "save_weights_external", "path": path.text, "size_bytes": sum(files.sizes.values())})
-
-
-async def _save_for_sampling_session(context: Context, request: LoggedRequest) -> Result:
+async def _save_for_sampling_session(context: Context, request: LoggedRequest, asked: SaveRequest) -> Result:
     """Commit an unnamed checkpoint, of which the newest two are kept, and create a sampling session for it."""
-    body = body_of(request)
+    assert asked.session_number is not None, "a save without a name is for a sampling session"
+    number = asked.session_number
     covered = context.journal.newest_change(context.run, request.seq)
     for is_saved in (False, True):
         key, note = await asyncio.to_thread(context.checkpoints.head_of, context.run)
@@ -184,32 +213,29 @@ async def _save_for_sampling_session(context: Context, request: LoggedRequest) -
             break
         if is_saved:
             raise EngineRefusalError("the weights were saved, but another checkpoint is newer", "server")
-        await _commit(context, SaveOrder(name=None, note=_note(context, request, covered)))
+        await _commit(context, SaveOrder(name=None, note=_note(context, request.id, covered, asked.metadata)))
     await when_there_is_room(lambda: context.journal.cover(context.run, covered))
     facts = SamplerFacts(
         base_model=context.facts.base_model,
         source=LoadSource(uri=context.checkpoints.uri_of(context.run), key=key, with_optimizer=False),
         shape=context.facts.shape,
     )
-    number = number_in(body, "sampling_session_seq_id")
     session = context.facts.session
     sampler = await when_there_is_room(lambda: context.journal.add_sampler(session, number, facts.text))
     return as_json({"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler})
 
 
-async def _save(context: Context, request: LoggedRequest, path: CheckpointPath) -> None:
+async def _save(context: Context, request: LoggedRequest, asked: SaveRequest, path: CheckpointPath) -> None:
     """Commit a checkpoint under this name, unless this request has already done so."""
-    body = body_of(request)
-    overwrite = flag_in(body, "overwrite", default=False)
     known = await asyncio.to_thread(context.checkpoints.find_or_none, path)
     covered = context.journal.newest_change(context.run, request.seq)
     if known is None or known.note.get("request") != request.id:
-        if known is not None and not overwrite:
+        if known is not None and not asked.overwrite:
             raise EngineRefusalError(f"{path.text} exists already; choose another name, or overwrite it", "user")
         order = SaveOrder(
             name=path.raycheck_name,
-            note=_note(context, request, covered),
-            expire_after_s=ttl_in(body),
+            note=_note(context, request.id, covered, asked.metadata),
+            expire_after_s=asked.ttl_s,
             overwrite=known is not None,
         )
         await _commit(context, order)
@@ -232,25 +258,15 @@ async def _commit(context: Context, order: SaveOrder) -> None:
 
 async def save_for_recovery(context: Context, request: LoggedRequest) -> None:
     """Commit an unnamed checkpoint after a step, from which the model can be rebuilt if the engine dies."""
-    note = note_of(
-        context.facts,
-        fingerprint=context.base.fingerprint,
-        request=f"recovery after {request.id}",
-        covered=request.seq,
-        metadata={},
-    )
+    note = _note(context, f"recovery after {request.id}", request.seq, {})
     await _commit(context, SaveOrder(name=None, note=note))
     await when_there_is_room(lambda: context.journal.cover(context.run, request.seq))
 
 
-def _note(context: Context, request: LoggedRequest, covered: int) -> Any:
-    return note_of(
-        context.facts,
-        fingerprint=context.base.fingerprint,
-        request=request.id,
-        covered=covered,
-        metadata=metadata_in(body_of(request)),
-    )
+def _note(context: Context, request: str, covered: int, metadata: Mapping[str, str]) -> Any:
+    """Return the note of a model's checkpoint. request, covered: see note_of."""
+    fingerprint = context.base.fingerprint
+    return note_of(context.facts, fingerprint=fingerprint, request=request, covered=covered, metadata=metadata)
 
 
 async def unload_model(context: Context, request: LoggedRequest) -> Result:
@@ -267,8 +283,6 @@ OPERATIONS: Mapping[str, Operation] = {
     "forward": run_pass,
     "optim_step": optim_step,
     "load_weights": load_weights,
-    "save_weights": save_weights,
-    "save_weights_for_sampler": save_weights_for_sampler,
-    "save_weights_external": save_weights_external,
+    **dict.fromkeys(SAVES, save),
     "unload_model": unload_model,
 }

@@ -1,6 +1,5 @@
 """Serves the Tinker API with aiohttp until it is interrupted or another server takes over."""
 
-import asyncio
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
@@ -30,7 +29,7 @@ def make_app(service: Service, sampling_requests: Sampling, *, key: str, hosts: 
 
 
 async def serve(
-    make_service: Callable[[Callable[[], None]], Service],
+    service: Service,
     *,
     host: str,
     port: int,
@@ -41,14 +40,12 @@ async def serve(
 ) -> None:
     """Serve until the task is cancelled. Raises ReplacedError if another server takes the state file.
 
-    make_service: gets the function to call in that case. host, port: where to bind; port 0 takes a free one. key: the
-    key that clients must send; None for the one in the state file, which is generated once; "" for none. allow_hosts:
-    further host names that clients may use. on_start: called with the address and, if it was generated, the key. Raises
-    ConfigError for an address that others can reach without a key.
+    host, port: where to bind; port 0 takes a free one. key: the key that clients must send; None for the one in the
+    state file, which is generated once; "" for none. allow_hosts: further host names that clients may use. on_start:
+    called with the address and, if it was generated, the key. Raises ConfigError for an address that others can reach
+    without a key.
     """
     check_bind(host, key)
-    replaced = asyncio.Event()
-    service = make_service(replaced.set)
     sampling_requests = Sampling(service)
     try:
         kept_key = service.journal.kept_key(new_key()) if key is None else ""
@@ -59,7 +56,7 @@ async def serve(
         async with listen(app, host=host, port=port, limits=limits, auto_decompress=False) as address:
             on_start(address, kept_key)
             try:
-                await replaced.wait()
+                await service.replaced.wait()
             finally:  # before closing the listener, which waits for clients that wait for results
                 await _stop(service, sampling_requests)
             raise ReplacedError("another server was started with this state file; this one has stopped")

@@ -7,7 +7,7 @@ import logging
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,10 +21,9 @@ from raycheck.tinker.engine.orders import BaseFacts, LoadSource
 from raycheck.tinker.journal import Journal, LoggedRequest, ReplacedError, when_there_is_room
 from raycheck.tinker.model_queue import ModelQueue, failure
 from raycheck.tinker.models import ModelFacts, shape_in_note
-from raycheck.tinker.operations import Context, adam_params_in, other_base, source_of
+from raycheck.tinker.operations import Context, asked_in, other_base, source_of
 from raycheck.tinker.wire.fields import (
     RefusedRequestError,
-    checkpoint_name_in,
     dict_in,
     flag_in,
     metadata_in,
@@ -33,7 +32,6 @@ from raycheck.tinker.wire.fields import (
     optional_text_in,
     tags_in,
     text_in,
-    ttl_in,
 )
 
 logger = logging.getLogger("raycheck.tinker")
@@ -66,7 +64,7 @@ class ServerSettings:
 
 
 class Service:
-    """The request handler. on_replaced: called when another server has been started with the same state file."""
+    """The request handler. replaced: set when another server has been started with the same state file."""
 
     def __init__(
         self,
@@ -75,14 +73,13 @@ class Service:
         journal: Journal,
         engine: Engine,
         checkpoints: CheckpointStore,
-        on_replaced: Callable[[], None],
     ) -> None:
         self.settings = settings
         self.journal = journal
         self.checkpoints = checkpoints
         self.engine = engine
         self.base: BaseFacts | None = None
-        self._on_replaced = on_replaced
+        self.replaced = asyncio.Event()
         self._queues: dict[str, ModelQueue] = {}
         self._waiting: dict[str, asyncio.Event] = {}
         self._cleaner: asyncio.Task[None] | None = None
@@ -151,13 +148,13 @@ class Service:
                 try:
                     await self.end_session(session, "expired")
                 except ReplacedError:
-                    self._on_replaced()
+                    self.replaced.set()
                 except Exception:
                     logger.exception("could not end a session; will retry session=%s", session)
             try:
                 self.journal.forget(before=time.time() - KEPT_S)
             except ReplacedError:
-                self._on_replaced()
+                self.replaced.set()
             except sqlite3.OperationalError as error:
                 logger.warning("could not delete old rows of the state file; will retry: %s", error)
 
@@ -295,7 +292,7 @@ class Service:
             hold_s=self.settings.hold_s,
             recovery_steps=self.settings.recovery_steps,
             on_result=self.wake,
-            on_replaced=self._on_replaced,
+            on_replaced=self.replaced.set,
         )
 
     @property
@@ -363,15 +360,22 @@ class Service:
 
     def submit_json(self, kind: str, body: Mapping[str, Any]) -> str:
         """Log a request whose body is JSON. See submit."""
-        run, seq = text_in(body, "model_id"), optional_number_in(body, "seq_id")
-        problem = None
+        run, seq, data = text_in(body, "model_id"), optional_number_in(body, "seq_id"), json.dumps(body).encode()
+        problem = self.problem_of(kind, data)
+        if problem is None and kind == "load_weights" and seq != 1:
+            problem = (
+                f"LoadWeights is not permitted with seq_id {seq}: load a model before any other request to it. Use "
+                "create_training_client_from_state"
+            )
+        return self.submit(kind, run, seq, data, digest=canonical(body), problem=problem)
+
+    def problem_of(self, kind: str, body: bytes) -> str | None:
+        """Return why a request to a model cannot run, or None if nothing in its body prevents it."""
         try:
-            check_body(kind, body, seq)
-        except RefusedRequestError as error:
-            problem = str(error)
-        except ValueError as error:
-            problem = str(error)
-        return self.submit(kind, run, seq, json.dumps(body).encode(), digest=canonical(body), problem=problem)
+            asked_in(kind, body, self.base_facts)
+        except (RefusedRequestError, ValueError) as error:
+            return str(error)
+        return None
 
     async def result_of(self, request_id: str, *, wait_s: float) -> LoggedRequest:
         """Return a request once it has a result, or without one after `wait_s` seconds. Raises RefusedRequestError
@@ -403,29 +407,6 @@ class Service:
 def draw_seed() -> int:
     """Return a seed for a model if the client gives none."""
     return secrets.randbelow(MAX_SEED)
-
-
-def check_body(kind: str, body: Mapping[str, Any], seq: int | None) -> None:
-    """Raises RefusedRequestError or ValueError for a body that is invalid for this kind of request."""
-    if kind == "optim_step":
-        adam_params_in(body)
-    if kind == "save_weights_external" and body.get("age_encryption_recipients"):
-        raise RefusedRequestError("age_encryption_recipients: this server does not encrypt; leave it out")
-    if kind in ("save_weights", "save_weights_for_sampler", "save_weights_external"):
-        if kind == "save_weights_for_sampler" and body.get("path") is None:
-            number_in(body, "sampling_session_seq_id")
-        else:
-            checkpoint_name_in(body)
-        ttl_in(body)
-        metadata_in(body)
-        flag_in(body, "overwrite", default=False)
-    if kind == "load_weights":
-        text_in(body, "path")
-        if seq != 1:
-            raise RefusedRequestError(
-                f"LoadWeights is not permitted with seq_id {seq}: load a model before any other request to it. Use "
-                "create_training_client_from_state"
-            )
 
 
 def canonical(body: Mapping[str, Any]) -> str:

@@ -4,6 +4,14 @@ from datetime import UTC, datetime
 
 from raycheck.bucket.run_status import ago
 
+PRICE = 0.023
+"""The list price of S3 Standard in its cheapest regions: dollars for a GiB and month."""
+
+
+def monthly_cost(count: float, price: float) -> float:
+    """Return what this many bytes cost in a month, at `price` for a GiB."""
+    return count / 2**30 * price
+
 
 def size(count: float) -> str:
     """Return a number of bytes in a readable form: 1.5 MB."""

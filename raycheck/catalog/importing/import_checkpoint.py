@@ -14,7 +14,7 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog.importing.detection import read_source
 from raycheck.catalog.importing.entries import ImportedState, imported_state
-from raycheck.catalog.importing.new_checkpoint import Piece, is_written, planned, write_run
+from raycheck.catalog.importing.new_checkpoint import NewCheckpoint, Piece, planned
 from raycheck.catalog.importing.source_files import open_source
 from raycheck.catalog.importing.state_in_source import ReadSettings
 from raycheck.errors import ConfigError
@@ -90,63 +90,46 @@ def import_checkpoint(
     with open_source(source, storage) as files:
         found = read_source(files, ReadSettings(verify=not dry_run, skip_values=skip_values), kind=kind)
         state = imported_state(found, entries=entries, skip_values=skip_values, keep_names=keep_names)
-        shards = planned(state, found.tensors)
-        reached = Progress(step=_step(step, found.step), epoch=found.epoch or 0)
-        origin = f"import of {shown_uri(source)} ({found.kind})"
+        new = NewCheckpoint(
+            state=state,
+            shards=planned(state, found.tensors),
+            progress=Progress(step=_step(step, found.step), epoch=found.epoch or 0),
+            restored_from=f"import of {shown_uri(source)} ({found.kind})",
+            told=progress,
+        )
         is_new = False
-        if existing is None and not dry_run:
-            existing, is_new = _written(register, state, shards, reached, origin, save, progress)
-        if existing is not None and not is_new:
-            _check_same(register, existing, state, shards, progress=reached, restored_from=origin, told=progress)
+        if existing is not None or not dry_run:
+            existing, is_new = _written_or_same(register, existing, new, save)
     return Imported(
         uri=register.store.uri,
         checkpoint=(existing.head if existing else None) or "",
         kind=found.kind,
-        step=reached.step,
-        entries=_reports(state, shards),
-        size_bytes=sum(piece.size_bytes for shard in shards for piece in shard),
+        step=new.progress.step,
+        entries=_reports(state, new.shards),
+        size_bytes=new.size_bytes,
         left_out=state.left_out,
         notes=state.notes,
         is_new=is_new,
     )
 
 
-def _written(  # noqa: PLR0917
-    register: Register,
-    state: ImportedState,
-    shards: list[list[Piece]],
-    progress: Progress,
-    origin: str,
-    save: int,
-    told: ShowProgress,
-) -> tuple[Latest, bool]:
-    """Write the checkpoint and create the run. Returns the run's body, and whether this call created it."""
-    mine = Origin(run_id=uuid4().hex, uri=origin, source_run_id="", checkpoint="")
-    name = reserve_name(register.store, mine, step=progress.step, save=save)
-    body = write_run(
-        register, state, shards, run_id=mine.run_id, name=name, progress=progress, restored_from=origin, told=told
-    )
-    return body, body.run_id == mine.run_id  # another writer may have been faster
+def _written_or_same(register: Register, existing: Latest | None, new: NewCheckpoint, save: int) -> tuple[Latest, bool]:
+    """Write the checkpoint and create the run; if there is a run, compare it with the import, which reads the source.
 
-
-def _check_same(
-    register: Register,
-    body: Latest,
-    state: ImportedState,
-    shards: list[list[Piece]],
-    *,
-    progress: Progress,
-    restored_from: str,
-    told: ShowProgress,
-) -> None:
-    """Raise ConfigError if the existing run differs from the import. This reads the source."""
-    head = body.entry(body.head or "")
-    if head is None or not is_written(
-        Checkpoint(register.store, head), state, shards, progress=progress, restored_from=restored_from, told=told
-    ):
+    Return the run's body, and whether this call created it. Raises ConfigError if the existing run differs.
+    """
+    if existing is None:
+        mine = Origin(run_id=uuid4().hex, uri=new.restored_from, source_run_id="", checkpoint="")
+        name = reserve_name(register.store, mine, step=new.progress.step, save=save)
+        existing = new.write(register, run_id=mine.run_id, name=name)
+        if existing.run_id == mine.run_id:  # otherwise another writer was faster
+            return existing, True
+    head = existing.entry(existing.head or "")
+    if head is None or not new.is_same(Checkpoint(register.store, head)):
         raise ConfigError(
             f"{register.store}: there is already a run, and it differs from this import. Import into a new run"
         )
+    return existing, False
 
 
 def _step(given: int | None, said: int | None) -> int:

@@ -106,107 +106,109 @@ def _local_box(source: SourceTensor, box: Box, names: Sequence[tuple[str, tuple[
     )
 
 
-def write_run(
-    register: Register,
-    state: ImportedState,
-    shards: Sequence[Sequence[Piece]],
-    *,
-    run_id: str,
-    name: CheckpointName,
-    progress: Progress,
-    restored_from: str,
-    told: ShowProgress,
-) -> Latest:
-    """Write the checkpoint and create the run. Returns the body at the place: another run's if that was faster.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewCheckpoint:
+    """The checkpoint that an import makes.
 
-    name: of attempt 0, and reserved.
-
-    Raises CorruptError when the source's boxes overlap, or its bytes are not what it says.
+    shards: see `planned`. progress: the steps and epochs that are done. restored_from: what it is an import of, for
+    people. told: called with the bytes that are read, and all.
     """
-    sizes = [sum(piece.size_bytes for piece in shard) for shard in shards]
-    reports = []
-    for rank, pieces in enumerate(shards):
-        told(sum(sizes[:rank]), sum(sizes))
-        staged = _staged(state, pieces, rank, progress)
-        staged.upload(register.store, str(name))
-        reports.append(
-            Report(
-                group="import",
-                rank=rank,
-                world_size=len(shards),
-                attempt=name.attempt,
-                save=name.save,
-                progress=progress,
-                shards=staged.records,
-                section=Section.of(staged.section()),
-                restored_from=restored_from,
+
+    state: ImportedState
+    shards: Sequence[Sequence[Piece]]
+    progress: Progress
+    restored_from: str
+    told: ShowProgress
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes of all pieces."""
+        return self._bytes_of(self.shards)
+
+    def write(self, register: Register, *, run_id: str, name: CheckpointName) -> Latest:
+        """Write the checkpoint and create the run. Returns the body at the place: another run's if that was faster.
+
+        name: of attempt 0, and reserved.
+
+        Raises CorruptError when the source's boxes overlap, or its bytes are not what it says.
+        """
+        reports = []
+        for rank in range(len(self.shards)):
+            staged = self._staged(rank)
+            staged.upload(register.store, str(name))
+            reports.append(
+                Report(
+                    group="import",
+                    rank=rank,
+                    world_size=len(self.shards),
+                    attempt=name.attempt,
+                    save=name.save,
+                    progress=self.progress,
+                    shards=staged.records,
+                    section=Section.of(staged.section()),
+                    restored_from=self.restored_from,
+                )
             )
-        )
-        del staged  # its buffer is released before the next one is claimed
-    try:
-        made = assemble(register.store, reports)
-    except SaveFailedError as error:
-        raise CorruptError(f"{restored_from}: {error}") from None
-    put_all_once(register.store, made.documents)
-    entry = first_entry(made.manifest, made.manifest_bytes)
-    body = begin_run(register, entry, made.manifest, run_id=run_id, verb="import")
-    told(sum(sizes), sum(sizes))
-    return body
+            del staged  # its buffer is released before the next one is claimed
+        try:
+            made = assemble(register.store, reports)
+        except SaveFailedError as error:
+            raise CorruptError(f"{self.restored_from}: {error}") from None
+        put_all_once(register.store, made.documents)
+        entry = first_entry(made.manifest, made.manifest_bytes)
+        body = begin_run(register, entry, made.manifest, run_id=run_id, verb="import")
+        self.told(self.size_bytes, self.size_bytes)
+        return body
 
+    def is_same(self, checkpoint: Checkpoint) -> bool:
+        """Return whether a checkpoint equals what `write` would write, by its names and the checksums of its shards.
 
-def is_written(
-    checkpoint: Checkpoint,
-    state: ImportedState,
-    shards: Sequence[Sequence[Piece]],
-    *,
-    progress: Progress,
-    restored_from: str,
-    told: ShowProgress,
-) -> bool:
-    """Return whether a checkpoint equals what `write_run` would write, by its names and the checksums of its shards.
-
-    Reads all of the source, whose bytes may have changed since they were imported, and writes nothing.
-    """
-    manifest = checkpoint.read_manifest()
-    index = checkpoint.read_index(manifest)
-    boxes = [piece.box for pieces in shards for piece in pieces]
-    names = {name for box in boxes for name in (box.name, *(name for name, _ in box.aliases))}
-    entries = {entry.name for entry in state.entries}
-    there = {shard.rank: shard for component in manifest.components for shard in component.shards}
-    if (
-        (manifest.restored_from, manifest.step) != (restored_from, progress.step)
-        or {tensor.name for tensor in index.tensors} != names
-        or not entries <= set(index.values)
-        or len(there) != len(shards)
-    ):
-        return False
-    sizes = [sum(piece.size_bytes for piece in shard) for shard in shards]
-    for rank, pieces in enumerate(shards):
-        told(sum(sizes[:rank]), sum(sizes))
-        staged = _staged(state, pieces, rank, progress)
-        for shard in staged.staged:
-            deque(shard.parts(PART_BYTES), maxlen=0)  # computes the checksums
-        if list(staged.records) != [there.get(rank)]:
+        Reads all of the source, whose bytes may have changed since they were imported, and writes nothing.
+        """
+        manifest = checkpoint.read_manifest()
+        index = checkpoint.read_index(manifest)
+        boxes = [piece.box for pieces in self.shards for piece in pieces]
+        names = {name for box in boxes for name in (box.name, *(name for name, _ in box.aliases))}
+        entries = {entry.name for entry in self.state.entries}
+        there = {shard.rank: shard for component in manifest.components for shard in component.shards}
+        if (
+            (manifest.restored_from, manifest.step) != (self.restored_from, self.progress.step)
+            or {tensor.name for tensor in index.tensors} != names
+            or not entries <= set(index.values)
+            or len(there) != len(self.shards)
+        ):
             return False
-        del staged
-    return True
+        for rank in range(len(self.shards)):
+            staged = self._staged(rank)
+            for shard in staged.staged:
+                deque(shard.parts(PART_BYTES), maxlen=0)  # computes the checksums
+            if list(staged.records) != [there.get(rank)]:
+                return False
+            del staged
+        return True
 
+    def _staged(self, rank: int) -> StagedState:
+        """Read the pieces of a shard into its buffer. Rank 0 has all values; no rank has random state."""
+        self.told(self._bytes_of(self.shards[:rank]), self.size_bytes)
+        pieces = self.shards[rank]
+        values: dict[str, Any] = {}
+        leaves: Leaves = {}
+        also: dict[str, Any] = {}
+        if rank == 0:
+            assets = {name: dict(files) for name, files in self.state.assets.items()}
+            values = {"progress": self.progress.values(), ASSETS: assets}
+            for entry in self.state.entries:
+                values[entry.name] = entry.found.values
+                leaves |= entry.found.leaves
+                also |= entry.found.also
+            leaves |= {"progress.step": (("progress", "step"), self.progress.step)}
+        sources = list(_read(pieces))
+        staged = Stager(component_of(pieces), rank).stage([piece.box for piece in pieces], leaves, sources, also)
+        return StagedState(staged=[staged], values=values, rank_values={})
 
-def _staged(state: ImportedState, pieces: Sequence[Piece], rank: int, progress: Progress) -> StagedState:
-    """Read the pieces of a shard into its buffer. Rank 0 has all values; no rank has random state."""
-    values: dict[str, Any] = {}
-    leaves: Leaves = {}
-    also: dict[str, Any] = {}
-    if rank == 0:
-        values = {"progress": progress.values(), ASSETS: {name: dict(files) for name, files in state.assets.items()}}
-        for entry in state.entries:
-            values[entry.name] = entry.found.values
-            leaves |= entry.found.leaves
-            also |= entry.found.also
-        leaves |= {"progress.step": (("progress", "step"), progress.step)}
-    sources = list(_read(pieces))
-    staged = Stager(component_of(pieces), rank).stage([piece.box for piece in pieces], leaves, sources, also)
-    return StagedState(staged=[staged], values=values, rank_values={})
+    @staticmethod
+    def _bytes_of(shards: Sequence[Sequence[Piece]]) -> int:
+        return sum(piece.size_bytes for pieces in shards for piece in pieces)
 
 
 def _read(pieces: Sequence[Piece]) -> Iterator[torch.Tensor]:

@@ -16,7 +16,7 @@ from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog.copy import CopiedRun, copy_run, plan_copy
 from raycheck.catalog.follow import FollowNews, follow_run
 from raycheck.cli.closed_pipe import continue_without_reader
-from raycheck.cli.options import Json, Text, Uri, out, print_json, settings_of
+from raycheck.cli.options import DryRun, Json, Text, Uri, out, print_json, settings_of
 from raycheck.cli.progress_bar import ProgressBar, progress_bar
 from raycheck.errors import ConfigError
 from raycheck.views.in_words import size
@@ -35,7 +35,7 @@ def cp(  # noqa: PLR0917  typer makes options of them
     until_finished: Annotated[
         bool, typer.Option("--until-finished", help="With --follow: end when the run has come to its end.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be copied.")] = False,
+    dry_run: DryRun = False,
     as_json: Json = False,
     from_storage: Storage = None,
     to_storage: Storage = None,

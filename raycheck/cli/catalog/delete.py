@@ -8,22 +8,19 @@ import typer
 from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S
 from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog import deletes
-from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of
+from raycheck.cli.options import At, DryRun, Grace, Json, Storage, Text, Uri, out, print_json, settings_of
 from raycheck.cli.progress_bar import progress_bar
 from raycheck.errors import ConfigError
 from raycheck.views.in_words import size
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 
 def delete(  # noqa: PLR0917  typer makes options of them
     uri: Uri,
-    at: Annotated[str, typer.Argument(metavar="STEP", help="A step, a name, or a checkpoint's key.")],
+    at: At,
     yes: Yes = False,
-    grace: Annotated[
-        float, typer.Option(min=0, help="Seconds that readers get before the objects go; 0: now.")
-    ] = GRACE_S,
+    grace: Grace = GRACE_S,
     dry_run: DryRun = False,
     as_json: Json = False,
     storage: Storage = None,

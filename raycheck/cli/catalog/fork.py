@@ -10,7 +10,7 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog.forks import fork_run
-from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of
+from raycheck.cli.options import DryRun, Json, Step, Storage, Text, Uri, out, print_json, settings_of
 from raycheck.run import open_run
 from raycheck.views.in_words import size
 
@@ -18,13 +18,16 @@ from raycheck.views.in_words import size
 def fork(  # noqa: PLR0917  typer makes options of them
     source: Uri,
     to: Annotated[str, typer.Argument(metavar="TO", help="Where the new run begins.")],
-    at: Annotated[str | None, typer.Option(help="A step, a name, or a checkpoint's key; default: the head.")] = None,
+    at: Step = None,
     copy: Annotated[bool, typer.Option(help="Copy the tensors also within one bucket.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")] = False,
+    dry_run: DryRun = False,
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Create a run from a checkpoint of another one. Within one bucket no tensor is copied."""
+    """Create a run from a checkpoint of another one. Within one bucket no tensor is copied.
+
+    The checkpoint is the head, or the one of --at.
+    """
     settings = settings_of(storage)
     if dry_run:
         run = open_run(source, settings)

@@ -4,10 +4,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from raycheck.bucket.store.address import shown_uri
-from raycheck.cli.options import Json, Storage, Text, out, print_json, settings_of
+from raycheck.cli.options import DryRun, Json, Storage, Text, out, print_json, print_table, settings_of
 from raycheck.cli.progress_bar import progress_bar
 from raycheck.views.in_words import size
 
@@ -39,7 +38,7 @@ def import_(  # noqa: PLR0917  typer makes options of them
     keep_names: Annotated[
         bool, typer.Option("--keep-names", help="Keep a 'module.' before all names: it is the model's own, not DDP's.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be imported.")] = False,
+    dry_run: DryRun = False,
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
@@ -76,10 +75,8 @@ def _entries(given: list[str] | None) -> dict[str, str] | None:
 
 
 def _print(done: "Imported", *, dry_run: bool) -> None:
-    table = Table("entry", "kind", "tensors", "size", box=None, pad_edge=False)
-    for entry in done.entries:
-        table.add_row(Text(entry.name), Text(entry.kind), Text(str(entry.num_tensors)), Text(size(entry.size_bytes)))
-    out.print(table)
+    rows = [(entry.name, entry.kind, entry.num_tensors, size(entry.size_bytes)) for entry in done.entries]
+    print_table(("entry", "kind", "tensors", "size"), rows)
     for note in done.notes:
         out.print(Text(note))
     for name in done.left_out:

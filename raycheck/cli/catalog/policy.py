@@ -10,19 +10,19 @@ from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S
 from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog import policy as policies
 from raycheck.catalog.listing import DEPTH
-from raycheck.catalog.policy import GIB, PrunedRun
-from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of, yaml_of
+from raycheck.catalog.policy import PrunedRun
+from raycheck.cli.options import DryRun, Grace, Json, Price, Storage, Text, Uri, out, print_json, settings_of, yaml_of
 from raycheck.cli.progress_bar import progress_bar
-from raycheck.views.in_words import size
+from raycheck.views.in_words import PRICE, monthly_cost, size
 
 
 def prune_runs(  # noqa: PLR0917  typer makes options of them
     prefix: Uri,
     policy: Annotated[Path, typer.Option(help="A YAML file with the rules.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go, and what that costs.")] = False,
+    dry_run: DryRun = False,
     depth: Annotated[int, typer.Option(min=0, help="How many folders deep runs may lie.")] = DEPTH,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that readers get before a delete.")] = GRACE_S,
-    price_per_gib_month: Annotated[float, typer.Option(min=0, help="What a GiB costs in a month.")] = 0.023,
+    grace: Grace = GRACE_S,
+    price_per_gib_month: Price = PRICE,
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
@@ -42,7 +42,7 @@ def prune_runs(  # noqa: PLR0917  typer makes options of them
             progress=progress,
         )
     freed = sum(run.freed_bytes for run in found)
-    cost = freed / GIB * price_per_gib_month
+    cost = monthly_cost(freed, price_per_gib_month)
     if as_json:
         print_json({"runs": [asdict(run) for run in found], "freed_bytes": freed, "cost_per_month": cost})
     else:

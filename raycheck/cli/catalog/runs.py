@@ -7,17 +7,13 @@ from typing import Annotated, cast
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from raycheck.bucket.run_status import ago
 from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog.listing import DEPTH, RunSummary, Sort, list_runs
-from raycheck.cli.options import Json, Storage, Text, out, print_json, settings_of
-from raycheck.views.in_words import short_number, size
+from raycheck.cli.options import Json, Price, Storage, Text, out, print_json, print_table, settings_of
+from raycheck.views.in_words import PRICE, monthly_cost, short_number, size
 
-PRICE = 0.023
-"""The list price of S3 Standard in its cheapest regions, in dollars."""
-GIB = 1 << 30
 IN_TROUBLE = ("lost", "damaged", "newer", "unreadable")
 
 
@@ -26,7 +22,7 @@ def runs(
     *,
     depth: Annotated[int, typer.Option(help="How many folders deep a run may lie below it.")] = DEPTH,
     sort: Annotated[str, typer.Option(help="age (newest commit first), name or size (largest first).")] = "age",
-    price_per_gib_month: Annotated[float, typer.Option(min=0.0, help="What a GiB costs in a month.")] = PRICE,
+    price_per_gib_month: Price = PRICE,
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
@@ -54,28 +50,28 @@ def runs(
 
 
 def _print_table(found: Sequence[RunSummary], price: float) -> None:
-    table = Table("run", "state", "step", "committed", "size", "a month", "metrics", "from", box=None, pad_edge=False)
+    rows = []
     for run in found:
         cost = _costs(run, price)
         is_readable = run.state not in IN_TROUBLE
-        row = (
+        cells = (
             run.name,
             f"{run.state}, resumable" if run.is_resumable else run.state,
-            "" if run.step is None else str(run.step),
+            "" if run.step is None else run.step,
             "" if run.age_s is None else f"{ago(run.age_s)} ago",
             _range(size(run.size_bytes), size(run.max_size_bytes)) if is_readable else "",
             _range(f"{cost['cost_per_month']:.2f}", f"{cost['max_cost_per_month']:.2f}") if is_readable else "",
             "  ".join(f"{name} {short_number(value)}" for name, value in sorted(run.metrics.items())),
             shown_uri(run.parent or ""),
         )
-        table.add_row(*map(Text, row))
-    out.print(table)
+        rows.append(cells)
+    print_table(("run", "state", "step", "committed", "size", "a month", "metrics", "from"), rows)
     troubled = [run for run in found if run.state in (*IN_TROUBLE, "deleted")]
     for run in troubled:
         out.print(Text(f"\n{run.name}: {run.text}"))
     least, most = (sum(sizes) for sizes in zip(*((run.size_bytes, run.max_size_bytes) for run in found), strict=True))
     total = _range(size(least), size(most))
-    cost_of_all = _range(f"{least / GIB * price:.2f}", f"{most / GIB * price:.2f}")
+    cost_of_all = _range(f"{monthly_cost(least, price):.2f}", f"{monthly_cost(most, price):.2f}")
     out.print(
         Text(
             f"\n{len(found)} runs, {total}; {cost_of_all} a month, assuming {price:g} per GiB and month "
@@ -86,8 +82,8 @@ def _print_table(found: Sequence[RunSummary], price: float) -> None:
 
 def _costs(run: RunSummary, price: float) -> dict[str, float]:
     return {
-        "cost_per_month": run.size_bytes / GIB * price,
-        "max_cost_per_month": run.max_size_bytes / GIB * price,
+        "cost_per_month": monthly_cost(run.size_bytes, price),
+        "max_cost_per_month": monthly_cost(run.max_size_bytes, price),
     }
 
 

@@ -6,19 +6,16 @@ from typing import Annotated
 import typer
 
 from raycheck.cli.closed_pipe import continue_without_reader
-from raycheck.cli.options import Storage, Text, out, settings_of
+from raycheck.cli.options import AllowHost, Host, Port, Price, Storage, Text, out, settings_of
 from raycheck.errors import ConfigError
+from raycheck.views.in_words import PRICE
 
 TOKEN_VARIABLE = "RAYCHECK_PAGE_TOKEN"  # noqa: S105  its name; an argument would show in a list of processes
 Prefix = Annotated[str, typer.Argument(help="The folder whose runs are shown, or one run, e.g. s3://bucket/runs")]
-Host = Annotated[str, typer.Option(help="Where to listen. Others than this machine's own addresses need a token.")]
-Port = Annotated[int, typer.Option(help="The port; 0 takes a free one.", min=0, max=65535)]
 Token = Annotated[
     str | None,
     typer.Option(help="What a browser must show; by default a random one. '' asks for none.", envvar=TOKEN_VARIABLE),
 ]
-AllowHost = Annotated[list[str] | None, typer.Option(help="Another name under which the page is reached. Repeatable.")]
-Price = Annotated[float, typer.Option("--price-per-gib-month", help="Dollars for a GiB and month.", min=0)]
 Edit = Annotated[
     bool, typer.Option("--edit", help="Offer to pin, name, rewind, verify, export, delete, prune and sweep, too.")
 ]
@@ -31,7 +28,7 @@ def page(  # noqa: PLR0917  typer makes options of them
     port: Port = 8766,
     token: Token = None,
     allow_host: AllowHost = None,
-    price_per_gib_month: Price = 0.023,
+    price_per_gib_month: Price = PRICE,
     save_to: SaveTo = None,
     edit: Edit = False,
     storage: Storage = None,

@@ -4,9 +4,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from raycheck.cli.options import At, Json, Step, Storage, Text, Uri, out, print_json, settings_of
+from raycheck.cli.options import At, Json, Step, Storage, Text, Uri, out, print_json, print_table, settings_of
 from raycheck.run import open_run
 from raycheck.views.difference import CheckpointDifference
 from raycheck.views.in_words import short_number, size
@@ -43,14 +42,14 @@ def tensors(  # noqa: PLR0917  typer makes options of them
     if as_json:
         print_json([asdict(item) for item in found])
         return
-    table = Table("tensor", "type", "shape", "size", "boxes", "ranks", "lies in", box=None, pad_edge=False)
+    rows = []
     for item, moments in with_moments(found):
         for indent, row in [("", item), *(("  ", moment) for moment in moments)]:
             places = ", ".join("here" if place == checkpoint.entry.key else place for place in row.directories)
             ranks = ", ".join(map(str, row.ranks[:8])) + (", ..." if len(row.ranks) > 8 else "")
-            cells = (indent + row.name, row.dtype, str(list(row.shape)), size(row.size_bytes), str(row.boxes))
-            table.add_row(*map(Text, (*cells, ranks, places)))
-    out.print(table)
+            form = (row.dtype, list(row.shape), size(row.size_bytes), row.boxes)
+            rows.append((indent + row.name, *form, ranks, places))
+    print_table(("tensor", "type", "shape", "size", "boxes", "ranks", "lies in"), rows)
     total = size(sum(item.size_bytes for item in found))
     out.print(Text(f"\n{len(found)} tensors, {total}, of {checkpoint.entry.key}"))
 
@@ -122,14 +121,14 @@ def _print_difference(found: CheckpointDifference, *, show_all: bool) -> None:
     out.print(Text(f"to   {found.after}\n"))
     shown = [item for item in found.tensors if show_all or item.change != "equal"]
     if shown:
-        table = Table("", "tensor", "form", "size", "in blocks that changed", box=None, pad_edge=False)
+        rows = []
         for item in shown:
             form = item.after or item.before or ""
             if item.change == "reformed":
                 form = f"{item.before} -> {item.after}"
             part = "-" if item.changed_bytes is None else size(item.changed_bytes)
-            table.add_row(*map(Text, (item.change, item.name, form, size(item.size_bytes), part)))
-        out.print(table)
+            rows.append((item.change, item.name, form, size(item.size_bytes), part))
+        print_table(("", "tensor", "form", "size", "in blocks that changed"), rows)
         out.print(Text(""))
     counts = ", ".join(f"{count} {change}" for change, count in sorted(found.counts.items()))
     out.print(Text(f"tensors: {counts or 'none'}; no tensor was read"))

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import shown_uri
-from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of
+from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of, table_of
 from raycheck.errors import StoreError
 from raycheck.views.attempts import AttemptHistory
 from raycheck.views.in_words import age, goodput_text, short_number, size
@@ -86,10 +86,8 @@ def table_of_facts(seen: LiveRun) -> Table:
 def table_of_attempts(seen: LiveRun) -> Table:
     """Return the newest attempts, the live one first."""
     columns = ("attempt", "ranks", "began", "resumed at", "commits", "lost before", "why it ended")
-    table = Table(*columns, box=None, pad_edge=False)
-    for item in seen.history.attempts[: -MAX_ATTEMPTS - 1 : -1]:
-        table.add_row(*map(Text, _attempt(item, seen.history.status.now)))
-    return table
+    newest = seen.history.attempts[: -MAX_ATTEMPTS - 1 : -1]
+    return table_of(columns, [_attempt(item, seen.history.status.now) for item in newest])
 
 
 def _progress(save: SaveUnderWay) -> str:

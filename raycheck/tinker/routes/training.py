@@ -2,26 +2,25 @@
 
 import asyncio
 import json
-from typing import Any
 
 from aiohttp import web
 
+from raycheck.tinker.operations import SAVES
 from raycheck.tinker.routes.requests import SERVICE, body_bytes, json_body
-from raycheck.tinker.service import Service, canonical, digest_of
+from raycheck.tinker.service import canonical, digest_of
 from raycheck.tinker.wire.fields import RefusedRequestError, optional_number_in, text_in
 from raycheck.tinker.wire.results import PROTOBUF
 from raycheck.tinker.wire.tensors import MalformedDataError
-from raycheck.tinker.wire.training_data import Limits, address_in_protobuf, batch_in_json, batch_in_protobuf
+from raycheck.tinker.wire.training_data import address_in_protobuf
 
 
 def add_to(app: web.Application) -> None:
     app.router.add_post("/api/v1/create_model", _create_model)
     app.router.add_post("/api/v1/get_info", _info)
-    app.router.add_post("/api/v1/unload_model", _unload)
     app.router.add_post("/api/v1/forward_backward", _forward_backward)
-    app.router.add_post("/api/v1/forward", _forward)
+    app.router.add_post("/api/v1/forward", _pass_in_json)
     app.router.add_post("/api/v1/load_weights", _load)
-    for kind in ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external"):
+    for kind in ("optim_step", *SAVES, "unload_model"):
         app.router.add_post(f"/api/v1/{kind}", _submit)
 
 
@@ -51,16 +50,9 @@ async def _info(request: web.Request) -> web.Response:
     )
 
 
-async def _unload(request: web.Request) -> web.Response:
-    """Unload a model after all earlier requests are done, which the future waits for."""
-    body = await json_body(request)
-    return _future(request.app[SERVICE].submit_json("unload_model", body), text_in(body, "model_id"))
-
-
 async def _submit(request: web.Request) -> web.Response:
     body = await json_body(request)
-    kind = request.path.rpartition("/")[2]
-    return _future(request.app[SERVICE].submit_json(kind, body), text_in(body, "model_id"))
+    return _future(request.app[SERVICE].submit_json(_kind(request), body), text_in(body, "model_id"))
 
 
 async def _load(request: web.Request) -> web.Response:
@@ -72,7 +64,7 @@ async def _load(request: web.Request) -> web.Response:
 
 async def _forward_backward(request: web.Request) -> web.Response:
     if request.content_type != PROTOBUF:
-        return await _pass_in_json(request, "forward_backward")
+        return await _pass_in_json(request)
     data = await body_bytes(request)
     try:
         run, seq, message = await asyncio.to_thread(address_in_protobuf, data)
@@ -80,36 +72,21 @@ async def _forward_backward(request: web.Request) -> web.Response:
         raise RefusedRequestError(str(error), 422) from None
     service = request.app[SERVICE]
     kind = "forward" if message.forward_only else "forward_backward"
-    problem = await asyncio.to_thread(_problem, lambda: batch_in_protobuf(message, _limits(service)))
+    problem = await asyncio.to_thread(service.problem_of, kind, data)
     digest = digest_of(message.SerializeToString(deterministic=True))
     return _future(service.submit(kind, run, seq, data, digest=digest, problem=problem), run)
 
 
-async def _forward(request: web.Request) -> web.Response:
-    return await _pass_in_json(request, "forward")
+async def _pass_in_json(request: web.Request) -> web.Response:
+    service, kind, body = request.app[SERVICE], _kind(request), await json_body(request)
+    run, seq, data = text_in(body, "model_id"), optional_number_in(body, "seq_id"), json.dumps(body).encode()
+    problem = await asyncio.to_thread(service.problem_of, kind, data)
+    return _future(service.submit(kind, run, seq, data, digest=canonical(body), problem=problem), run)
 
 
-async def _pass_in_json(request: web.Request, kind: str) -> web.Response:
-    service, body = request.app[SERVICE], await json_body(request)
-    run, seq = text_in(body, "model_id"), optional_number_in(body, "seq_id")
-    limits = _limits(service)
-    problem = await asyncio.to_thread(_problem, lambda: batch_in_json(body, limits, forward_only=kind == "forward"))
-    kept = json.dumps(body).encode()
-    return _future(service.submit(kind, run, seq, kept, digest=canonical(body), problem=problem), run)
-
-
-def _problem(read: Any) -> str | None:
-    """Return why data cannot be trained on, or None if it can."""
-    try:
-        read()
-    except MalformedDataError as error:
-        return str(error)
-    return None
-
-
-def _limits(service: Service) -> Limits:
-    assert service.base is not None, "the server has started"
-    return Limits(vocab_size=service.base.vocab_size, max_tokens=service.base.max_tokens)
+def _kind(request: web.Request) -> str:
+    """Return the kind of a request to a model: the last part of its route."""
+    return request.path.rpartition("/")[2]
 
 
 def _future(request_id: str, run: str) -> web.Response:

@@ -76,15 +76,6 @@ class TrainingBatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingRequest:
-    """A request for a pass: its model, its number in that model's sequence, and its batch."""
-
-    model_id: str
-    seq_id: int | None
-    batch: TrainingBatch
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """The limits of the base model. max_tokens: the longest sequence; 0 for no limit."""
 

@@ -143,14 +143,13 @@ def tinker_server(
     loop = asyncio.new_event_loop()
     on_loop(loop)
 
-    def make_service(on_replaced: Callable[[], None]) -> Service:
+    def make_service() -> Service:
         running.engine = engine or ThreadEngine(base)
         running.service = Service(
             ServerSettings(base_model=model_name or base, **{"hold_s": 5.0, "max_models": 1000, **(settings or {})}),
             journal=Journal(str(state)),
             engine=running.engine,
             checkpoints=CheckpointStore(checkpoints),
-            on_replaced=on_replaced,
         )
         return running.service
 
@@ -162,7 +161,7 @@ def tinker_server(
         task = asyncio.current_task()
         running.stop = lambda: loop.call_soon_threadsafe(task.cancel)
         await serve(
-            make_service,
+            make_service(),
             host="127.0.0.1",
             port=port,
             key=key,
