@@ -110,8 +110,7 @@ class CheckpointManager(BaseCheckpointManager):
             )
         skip = self._config.exclude_from_loading
         preview = self._checkpointer.peek(skip=skip)
-        takes_data = ENTRY not in skip or str(preview.selection) in preview.partial  # a selection is applied once
-        takes_data &= not preview.is_fresh
+        takes_data = preview.will_restore(ENTRY)
         if takes_data:
             self._position.check([own[ENTRY] for own in preview.rank_values if ENTRY in own])
         at = self._checkpointer.restore(skip=skip)

@@ -158,7 +158,7 @@ class Coordinator:
         claim, group, key = self._claims[rank_restore.group], rank_restore.group, rank_restore.key
         kind: Kind = "peek" if rank_restore.is_peek else "restore"
         if not self._table.find(group, kind, key) and claim.entry and claim.entry.key != key:
-            return RestoreDecision(kind="again", claim=claim, message="found damaged before")
+            return RestoreDecision(claim=claim, message="found damaged before")
         awaited = "peeked at it" if rank_restore.is_peek else "restored it"
         rendezvous = self._table.meet(group, kind, key, world_size=rank_restore.world_size, awaited=awaited)
         self._judge(rank_restore, rendezvous)
@@ -330,7 +330,7 @@ class Coordinator:
         rendezvous.arrive(rank_restore.rank, rank_restore.arrival)
         if not rendezvous.is_open:
             return
-        whose = f"rank {rank_restore.rank}: {'peek at' if rank_restore.is_peek else 'restore of'} {rank_restore.key}: "
+        whose = f"rank {rank_restore.rank}: {rank_restore.what}: "
         if rank_restore.failure:
             if self._is_from_memory(rank_restore):
                 self._memory.forget(f"{whose}{rank_restore.failure}")  # the next attempt does not meet it again
@@ -353,14 +353,13 @@ class Coordinator:
         claim = replace(claim, restore=entry, documents=documents, is_finished=False, refused=refused)
         self._memory.note_head(entry.key, entry.step)
         self._claims[rank_restore.group] = claim  # a rank that claims only now gets it too
-        return RestoreDecision(kind="again", claim=claim, message=problem)
+        return RestoreDecision(claim=claim, message=problem)
 
     def _go_on(self, rank_restore: RankRestore, arrivals: list[Arrival]) -> RestoreDecision:
         if rank_restore.is_peek:
-            return RestoreDecision(kind="done")
+            return RestoreDecision()
         claim = self._claims[rank_restore.group]
         return RestoreDecision(
-            kind="done",
             resume=self._run_log.resumed(
                 claim.entry,
                 arrivals,
@@ -378,7 +377,7 @@ class Coordinator:
         problem = f"rank {rank_restore.rank}: {rank_restore.damage}"
         self._memory.forget(f"{rank_restore.key} cannot be restored from memory: {problem}")
         claim = self._claims[rank_restore.group] = replace(self._claims[rank_restore.group], memory=None)
-        return RestoreDecision(kind="again", claim=claim, message=problem)
+        return RestoreDecision(claim=claim, message=problem)
 
     def _refuse_mixed(self, group: str) -> None:
         """Fail every rendezvous where some ranks peek and others restore: they would wait for each other."""

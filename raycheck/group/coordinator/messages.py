@@ -153,6 +153,11 @@ class RankRestore:
     on_corrupt: OnCorrupt = "previous"
     is_peek: bool = False
 
+    @property
+    def what(self) -> str:
+        """Return in words what the rank did, for errors."""
+        return f"{'peek at' if self.is_peek else 'restore of'} {self.key}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankProof:
@@ -173,11 +178,10 @@ class RankProof:
 class RestoreDecision:
     """The answer to all ranks on whether their restore, or their peek, is over.
 
-    "done": all have succeeded; `resume` says what the end of the previous attempt cost. "again": restore the checkpoint
-    of `claim` instead; `message` says why.
+    claim: names the checkpoint to read instead, and `message` says why; None: all have succeeded. resume: what the end
+    of the previous attempt cost.
     """
 
-    kind: Literal["done", "again"]
     claim: Claim | None = None
     resume: ResumeRecord | None = None
     message: str = ""
