@@ -1,8 +1,8 @@
-"""Decides per component whether this rank's shard is written, or is in the bucket already.
+"""Decide per component whether this rank's shard is uploaded, or is in the bucket already.
 
 Everything that training changes is the component `train`, which each save writes. The parameters of a module that get
-no gradient are a component of their own. It is written only when its contents differ from those at the newest commit;
-otherwise the checkpoint refers to the one that has it.
+no gradient are a separate component, which is uploaded only if its contents differ from those at the newest commit.
+Otherwise the checkpoint refers to the one that has it.
 """
 
 import logging
@@ -11,17 +11,17 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TypeGuard
 
 import torch
 
 from raycheck.bucket.assembly.replica_comparison import RankDigests
-from raycheck.bucket.format.index import Chunk, Index, Leaf, Tensor, index_of
+from raycheck.bucket.assembly.save_report import Reference
+from raycheck.bucket.format.index import Chunk, Index, Tensor, index_of
 from raycheck.bucket.format.manifest import Component, Manifest, ShardRecord
 from raycheck.bucket.format.object_keys import shard_key, split_directory
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, SaveFailedError
-from raycheck.transfer.referred_component import Forms, ReferredComponent
+from raycheck.transfer.referred_component import NO_ROWS, Forms, ReferredComponent
 from raycheck.transfer.replica_digests import NO_REPLICAS, ReplicaDigests
 from raycheck.transfer.stage.live_slices import LiveSlices, slices_bytes
 from raycheck.transfer.stage.local_box import TRAIN, LocalBox
@@ -31,7 +31,7 @@ from raycheck.transfer.stage.shared_memory import MemoryPlace
 from raycheck.transfer.stage.staged_shard import SharedShard, Staged
 from raycheck.transfer.stage.stager import Leaves, Stager
 from raycheck.transfer.stage.stock_torch_names import Places
-from raycheck.transfer.tensor_digest import Digest, are_equal, digests
+from raycheck.transfer.tensor_digest import Digest, digests
 
 MAX_NAME = 90
 BoxesAndSources = tuple[Sequence[LocalBox], Sequence[torch.Tensor]]
@@ -39,9 +39,9 @@ BoxesAndSources = tuple[Sequence[LocalBox], Sequence[torch.Tensor]]
 
 
 def frozen_component(entry: str) -> str:
-    """Returns the component of the frozen parameters of an entry.
+    """Return the component of the frozen parameters of an entry.
 
-    Entries whose names differ only in odd characters share one.
+    Entries whose names differ only in unusual characters share one.
     """
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', entry)[:MAX_NAME]}.frozen"
 
@@ -55,27 +55,8 @@ def by_component(boxes: Iterable[LocalBox]) -> dict[str, list[LocalBox]]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KnownShard:
-    """Describes a shard that the newest commit has.
-
-    checkpoint: where its object is. boxes: the boxes that it holds, as they were passed to the last save. digests: of
-    its tensors, by name.
-    """
-
-    checkpoint: str
-    shard: Shard
-    boxes: Sequence[LocalBox]
-    digests: Mapping[str, Digest]
-
-    def has_layout(self, rows: IndexRows) -> bool:
-        """Returns whether the shard has exactly these rows, apart from the checksums."""
-        tensors, chunks = rows
-        return tensors == self.shard.tensors and chunks == tuple(replace(c, crcs=()) for c in self.shard.chunks)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RestoredShards:
-    """Describes the checkpoint that a restore has read. digests: of the live tensors outside `train`, by name."""
+    """The checkpoint that a restore has read. digests: of the live tensors outside `train`, by name."""
 
     manifest: Manifest
     index: Index
@@ -96,9 +77,9 @@ class RestoredShards:
         others = [box for box in kept if box.name not in found]
         return cls(manifest=manifest, index=index, digests=found | _digests(others, [box.local for box in others]))
 
-    def find(self, component: str, rank: int, boxes: Sequence[LocalBox], rows: IndexRows) -> KnownShard | None:
-        """Returns a rank's shard of a component, or None unless that shard has exactly these rows."""
-        saved = next((saved for saved in self.manifest.components if saved.name == component), None)
+    def find(self, component: str, rank: int, boxes: Sequence[LocalBox], rows: IndexRows) -> ReferredComponent | None:
+        """Return a component in this rank's boxes, None unless its shard of this rank has exactly these rows."""
+        saved = self._saved(component)
         record = next((shard for shard in saved.shards if shard.rank == rank), None) if saved else None
         if saved is None or record is None:
             return None
@@ -115,57 +96,60 @@ class RestoredShards:
         if len(found) != len(chunks):
             return None
         shard = Shard(record=record, tensors=tensors, chunks=tuple(found))
-        return KnownShard(checkpoint=saved.checkpoint, shard=shard, boxes=boxes, digests=self.digests)
+        reference = Reference(name=component, checkpoint=saved.checkpoint)
+        return ReferredComponent(reference=reference, digests=self.digests, shard=shard, boxes=boxes)
 
-    def borrowed(self, component: str, forms: Forms) -> ReferredComponent | None:
-        """Returns a component that the checkpoint has borrowed; None unless this rank has exactly its tensors."""
-        saved = next((saved for saved in self.manifest.components if saved.name == component), None)
-        if saved is None or not split_directory(saved.checkpoint)[0]:
-            return None
-        return ReferredComponent.restored(saved, self.index, forms, self.digests)
+    def whole(self, component: str, forms: Forms, *, is_for_memory: bool) -> ReferredComponent | None:
+        """Return a component in whatever boxes it lies, None unless this rank has exactly its tensors.
 
-    def whole(self, component: str, forms: Forms) -> ReferredComponent | None:
-        """Returns a component of the checkpoint, in whatever boxes it lies; None unless all ranks have its tensors."""
-        saved = next((saved for saved in self.manifest.components if saved.name == component), None)
-        apart = {frozen_component(entry) for values in self.index.rank_values for entry in values}
-        if saved is None or component in apart:  # the ranks of a pipeline hold different tensors
+        For a save to the bucket: only one that the checkpoint has borrowed. For memory: only one of which all ranks
+        have all tensors.
+        """
+        saved = self._saved(component)
+        if saved is None:
             return None
-        return ReferredComponent.restored(saved, self.index, forms, self.digests)
+        if is_for_memory:
+            is_wanted = component not in {frozen_component(it) for values in self.index.rank_values for it in values}
+        else:
+            is_wanted = bool(split_directory(saved.checkpoint)[0])
+        return ReferredComponent.restored(saved, self.index, forms, self.digests) if is_wanted else None
+
+    def _saved(self, component: str) -> Component | None:
+        return next((saved for saved in self.manifest.components if saved.name == component), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UploadedShard:
-    """Describes a shard outside `train` that a save uploads. boxes: see KnownShard.
+    """A shard outside `train` that a save uploads.
 
-    digests: see KnownShard; None where they are the checksums that the upload computes, in host memory.
+    boxes, digests: see ReferredComponent. digests: None where they are the checksums that the upload computes, in host
+    memory.
     """
 
     staged: Staged
     boxes: Sequence[LocalBox]
     digests: Mapping[str, Digest] | None
 
-    def known(self, checkpoint: str) -> KnownShard:
-        """Returns what later saves compare with, once the upload is committed as part of `checkpoint`."""
+    def known(self, checkpoint: str) -> ReferredComponent:
+        """Return what later saves may refer to, once the upload is committed as part of `checkpoint`."""
         shard, found = self.staged.shard(), self.digests
         if found is None:  # the first chunks are those of the boxes, in their order
             found = {box.name: chunk.crcs for box, chunk in zip(self.boxes, shard.chunks, strict=False)}
-        return KnownShard(checkpoint=checkpoint, shard=shard, boxes=self.boxes, digests=found)
+        reference = Reference(name=shard.record.component, checkpoint=checkpoint)
+        return ReferredComponent(reference=reference, digests=found, shard=shard, boxes=self.boxes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedState:
-    """Holds one save of this rank: shards to upload, shards that are in the bucket already, and values.
+    """One save of this rank: shards to upload, components that it refers to, and values.
 
-    staged: the shards to upload. written: those of them outside `train`, by component. kept: the shards that are not
-    uploaded. referred: components of which no rank uploads anything. has_rows_of_referred: this rank's section has
-    their rows. values, rank_values: what is no tensor, of all ranks and of this one. replicas: digests of what other
-    ranks may hold too. staged_at: when it was staged, by time.monotonic.
+    staged: the shards to upload. written: those of them outside `train`, by component. referred: the components of
+    which this rank uploads nothing. values, rank_values: what is no tensor, of all ranks and of this one. replicas:
+    digests of what other ranks may hold too. staged_at: when it was staged, by time.monotonic.
     """
 
     staged: Sequence[Staged]
-    kept: Sequence[KnownShard] = ()
     referred: Sequence[ReferredComponent] = ()
-    has_rows_of_referred: bool = False
     written: Mapping[str, UploadedShard] = field(default_factory=dict)
     values: Mapping[str, object] = field(default_factory=dict)
     rank_values: Mapping[str, object] = field(default_factory=dict)
@@ -179,28 +163,29 @@ class StagedState:
         self.replicas.wait()
 
     def to_share(self) -> "SharedState | None":
-        """Returns what another process of the node needs to upload this save; None when it cannot. After `wait`."""
+        """Return what another process on the node needs to upload this save, or None. Call it after `wait`."""
         shards = [shard.to_share() for shard in self.staged]
         if any(shard is None for shard in shards):
             return None
-        kept = [replace(known, boxes=(), digests={}) for known in self.kept]
-        referred = [replace(whole, forms=frozenset(), digests={}) for whole in self.referred]
-        save = replace(self, staged=(), written={}, kept=kept, referred=referred)
+        referred = [replace(known, boxes=(), forms=frozenset(), digests={}) for known in self.referred]
+        save = replace(self, staged=(), written={}, referred=referred)
         return SharedState(save=save, shards=tuple(shard for shard in shards if shard is not None))
 
     def keep_buffers_apart(self) -> None:
-        """Have the next save staged into other buffers, since somebody may still read these."""
+        """Stage the next save into other buffers, since another process may still read these."""
         for shard in self.staged:
             shard.keep_buffer_apart()
 
     @property
     def slices(self) -> Sequence[LiveSlices]:
-        """Returns the live tensors from which the upload copies shards, for which there was no buffer."""
+        """Return the live tensors that the upload copies directly, since there was no buffer for their shards."""
         return [shard.slices for shard in self.staged if shard.slices is not None]
 
     def wait_for_slices(self, deadline: float) -> None:
-        """Wait until the live tensors may change: all are copied, the upload has failed, or it is `deadline` (of
-        time.monotonic), after which no more of them are copied."""
+        """Wait until the live tensors may change: all are copied, the upload has failed, or it is past `deadline`.
+
+        deadline: by time.monotonic; after it, no more of them are copied.
+        """
         try:
             for slices in self.slices:
                 slices.wait(deadline)
@@ -208,17 +193,17 @@ class StagedState:
             self.let_slices_go()
 
     def let_slices_go(self) -> None:
-        """Have nothing more copied from live tensors. An upload that still needs some of them fails."""
+        """Stop copying from live tensors. An upload that still needs some of them fails."""
         for slices in self.slices:
             slices.let_go()
 
     @property
     def sliced_s(self) -> float:
-        """Returns how many seconds after the staging the last live tensor was copied. Only after the upload."""
+        """Return how many seconds after the staging the last live tensor was copied. Call it after the upload."""
         return max((slices.copied_at - self.staged_at for slices in self.slices), default=0.0)
 
     def upload(self, store: Store, checkpoint: str) -> None:
-        """Upload the staged shards, which are durable when it returns. Single use."""
+        """Upload the staged shards. They are durable when this returns. Call it once."""
         try:
             for shard in sorted(self.staged, key=lambda shard: shard.slices is None):  # training waits for slices
                 key = shard_key(checkpoint, shard.name.component, shard.name.rank)
@@ -227,55 +212,54 @@ class StagedState:
             self.let_slices_go()  # training does not wait any longer for an upload that has failed
 
     def seal(self, checkpoint: str) -> Iterator[tuple[str, memoryview, MemoryPlace | None]]:
-        """Yields, for each staged shard, the key that it would have in the bucket, its bytes, and where other processes
-        find these. Single use."""
+        """Yield, for each staged shard, its key in the bucket, its bytes, and where other processes find these bytes.
+
+        Call it once.
+        """
         for shard in self.staged:
             yield shard_key(checkpoint, shard.name.component, shard.name.rank), shard.seal(), shard.place
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """Returns all shards of this save. Only after the upload, which computes the checksums."""
-        return (*(staged.shard() for staged in self.staged), *(kept.shard for kept in self.kept))
+        """Return this rank's shards: those of this save, and those it refers to.
+
+        Call it after the upload, which computes the checksums.
+        """
+        own = (known.shard for known in self.referred if known.shard is not None)
+        return (*(staged.shard() for staged in self.staged), *own)
 
     @property
     def records(self) -> tuple[ShardRecord, ...]:
-        """Returns what the manifest has of each shard. Only after the upload."""
+        """Return the manifest's record of each shard. Call it after the upload."""
         return tuple(shard.record for shard in self.shards)
 
     @property
-    def places(self) -> dict[str, str]:
-        """Returns the checkpoint of each component that is not uploaded."""
-        return {kept.shard.record.component: kept.checkpoint for kept in self.kept}
-
-    @property
-    def references(self) -> tuple[Component, ...]:
-        """Returns the manifest's records of the components of which no rank uploads anything."""
-        return tuple(whole.record for whole in self.referred)
+    def references(self) -> tuple[Reference, ...]:
+        """Return what is reported of the components of which this rank uploads nothing."""
+        return tuple(known.reference for known in self.referred)
 
     def replica_digests(self) -> RankDigests:
-        """Returns what the coordinator compares with the other ranks'. Only after the upload."""
+        """Return what the coordinator compares with the other ranks'. Call it after the upload."""
         self.replicas.wait()
         return self.replicas.report(self.shards)
 
     def section(self) -> Index:
-        """Returns this rank's section of the index. Call it only after the upload."""
+        """Return this rank's section of the index. Call it after the upload."""
         tensors: list[Tensor] = []
         chunks: list[Chunk] = []
-        leaves: list[Leaf] = []
-        for shard in self.shards:
+        shards = self.shards
+        rows = [(shard.tensors, shard.chunks) for shard in shards] + [known.rows for known in self.referred]
+        for own_tensors, own_chunks in rows:
             first = len(tensors)
-            chunks += [replace(c, tensor=first + c.tensor) for c in shard.chunks] if first else shard.chunks
-            tensors += shard.tensors
-            leaves += shard.leaves
-        for whole in self.referred if self.has_rows_of_referred else ():
-            chunks += [replace(chunk, tensor=len(tensors) + chunk.tensor) for chunk in whole.chunks]
-            tensors += whole.tensors
+            chunks += [replace(c, tensor=first + c.tensor) for c in own_chunks] if first else own_chunks
+            tensors += own_tensors
+        leaves = [leaf for shard in shards for leaf in shard.leaves]
         return index_of(tensors, chunks, leaves=leaves, values=self.values, rank_values=[self.rank_values])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedState:
-    """Describes one save of this rank to another process of the node. save: without the shards to upload.
+    """One save of this rank, for another process on the node. save: without the shards to upload.
 
     shards: these shards, in order.
     """
@@ -284,16 +268,16 @@ class SharedState:
     shards: tuple[SharedShard, ...]
 
     def open(self) -> StagedState:
-        """Returns the save in this process. Raises OSError when this process cannot reach the shards' memory."""
+        """Return the save in this process. Raises OSError when this process cannot reach the shards' memory."""
         return replace(self.save, staged=tuple(shard.open() for shard in self.shards))
 
 
 class Components:
-    """Stages all components of a rank, and remembers which of their shards are in the bucket.
+    """Stages all components of a rank, and remembers which of them are in the bucket.
 
-    buffers: how many saves may be under way at a time; they take turns. A save that writes more than `train` must have
-    ended before the next is staged. is_shared: let another process of the node upload from the buffers. has_memory:
-    there are two buffers more, for memory checkpoints.
+    buffers: how many saves may be in progress at a time; they take turns. A save that uploads more than `train` must
+    have finished before the next one is staged. is_shared: another process on the node may upload from the buffers.
+    has_memory: there are two more buffers, for memory checkpoints.
 
     A component for which the host has no memory is staged in slices: training then waits for its upload.
 
@@ -306,16 +290,15 @@ class Components:
         self._train = [Stager(TRAIN, rank, is_shared=is_shared) for _ in range(buffers)]
         self._memory = [{TRAIN: Stager(TRAIN, rank, is_shared=True)} for _ in range(2 if has_memory else 0)]
         self._frozen: dict[str, Stager] = {}
-        self._known: dict[str, KnownShard] = {}
+        self._known: dict[str, ReferredComponent] = {}
         self._restored: RestoredShards | None = None
-        self._referred: dict[str, ReferredComponent] = {}
         self._sliced: set[str] = set()  # the components of which it was said that they are staged in slices
         self._has_staged = False
         self.digested: dict[str, Digest] = {}
 
     @property
     def buffers(self) -> int:
-        """Returns how many saves may be under way at a time, with the memory that the host has."""
+        """Return how many saves may be in progress at a time, with the memory that the host has."""
         return len(self._train)
 
     def prepare(self, boxes: Mapping[str, Sequence[LocalBox]], *, world_size: int) -> None:
@@ -327,7 +310,7 @@ class Components:
         train = boxes.get(TRAIN, ())
         stagers = [(TRAIN, stager, train) for stager in self._train]
         if self._restored is None:  # after a restore a frozen component will hardly be written
-            written = boxes.keys() - self._referred.keys() - {TRAIN}
+            written = boxes.keys() - self._known.keys() - {TRAIN}
             stagers += [(name, self._stager(name), boxes[name]) for name in sorted(written)]
         claimed, deadline = 0, time.monotonic() + PATIENCE_S
         for component, stager, own in stagers:
@@ -338,7 +321,7 @@ class Components:
             except ConfigError as error:
                 if component == TRAIN and len(self._train) > 1:
                     self._train.remove(stager)
-                    text = "each save waits for the one before, in spite of when_busy=copy, rank=%d: %s"
+                    text = "each save waits for the previous one, despite when_busy=copy, rank=%d: %s"
                     logging.getLogger("raycheck").warning(text, self._rank, error)
                 elif _fits_in_slices(size_bytes, unclaimed_bytes()):
                     self._warn_of_slices(component, str(error))
@@ -375,32 +358,36 @@ class Components:
 
         forms: what this rank has of each component, whether it writes it or another rank does.
         """
-        staged, kept, written, self.digested = [], [], {}, {}
-        self._referred = self._still_referred(selected, forms)
+        self.digested = {}
+        self._train.append(self._train.pop(0))
+        staged = [self._stage_shard(self._train[0], *selected[TRAIN], leaves, also)]
+        written: dict[str, UploadedShard] = {}
+        referred = self._unchanged(selected, forms)
         for component, (boxes, sources) in selected.items():
-            if component == TRAIN:
-                self._train.append(self._train.pop(0))
-                staged.append(self._stage_shard(self._train[0], boxes, sources, leaves, also))
-                continue
-            if component in self._referred:
+            if component in referred:
                 self._stager(component).release()
-                continue
-            stager = self._stager(component)
-            known = self._learn(component, boxes, sources)
-            # Without anything to compare with, training does not wait for digests that the upload will compute.
-            is_compared = known is not None or any(source.device.type != "cpu" for source in sources)
-            found = self._digest(boxes, sources) if is_compared else None
-            if found is not None and _is_unchanged(known, found):
-                stager.release()
-                kept.append(known)
-            else:
-                staged.append(self._stage_shard(stager, boxes, sources))
+            elif component != TRAIN:
+                found = {box.name: self.digested[box.name] for box in boxes if box.name in self.digested} or None
+                # Without anything to compare with, training does not wait for digests that the upload will compute.
+                if found is None and any(source.device.type != "cpu" for source in sources):
+                    found = self._digest(boxes, sources)
+                staged.append(self._stage_shard(self._stager(component), boxes, sources))
                 written[component] = UploadedShard(staged=staged[-1], boxes=boxes, digests=found)
+        self._known |= referred
         self._restored, self._has_staged = None, True
-        referred = [self._referred[name] for name in sorted(self._referred)]
-        return StagedState(
-            staged=staged, kept=kept, written=written, referred=referred, has_rows_of_referred=self._rank == 0
-        )
+        return self._state(staged, referred, written)
+
+    def _state(
+        self,
+        staged: Sequence[Staged],
+        referred: Mapping[str, ReferredComponent],
+        written: Mapping[str, UploadedShard] = MappingProxyType({}),
+    ) -> StagedState:
+        """Put a save together. Rank 0's section alone has the rows of what lies in other boxes than the ranks'."""
+        in_order = [referred[name] for name in sorted(referred)]
+        if self._rank:
+            in_order = [replace(known, rows=NO_ROWS) for known in in_order]
+        return StagedState(staged=staged, written=written, referred=in_order)
 
     def _stage_shard(
         self,
@@ -451,50 +438,68 @@ class Components:
         if not self._memory:
             raise SaveFailedError(f"rank {self._rank}: the host has no room for memory checkpoints")
         self.digested = {}
-        referred, kept, staged = self._still_referred(selected, forms, is_for_memory=True), [], []
+        referred = self._unchanged(selected, forms, is_for_memory=True)
         stagers = self._memory[slot]
+        staged: list[Staged] = []
         for component, (boxes, sources) in selected.items():
             if component == TRAIN:
                 staged.append(stagers[TRAIN].stage(boxes, leaves, sources, also))
-                continue
-            if component in referred:
-                continue
-            known = self._learn(component, boxes, sources)
-            if known is None:
-                raise SaveFailedError(
-                    f"rank {self._rank}: {component}, which gets no gradient, is not in the bucket as it is now; the "
-                    "next save to the bucket uploads it, and when that is committed there are memory checkpoints again"
-                )
-            if _is_unchanged(known, self._digest(boxes, sources)):
-                kept.append(known)
-            else:
+            elif component not in referred:
+                known = self._known.get(component)
+                if known is None or known.shard is None:
+                    raise SaveFailedError(
+                        f"rank {self._rank}: {component}, which gets no gradient, is not in the bucket as it is now; "
+                        "the next save to the bucket uploads it, and when that is committed there are memory "
+                        "checkpoints again"
+                    )
                 stager = stagers.setdefault(component, Stager(component, self._rank, is_shared=True))
                 staged.append(stager.stage(boxes, {}, sources))
-        whole = [referred[name] for name in sorted(referred)]
-        return StagedState(staged=staged, kept=kept, referred=whole, has_rows_of_referred=self._rank == 0)
+        return self._state(staged, referred)
 
-    def _still_referred(
+    def _unchanged(
         self, selected: Mapping[str, BoxesAndSources], forms: Mapping[str, Forms], *, is_for_memory: bool = False
     ) -> dict[str, ReferredComponent]:
-        """Return the components to refer to: those that were, or are borrowed by what was restored, if unchanged.
+        """Return the components that the bucket has as this rank has them now, by name. It digests what may be one.
 
-        is_for_memory: also those that were restored, and are the run's own.
+        is_for_memory: also those in other boxes that were restored, and are the run's own.
         """
-        found = {}
+        unchanged: dict[str, ReferredComponent] = {}
         for component, own in forms.items():
-            whole = self._referred.get(component)
-            if whole is None and self._restored is not None:
-                restored = self._restored.whole if is_for_memory else self._restored.borrowed
-                whole = restored(component, own)
+            boxes, sources = selected.get(component, ((), ()))
+            found: Mapping[str, Digest] | None = None
+            for known in self._candidates(component, boxes, sources, own, is_for_memory=is_for_memory):
+                found = self._digest(boxes, sources) if found is None else found
+                if known.has(boxes, found):
+                    unchanged[component] = known
+                    break
+        return unchanged
+
+    def _candidates(
+        self,
+        component: str,
+        boxes: Sequence[LocalBox],
+        sources: Sequence[torch.Tensor],
+        forms: Forms,
+        *,
+        is_for_memory: bool,
+    ) -> Iterator[ReferredComponent]:
+        """Yield what the bucket has of a component in a form that suits this rank, whatever it holds."""
+        known = self._known.get(component)
+        if known is not None and known.shard is None:
+            if known.forms == forms:
+                yield known
+        elif self._restored is not None:
+            whole = self._restored.whole(component, forms, is_for_memory=is_for_memory)
             if whole is not None:
-                boxes, sources = selected.get(component, ((), ()))
-                if whole.is_unchanged(own, self._digest(boxes, sources), len(boxes)):
-                    found[component] = whole
-        return found
+                yield whole
+        if boxes:
+            known = self._learn(component, boxes, sources)
+            if known is not None:
+                yield known
 
     def refer_to(self, whole: ReferredComponent) -> None:
-        """Refer to a component that lies in the bucket from the next save on, for as long as it is unchanged."""
-        self._referred[whole.record.name] = whole
+        """Refer to a component of a base from the next save on, for as long as it is unchanged."""
+        self._known[whole.reference.name] = whole
 
     def restored(self, manifest: Manifest, index: Index, boxes: Sequence[LocalBox]) -> None:
         """Learn that these live tensors hold what was just read, so that the first save may refer to it.
@@ -511,24 +516,26 @@ class Components:
         places: the checkpoint that holds each component now. A component that is missing there is written by the next
         save.
         """
-        kept = {known.shard.record.component: known for known in save.kept}
         self._known = {
-            name: replace(known, checkpoint=places[name]) for name, known in kept.items() if name in places
+            known.reference.name: known if known.shard is None else known.at(places[known.reference.name])
+            for known in save.referred
+            if known.shard is None or known.reference.name in places
         } | {name: item.known(places[name]) for name, item in save.written.items() if name in places}
         self._restored = None
 
     def forget(self, *, referred: bool = False) -> None:
-        """Forget which shards are in the bucket, so that the next save writes all of them.
+        """Forget which of this rank's shards are in the bucket, so that the next save writes all of them.
 
-        referred: also the components that all ranks refer to. A failed save does not put these in doubt, unless it
+        referred: also the components that lie in other boxes. A failed save does not put these in doubt, unless it
         failed because of them: the next commit finds out whether they are still held.
         """
-        self._known, self._restored = {}, None
-        if referred:
-            self._referred = {}
+        self._known = {} if referred else {name: known for name, known in self._known.items() if known.shard is None}
+        self._restored = None
 
-    def _learn(self, component: str, boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> KnownShard | None:
-        """Find the shard in the bucket that has the layout of these boxes, whatever it holds, and remember it."""
+    def _learn(
+        self, component: str, boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]
+    ) -> ReferredComponent | None:
+        """Find the component in the bucket in exactly these boxes, whatever they hold, and remember it."""
         known = self._known.get(component)
         if known is not None and known.boxes is boxes:
             return known
@@ -552,12 +559,12 @@ class Components:
 
 
 def _fits_in_slices(size_bytes: int, available: int | None) -> bool:
-    """Returns whether there is memory for the slices of a shard of this size. If there is none, the save fails."""
+    """Return whether there is memory for the slices of a shard of this size. If there is none, the save fails."""
     return available is None or slices_bytes(size_bytes) <= available
 
 
 def _crcs_of(index: Index, tensor: int, box: LocalBox) -> Digest | None:
-    """Returns the checksums with which a box of this tensor was saved, which are its digest in host memory.
+    """Return the checksums with which a box of this tensor was saved, which are its digest in host memory.
 
     None when it lies elsewhere, or was not saved as one chunk.
     """
@@ -568,13 +575,8 @@ def _crcs_of(index: Index, tensor: int, box: LocalBox) -> Digest | None:
     return next((c.crcs for c in there if (c.offsets, c.sizes) == (box.offsets, box.sizes)), None)
 
 
-def _is_unchanged(known: KnownShard | None, found: Mapping[str, Digest]) -> TypeGuard[KnownShard]:
-    """Returns whether a shard in the bucket has exactly these digests."""
-    return known is not None and bool(found) and are_equal(known.digests, found)
-
-
 def _digests(boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> dict[str, Digest]:
-    """Returns one digest per tensor name.
+    """Return one digest per tensor name.
 
     Empty when the accelerator is out of memory: then nothing matches, so that all is uploaded.
     """

@@ -1,7 +1,8 @@
-"""Refers to a component that lies in the bucket whole, in whatever boxes: that of a base, or a restored one.
+"""Refers to a component that the bucket has, and compares the live tensors with it.
 
-All ranks refer to it or none does: its boxes are not those of the ranks. Rank 0 puts its rows into the index. A rank
-that finds its own part changed says so by not referring to it.
+Mostly it lies in the boxes that the ranks write, and each rank refers to its own shard. That of a base, or a restored
+one, may lie in other boxes: all ranks refer to it or none does, and rank 0 puts its rows into the index. In both cases
+a rank that finds its own part changed says so by not referring to it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,13 +10,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from raycheck.bucket.format.index import Chunk, Index, Tensor
+from raycheck.bucket.assembly.save_report import Reference
+from raycheck.bucket.format.index import Index, Tensor
 from raycheck.bucket.format.manifest import Component
 from raycheck.bucket.format.object_keys import component_prefix
 from raycheck.bucket.protocol.sharing.base_run import WantedTensor, numbers_in
 from raycheck.bucket.store import Store
 from raycheck.transfer.read.reader import read_into
 from raycheck.transfer.stage.local_box import LocalBox, Place, as_bytes
+from raycheck.transfer.stage.shard import IndexRows, Shard
 from raycheck.transfer.tensor_digest import Digest, are_equal, digests
 
 PIECE_BYTES = 64 * 1024 * 1024
@@ -24,20 +27,25 @@ Forms = frozenset[tuple[str, str, tuple[int, ...]]]
 """Name, dtype and shape of tensors."""
 
 
+NO_ROWS: IndexRows = ((), ())
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferredComponent:
-    """Describes a component that is referred to, not uploaded.
+    """A component that the bucket has, and what this rank had of it then.
 
-    record: its record in the manifest. tensors, chunks: its rows of the index; a chunk refers to its tensor by the
-    number among these. forms: what this rank has of it. digests: those of this rank's boxes, by name, when they were
-    known to hold what the component holds.
+    reference: what is reported of it. digests: those of this rank's boxes, by name, when they held what the component
+    holds. Where it lies in this rank's boxes: shard: this rank's own. boxes: those that this shard holds, as they were
+    passed to the last save. Where it lies in others: rows: all that the index has of it. forms: what this rank has of
+    it.
     """
 
-    record: Component
-    tensors: tuple[Tensor, ...]
-    chunks: tuple[Chunk, ...]
-    forms: Forms
+    reference: Reference
     digests: Mapping[str, Digest]
+    shard: Shard | None = None
+    boxes: Sequence[LocalBox] = ()
+    rows: IndexRows = NO_ROWS
+    forms: Forms = frozenset()
 
     @classmethod
     def of(
@@ -49,30 +57,53 @@ class ReferredComponent:
     ) -> "ReferredComponent":
         """Take a component of another run, under this rank's own names. boxes: all of its component, of one rank."""
         numbers = numbers_in(index, record.name)
-        tensors: list[Tensor] = []
-        chunks: list[Chunk] = []
-        for box in boxes:
-            number = _number(numbers, box)
-            for name, path in places_of(box):
-                chunks += (replace(chunk, tensor=len(tensors)) for chunk in index.chunks_of(number))
-                tensors.append(replace(index.tensors[number], name=name, path=path))
-        return cls(record=record, tensors=tuple(tensors), chunks=tuple(chunks), forms=forms_of(boxes), digests=found)
+        renamed = [
+            (number, replace(index.tensors[number], name=name, path=path))
+            for box in boxes
+            for number in [_number(numbers, box)]
+            for name, path in places_of(box)
+        ]
+        return cls._whole(record, index, renamed, forms_of(boxes), found)
 
     @classmethod
     def restored(
         cls, record: Component, index: Index, forms: Forms, found: Mapping[str, Digest]
     ) -> "ReferredComponent | None":
         """Take a component of a checkpoint that was restored. Returns None unless this rank has exactly its tensors."""
-        numbers = sorted(numbers_in(index, record.name).values())
-        tensors = tuple(index.tensors[number] for number in numbers)
-        if forms != {(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors}:
+        tensors = [(number, index.tensors[number]) for number in sorted(numbers_in(index, record.name).values())]
+        if forms != {(tensor.name, tensor.dtype, tensor.shape) for _, tensor in tensors}:
             return None
-        chunks = (replace(chunk, tensor=new) for new, number in enumerate(numbers) for chunk in index.chunks_of(number))
-        return cls(record=record, tensors=tensors, chunks=tuple(chunks), forms=forms, digests=found)
+        return cls._whole(record, index, tensors, forms, found)
 
-    def is_unchanged(self, forms: Forms, found: Mapping[str, Digest], num_boxes: int) -> bool:
-        """Return whether this rank still has what the component holds. found: the digests of its `num_boxes` boxes."""
-        return forms == self.forms and len(found) == num_boxes and are_equal(self.digests, found)
+    @classmethod
+    def _whole(
+        cls,
+        record: Component,
+        index: Index,
+        tensors: Sequence[tuple[int, Tensor]],
+        forms: Forms,
+        found: Mapping[str, Digest],
+    ) -> "ReferredComponent":
+        """tensors: each with its number in the index."""
+        chunks = (replace(chunk, tensor=new) for new, (old, _) in enumerate(tensors) for chunk in index.chunks_of(old))
+        reference = Reference(name=record.name, checkpoint=record.checkpoint, record=record)
+        rows = tuple(tensor for _, tensor in tensors), tuple(chunks)
+        return cls(reference=reference, digests=found, rows=rows, forms=forms)
+
+    def has_layout(self, rows: IndexRows) -> bool:
+        """Return whether this rank's own shard has exactly these rows, apart from the checksums."""
+        if self.shard is None:
+            return False
+        tensors, chunks = rows
+        return tensors == self.shard.tensors and chunks == tuple(replace(c, crcs=()) for c in self.shard.chunks)
+
+    def has(self, boxes: Sequence[LocalBox], found: Mapping[str, Digest]) -> bool:
+        """Return whether the component holds what is live in these boxes of this rank. found: their digests."""
+        return len(found) == len(boxes) and are_equal(self.digests, found)
+
+    def at(self, checkpoint: str) -> "ReferredComponent":
+        """Return it as it lies in the directory of this checkpoint."""
+        return replace(self, reference=replace(self.reference, checkpoint=checkpoint))
 
 
 def places_of(box: LocalBox) -> tuple[Place, ...]:

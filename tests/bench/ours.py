@@ -67,7 +67,7 @@ class Ours:
             save=self._saves,
             progress=Progress(step=self._saves),
             shards=uploaded.records,
-            kept=uploaded.kept,
+            references=uploaded.references,
             section=uploaded.section,
         )
         made = assemble(self.store, [report], self._plans)

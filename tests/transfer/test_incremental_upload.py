@@ -27,7 +27,7 @@ from raycheck.state.train_state import TrainState
 from raycheck.transfer.incremental_upload import RestoredShards, frozen_component
 from raycheck.transfer.stage.local_box import TRAIN
 from raycheck.transfer.tensor_digest import digests, weighted_sums
-from tests.support.processes.save_without_ray import agreed, claimed, committed, upload
+from tests.support.processes.save_without_ray import agreed, claimed, committed, places, upload
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"
@@ -367,7 +367,7 @@ def test_what_the_head_does_not_have_is_copied(files: Store) -> None:
     state.components.forget()
     second = ranks.save()
     kept = state.components._known[BASE]
-    state.components._known[BASE] = replace(kept, checkpoint=first.entry.key)
+    state.components._known[BASE] = kept.at(first.entry.key)
     third = ranks.save()
 
     assert place_of(second) == second.entry.key
@@ -465,7 +465,7 @@ def test_what_another_object_changes_while_it_is_restored_is_not_taken_for_what_
     first = committed(files, name, [upload(files, state.stage(Progress(step=1)), name=name)], progress=Progress(step=1))
     state.apply(first)
 
-    assert state.stage(Progress(step=2)).places == {}
+    assert places(state.stage(Progress(step=2))) == {}
 
 
 def test_models_change_apart_from_each_other(files: Store) -> None:
@@ -534,8 +534,8 @@ def test_what_a_save_has_kept_is_known_to_lie_where_that_save_says(files: Store)
     state.components.committed(other, {TRAIN: "x", BASE: "step-000000002-a1-s2"})
     state.components.committed(kept, {TRAIN: "x", BASE: first.entry.key})
 
-    assert kept.places == {BASE: first.entry.key}
-    assert state.stage(Progress(step=4)).places == {BASE: first.entry.key}
+    assert places(kept) == {BASE: first.entry.key}
+    assert places(state.stage(Progress(step=4))) == {BASE: first.entry.key}
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer.0", "ünï", "a/b.c d", "x" * 300])

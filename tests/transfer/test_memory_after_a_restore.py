@@ -114,7 +114,6 @@ class Group:
                 save=0,
                 progress=Progress(step=step),
                 shards=staged.records,
-                kept=staged.places,
                 references=staged.references,
                 section=Section.of(staged.section()),
                 is_in_memory=True,

@@ -11,7 +11,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import Store
 from raycheck.errors import StateMismatchError
 from raycheck.state.train_state import TrainState
-from tests.support.processes.save_without_ray import restore_state, save_state
+from tests.support.processes.save_without_ray import places, restore_state, save_state
 
 SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "expanded rows": lambda base: base[:6].view(1, 6).expand(4, 6),
@@ -144,4 +144,4 @@ def test_a_frozen_buffer_on_a_shared_memory_is_referred_to_when_it_has_not_chang
     state.apply(checkpoint)
 
     assert torch.equal(two.fixed, one.fixed)
-    assert state.stage(Progress(step=2)).places == {"model.frozen": checkpoint.entry.key}
+    assert places(state.stage(Progress(step=2))) == {"model.frozen": checkpoint.entry.key}

@@ -29,7 +29,7 @@ from raycheck.errors import CorruptError, SaveFailedError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:
-    """Holds what makes the ranks' shards a checkpoint.
+    """What makes the ranks' shards a checkpoint.
 
     documents: the bytes of manifest, index and `.metadata` by key, all to be written before the commit. has_copies:
     ranks wrote a box twice, or digested it in two ways, so they should agree on it anew. drift: which replicas
@@ -43,7 +43,7 @@ class Assembled:
 
     @property
     def manifest_bytes(self) -> bytes:
-        """Returns the bytes of the manifest, whose checksum the commit notes."""
+        """Return the bytes of the manifest, whose checksum the commit records."""
         return self.documents[object_keys.manifest_key(self.manifest.key)]
 
 
@@ -66,15 +66,15 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> Asse
     sections = [report.section for report in reports if report.section is not None]
     assert len(sections) == len(reports), "a report without a failure has a section"
     replicas = plans.replicas(sections)
-    references = _references(reports)
-    written = {shard.component for report in reports for shard in report.shards}
-    merged = plans.merge(sections, sorted(written | references.keys()))
+    whole = _whole_components(reports)
+    in_shards = {shard.component for report in reports for shard in report.shards}
+    merged = plans.merge(sections, sorted(in_shards | whole.keys()))
     names = plans.replica_names
     found = with_copies(differences(replicas, names), merged.differing_copies(sections), replicas, names)
     _refuse_drift(reports, found)
     _refuse_holes(name, merged.holes)
     components = [
-        references.get(component) or _component(store, reports, component, blob, plans)
+        whole.get(component) or _component(store, reports, component, blob, plans)
         for component, (_, blob) in merged.metadata.items()
     ]
     index = merged.index_bytes(sections)
@@ -151,17 +151,17 @@ def _refuse_holes(name: str, holes: Sequence[str]) -> None:
         )
 
 
-def _references(reports: Sequence[Report]) -> dict[str, Component]:
-    """Return the components of which no rank has uploaded anything, by name.
+def _whole_components(reports: Sequence[Report]) -> dict[str, Component]:
+    """Return the components to which all ranks refer in other boxes than their own, by name.
 
     Rank 0 has their rows. Raises SaveFailedError when another rank refers to one that rank 0 does not, or has shards of
     one: what has changed on a rank must never give way to what the component holds.
     """
     first = reports[0].references
-    found = {component.name: component for component in first}
+    found = {reference.name: reference.record for reference in first if reference.record is not None}
     for report in reports:
         odd = {shard.component for shard in report.shards} & found.keys()
-        odd |= {component.name for component in report.references if component not in first}
+        odd |= {other.name for other in report.references if other.record is not None and other not in first}
         if odd:
             raise SaveFailedError(
                 f"{report.checkpoint}: {min(odd)} has changed on some ranks only since it was found in the bucket; the "
@@ -171,28 +171,29 @@ def _references(reports: Sequence[Report]) -> dict[str, Component]:
 
 
 def _component(store: Store, reports: Sequence[Report], name: str, metadata: Blob, plans: PlanCache) -> Component:
-    """Make one component of the manifest. metadata: the record of its `.metadata`.
+    """Make one component, which lies in the ranks' boxes, of the manifest. metadata: the record of its `.metadata`.
 
-    When no rank has uploaded a shard of it, and the head's manifest has exactly this component, it is referred to. Else
-    the shards that some ranks did not upload again are copied to where the others have written.
+    When all ranks refer to it, and the head's manifest has exactly this component, it is referred to. Else the shards
+    of the ranks that do so are copied to where the others have written: these ranks could not know, when they staged,
+    that it had changed elsewhere, and what they staged then is all that a save may take from them.
     """
     checkpoint = reports[0].checkpoint
     held = {report.rank: (report, shard) for report in reports for shard in report.shards if shard.component == name}
     here = Component(
         name=name, checkpoint=checkpoint, metadata=metadata, shards=tuple(shard for _, shard in held.values())
     )
-    places = {report.kept.get(name, checkpoint) for report, _ in held.values()}
-    there = replace(here, checkpoint=min(places))
-    if len(places) == 1 and there != here and _is_in_head(store, there, plans):
+    places = {rank: report.place_of(name) for rank, (report, _) in held.items()}
+    there = replace(here, checkpoint=min(places.values()))
+    if len(set(places.values())) == 1 and there != here and _is_in_head(store, there, plans):
         return there
+    elsewhere = {rank: place for rank, place in places.items() if place != checkpoint}
+    if elsewhere and reports[0].is_in_memory:
+        raise SaveFailedError(f"{checkpoint}: {name} is not what the bucket's newest checkpoint has")
     jobs = []
-    for rank, (report, shard) in held.items():
-        if name in report.kept and report.is_in_memory:
-            raise SaveFailedError(f"{checkpoint}: {name} is not what the bucket's newest checkpoint has")
-        if name in report.kept:
-            key, new_key = (object_keys.shard_key(at, name, rank) for at in (report.kept[name], checkpoint))
-            jobs.append(Job(key=key, new_key=new_key, record=shard))
-    copy_objects(store, store, min(places), jobs)
+    for rank, place in elsewhere.items():
+        key, new_key = (object_keys.shard_key(at, name, rank) for at in (place, checkpoint))
+        jobs.append(Job(key=key, new_key=new_key, record=held[rank][1]))
+    copy_objects(store, store, there.checkpoint, jobs)
     return here
 
 

@@ -14,17 +14,30 @@ SAVE_ALIKE = "every rank must call end_step and save equally often"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """Holds what one rank hands in when its shards are durable, or why they are not (`failure`).
+class Reference:
+    """A component of which a rank uploads nothing, since the bucket has it as this rank has it now.
 
-    kept: for each component whose shard was not uploaded again, the checkpoint in which that shard lies.
-    references: the components of which no rank uploads anything; rank 0 has their rows in its section. section: the
-    rank's part of the index. blocked_s, staged_s, upload_s: see RankRecord. tasks: what is done with the checkpoint
-    after its commit, by name, in rank 0's report: an export, or a function as bytes. node: the node on which the rank
-    runs. restored_from, partial, trained_s, began_at, is_rolling, is_by_notice, settings, replaces: see Manifest.
-    is_in_memory: the shards lie in the node's memory, for a memory checkpoint. label: the name, the note and the expiry
-    that the save gives its checkpoint. keeps_drift: replicas that differ do not fail the save, as the first holder's
-    are written.
+    checkpoint: the checkpoint whose directory holds it. record: None when it lies in the boxes that the ranks write:
+    each of them refers to its own shard, and reports the shard's rows. Else its record in the manifest: it lies in
+    other boxes, all ranks refer to it or none does, and rank 0 reports its rows.
+    """
+
+    name: str
+    checkpoint: str
+    record: Component | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What one rank reports when its shards are durable, or why they are not (`failure`).
+
+    shards: those that it has uploaded, and its own shards of components that it refers to. references: what it refers
+    to. section: the rank's part of the index. blocked_s, staged_s, upload_s: see RankRecord. tasks: what is done with
+    the checkpoint after its commit, by name, in rank 0's report: an export, or a function as bytes. node: the node on
+    which the rank runs. restored_from, partial, trained_s, began_at, is_rolling, is_by_notice, settings, replaces: see
+    Manifest. is_in_memory: the shards lie in the node's memory, for a memory checkpoint. label: the name, the note and
+    the expiry that the save gives its checkpoint. keeps_drift: replicas that differ do not fail the save, as the first
+    holder's are written.
     """
 
     group: str
@@ -35,8 +48,7 @@ class Report:
     progress: Progress
     failure: str = ""
     shards: tuple[ShardRecord, ...] = ()
-    kept: Mapping[str, str] = field(default_factory=dict)
-    references: tuple[Component, ...] = ()
+    references: tuple[Reference, ...] = ()
     section: Section | None = None
     restored_from: str | None = None
     partial: tuple[str, ...] = ()
@@ -59,10 +71,14 @@ class Report:
 
     @property
     def checkpoint(self) -> str:
-        """Returns the name of the checkpoint that this save will become."""
+        """Return the name of the checkpoint that this save will become."""
         return str(CheckpointName(step=self.progress.step, attempt=self.attempt, save=self.save))
 
     @property
     def written(self) -> tuple[ShardRecord, ...]:
-        """Returns the shards that were uploaded."""
-        return tuple(shard for shard in self.shards if shard.component not in self.kept)
+        """Return the shards that were uploaded."""
+        return tuple(shard for shard in self.shards if self.place_of(shard.component) == self.checkpoint)
+
+    def place_of(self, component: str) -> str:
+        """Return the checkpoint whose directory holds this rank's shard of a component."""
+        return next((found.checkpoint for found in self.references if found.name == component), self.checkpoint)

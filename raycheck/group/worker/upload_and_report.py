@@ -65,7 +65,7 @@ class Uploader:
                 report = replace(report, blocked_s=blocked_s, staged_s=blocked_s)
             section = Section.of(staged.section(), staged.replica_digests())
             is_known = section.hashes == self._known
-            report = replace(report, shards=staged.records, kept=staged.places, references=staged.references)
+            report = replace(report, shards=staged.records, references=staged.references)
             report = replace(report, section=section.without_plan() if is_known else section)
         except Exception as error:  # noqa: BLE001  whatever it was, the other ranks must not wait for this one (I9)
             self.refusal = str(error) if isinstance(error, ConfigError | DeniedError) else ""

@@ -30,7 +30,7 @@ from raycheck.state.train_state import TrainState
 from raycheck.transfer.stage.local_box import TRAIN
 from tests.support.frameworks import fsdp_training
 from tests.support.processes.gloo_ranks import Ranks, mesh_of
-from tests.support.processes.save_without_ray import agreed, restore_state, save, save_state
+from tests.support.processes.save_without_ray import agreed, places, restore_state, save, save_state
 from tests.support.samples.parallel_shapes import Tied
 
 no_group = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
@@ -263,7 +263,7 @@ def test_a_frozen_module_on_meta_is_restored_and_referred_to_by_the_next_save(me
 
     assert_same(second["base"], first["base"])
     assert not any(parameter.requires_grad for parameter in second["base"].parameters())
-    assert set(state.stage(Progress(step=2)).places.values()) == {checkpoint.entry.key}
+    assert set(places(state.stage(Progress(step=2))).values()) == {checkpoint.entry.key}
 
 
 def sharded(world_size: int, *, seed: int, is_meta: bool) -> dict[str, Any]:

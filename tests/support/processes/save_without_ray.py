@@ -1,13 +1,13 @@
 """Makes a committed checkpoint of staged shards, as the workers and the coordinator do, but without Ray."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from raycheck.bucket.assembly.assemble import assemble
 from raycheck.bucket.assembly.plan_cache import PlanCache, Section
 from raycheck.bucket.assembly.replica_agreement import agree
-from raycheck.bucket.assembly.save_report import Report
+from raycheck.bucket.assembly.save_report import Reference, Report
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.manifest import ShardRecord
 from raycheck.bucket.format.progress import Progress
@@ -30,10 +30,10 @@ ME = Identity(owner="driver", coordinator="coordinator")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Uploaded:
-    """Holds what a rank reports: its shards' records, the checkpoint of each shard it kept, and its section of the index."""
+    """What a rank reports: its shards' records, what it refers to, and its section of the index."""
 
     records: tuple[ShardRecord, ...]
-    kept: Mapping[str, str]
+    references: tuple[Reference, ...]
     section: Section
 
 
@@ -48,8 +48,15 @@ def upload(store: Store, staged: StagedState, *, name: str) -> Uploaded:
     """Do one rank's part of a save, whose shards are durable when it returns."""
     staged.upload(store, name)
     return Uploaded(
-        records=staged.records, kept=staged.places, section=Section.of(staged.section(), staged.replica_digests())
+        records=staged.records,
+        references=staged.references,
+        section=Section.of(staged.section(), staged.replica_digests()),
     )
+
+
+def places(staged: StagedState) -> dict[str, str]:
+    """Return the checkpoint that has each component to which this save refers."""
+    return {reference.name: reference.checkpoint for reference in staged.references}
 
 
 def committed(
@@ -104,7 +111,7 @@ def conclude(
             save=parsed.save,
             progress=progress,
             shards=item.records,
-            kept=item.kept,
+            references=item.references,
             section=item.section,
             metrics=metrics or {},
             keeps_drift=keeps_drift,
