@@ -1,7 +1,7 @@
-"""Restores on all ranks together: a restore is over when every rank is through with it.
+"""Claim the run, and restore it on all ranks together: a restore is over when every rank has completed it.
 
 When one rank finds the checkpoint damaged, all of them go back to the one before it. That decision is written into
-`latest` before anybody trains on (step 26). This is the ranks' side; the coordinator's is in rendezvous.py.
+`latest` before any rank trains (step 26). This is the ranks' side; the coordinator's is in coordinator/actor.py.
 """
 
 import time
@@ -36,7 +36,7 @@ from raycheck.state.train_state import TrainState
 NODE_CHECKS_S = 60.0
 """How long the ranks that have nothing to check wait for the others before a driver's first claim."""
 RESTORE_TIMEOUT_S = 3600.0
-"""How much later than the first rank the last one may be through."""
+"""How much later than the first rank the last one may complete its restore."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,14 +251,8 @@ def _arrival(done: Restored, seconds: float) -> Arrival:
 
 def _decision_on(group: Group, mine: RankRestore) -> RestoreDecision:
     """Report how this rank's restore ended, and wait for the decision that all ranks are told."""
-    what = mine.what
     decision: RestoreDecision = ask_until_decided(
-        group,
-        "restored",
-        mine,
-        deadline=time.monotonic() + RESTORE_TIMEOUT_S,
-        what=what,
-        late=lambda missing: StoreError(f"rank {group.rank}: {what}: {missing} within {RESTORE_TIMEOUT_S:.0f} s"),
+        group, "restored", mine, deadline=time.monotonic() + RESTORE_TIMEOUT_S, what=mine.what
     )
     return decision
 
