@@ -6,7 +6,7 @@ list was evicted, and the reader starts again with the head. One that is still l
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -46,13 +46,14 @@ class Checkpoint:
 
     entry: its entry in `latest`. documents: its manifest and index as another rank has read them, whose checksums are
     checked here too; None: they are read from the store. shards: where the bytes of its shards are read; None: from the
-    store.
+    store. parsed: its manifest and index, if they have been read and checked already.
     """
 
     store: Store
     entry: Entry
     documents: Documents | None = None
     shards: RangeReader | None = None
+    parsed: tuple[Manifest, Index] | None = None
 
     @property
     def step(self) -> int:
@@ -90,11 +91,21 @@ class Checkpoint:
         )
         return Documents(manifest=manifest, index=index)
 
+    def read_once(self) -> "Checkpoint":
+        """Read manifest and index. Return the checkpoint with them: nothing reads or checks them a second time.
+
+        Raises the errors of read_index.
+        """
+        manifest = self.read_manifest()
+        return replace(self, parsed=(manifest, self.read_index(manifest)))
+
     def read_manifest(self) -> Manifest:
         """Read the manifest and check it against the checksum in `latest`.
 
         Raises DamagedError, or NotFoundError when the checkpoint was evicted.
         """
+        if self.parsed is not None:
+            return self.parsed[0]
         return self.parse_manifest(self.read_manifest_bytes())
 
     def parse_manifest(self, data: bytes) -> Manifest:
@@ -118,6 +129,8 @@ class Checkpoint:
         values: False leaves out the values, for callers that need only the tensors' places. Raises the errors of
         read_manifest, and CorruptError when it names a component that the manifest does not.
         """
+        if self.parsed is not None:
+            return self.parsed[1]
         key = object_keys.index_key(self.entry.key)
         given = self.documents.index if self.documents else None
         size, crc = manifest.index.size_bytes, manifest.index.crc32

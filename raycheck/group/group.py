@@ -20,6 +20,7 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import ConfigError, FencedError, NotFoundError, RaycheckError, StoreError, SupersededError
 from raycheck.group.coordinator.messages import Holder, Pending, RankFailure
+from raycheck.group.coordinator.rendezvous import WAIT_S
 from raycheck.group.ports import NodeSink, NoNodeSink, Reporter
 from raycheck.host import host
 from raycheck.settings import Retention
@@ -173,21 +174,30 @@ def alone() -> Alone:
 
 
 def ask_until_decided(
-    group: Group, method: str, *args: Any, deadline: float, what: str, late: Callable[[str], RaycheckError]
+    group: Group,
+    method: str,
+    *args: Any,
+    deadline: float,
+    what: str,
+    late: Callable[[str], RaycheckError] | None = None,
 ) -> Any:
     """Call a coordinator method that all ranks call, until it answers with the decision for all of them.
 
     deadline: by time.monotonic(). what: names the call in errors. late: makes the error that is raised at the deadline,
-    from the text that names the missing ranks. Raises StoreError when the coordinator does not answer at all.
+    from the text that names the missing ranks; by default a StoreError. Raises StoreError when the coordinator does not
+    answer at all.
     """
+    within_s = deadline - time.monotonic()
     while True:
         left = max(1.0, deadline - time.monotonic())
         # The coordinator waits for half of it, so that there is time left for an answer that names the missing ranks.
-        answer = group.ask(method, *args, left / 2, timeout_s=left, what=what)
+        answer = group.ask(method, *args, min(WAIT_S, left / 2), timeout_s=left, what=what)
         if not isinstance(answer, Pending):
             return answer
         if time.monotonic() > deadline:
-            raise late(answer.message)
+            if late is not None:
+                raise late(answer.message)
+            raise StoreError(f"rank {group.rank}: {what}: {answer.message} within {within_s:.0f} s")
 
 
 def same(value: Any) -> Any:

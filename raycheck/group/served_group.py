@@ -22,7 +22,6 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from raycheck.bucket.protocol.resume import Fork, Resume, parse_resume
 from raycheck.errors import ConfigError, RaycheckError, StoreError
 from raycheck.group.coordinator.actor import Coordinator
 from raycheck.group.group import Group, same
@@ -39,26 +38,22 @@ CALLS = 8
 """How many calls of one rank may be in progress at a time."""
 
 
-def torchrun_group(uri: str, *, resume: str | int = "auto") -> Group:
+def torchrun_group(uri: str) -> Group:
     """Return this rank's place in the group of torch.distributed, for a training that torchrun starts without Ray.
 
     All ranks call it, after init_process_group; rank 0's process runs the coordinator. uri: the run's root, such as
-    "s3://bucket/runs/my-run". resume: as for `fit`, but not another run's URI. Raises ConfigError for such a URI, and
-    if torch.distributed is not initialized.
+    "s3://bucket/runs/my-run". Raises ConfigError if torch.distributed is not initialized.
     """
     if not dist.is_initialized():
         raise ConfigError(
             "torchrun_group: torch.distributed is not initialized; call torch.distributed.init_process_group first, "
             "and start the script by torchrun"
         )
-    wish = parse_resume(resume)
-    if isinstance(wish, Fork):
-        raise ConfigError(f"torchrun_group(resume={resume!r}): only fit and ActorCheckpointer begin from another run")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank == 0 and _meets_by_old_addresses():
         logger.warning(event(OLD_ADDRESSES, run=uri))
     broadcast = _broadcast() if world_size > 1 else same
-    id_, served = broadcast((uuid4().hex[:16], serve(uri, wish)) if rank == 0 else None)
+    id_, served = broadcast((uuid4().hex[:16], serve(uri)) if rank == 0 else None)
     return ServedGroup(
         id=id_,
         uri=uri,
@@ -167,11 +162,11 @@ class OfRankZero:
         return _functions[self.group, self.name](*args)
 
 
-def serve(uri: str, resume: Resume) -> Served:
+def serve(uri: str) -> Served:
     """Start a coordinator in threads of this process, which end with it. Return where the ranks reach it."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="raycheck-coordinator", daemon=True).start()
-    caller = _Caller(Coordinator(uri, uuid4().hex[:16], resume), loop)
+    caller = _Caller(Coordinator(uri, uuid4().hex[:16]), loop)
 
     class Serving(BaseManager):
         """A separate class for each coordinator: what is registered belongs to the class."""

@@ -12,9 +12,9 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raycheck.bucket.protocol.resume import Fork, Resume, parse_resume
+from raycheck.bucket.protocol.resume import AUTO, Resume
 from raycheck.bucket.reading import RangeReader
-from raycheck.errors import ConfigError, StoreError
+from raycheck.errors import StoreError
 from raycheck.group.coordinator.actor import Coordinator
 from raycheck.group.coordinator.messages import Holder
 from raycheck.group.group import RANK_UPLOADS, Group, same
@@ -127,20 +127,16 @@ def group_of_ray_train() -> RayGroup:
     )
 
 
-def start_coordinator(uri: str, *, owner: str, resume: str | int | Resume = "auto", suffix: str = "") -> Any:
+def start_coordinator(uri: str, *, owner: str, resume: Resume = AUTO, suffix: str = "") -> Any:
     """Start the coordinator actor for the run at `uri`. Return its handle; the actor ends with the calling process.
 
     It is pinned to this node, so that it is not on a preemptible node unless the driver is. owner: the id of the driver
-    that owns the run. resume: see `fit`; but another run's URI is refused with a ConfigError. suffix: makes the actor's
-    name differ from that of an earlier coordinator of the same owner that is just ending.
+    that owns the run. resume: what that driver's own `resume` argument means; by default, `Checkpointer.restore` says
+    where to begin. suffix: makes the actor's name differ from that of an earlier coordinator of the same owner that is
+    just ending.
     """
     root = hashlib.blake2b(uri.encode(), digest_size=8).hexdigest()
     job = ray.get_runtime_context().get_job_id()
-    wish = resume if isinstance(resume, Resume) else parse_resume(resume)
-    if isinstance(wish, Fork):
-        raise ConfigError(
-            f"start_coordinator(resume={resume!r}): only fit and ActorCheckpointer begin from another run"
-        )
     actor: Any = ray.remote(Coordinator)
     return actor.options(
         name=f"raycheck:{job}:{root}:{owner}{suffix}",
@@ -148,4 +144,4 @@ def start_coordinator(uri: str, *, owner: str, resume: str | int | Resume = "aut
         max_restarts=-1,
         max_concurrency=4096,
         scheduling_strategy=NodeAffinitySchedulingStrategy(this_node(), soft=False),
-    ).remote(uri, owner, wish, RayCluster())
+    ).remote(uri, owner, resume, RayCluster())

@@ -107,23 +107,22 @@ class Preview:
             partial=manifest.partial,
             **asdict(progress),
         )
-        return here if here.keeps_position(selection) else here.at_step_0()
+        return here if here.will_restore("progress") else replace(here, **asdict(Progress()))
 
-    def keeps_position(self, selection: Selection) -> bool:
-        """Return whether a restore of this selection resumes at the step where training stopped.
+    def will_restore(self, name: str) -> bool:
+        """Return whether the next `restore` takes the entry `name`, if the checkpoint has it."""
+        return not self.is_fresh and self._takes(name, self.selection)
 
-        This includes a checkpoint that descends from the same selection: a partial restore is done once, and afterwards
-        everything is restored.
+    def _takes(self, name: str, selection: Selection) -> bool:
+        """Return whether a restore of this selection takes an entry.
+
+        A selection is applied once: a checkpoint that descends from it is restored whole.
         """
-        return str(selection) in self.partial or selection.takes("progress")
-
-    def at_step_0(self) -> "Preview":
-        """Return the preview of a restore that leaves the step count out."""
-        return replace(self, **asdict(Progress()))
+        return str(selection) in self.partial or selection.takes(name)
 
     def check(self, selection: Selection) -> None:
         """Raise ConfigError when a restore of `selection` would lead to another step than this preview shows."""
-        if not self.is_fresh and self.keeps_position(selection) != self.keeps_position(self.selection):
+        if not self.is_fresh and self._takes("progress", selection) != self.will_restore("progress"):
             raise ConfigError(
                 f"peek() returned step {self.step}, but this restore would lead to another step: one of them "
                 'takes "progress" and the other does not. Call peek() with the same only and skip'

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import raycheck
-from raycheck.bucket.protocol.resume import AUTO
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError, RaycheckError, StoreError
 from raycheck.group.coordinator.messages import RankFailure
@@ -19,14 +18,14 @@ from tests.support.processes.gloo_ranks import Ranks
 from tests.support.samples import hf_models
 
 
-def train(rank: int, world_size: int, uri: str) -> tuple[int, list[Any]]:
+def train(rank: int, world_size: int, uri: str, at_step: int | None = None) -> tuple[int, list[Any]]:
     """Returns the restored step, and what `peek` says that each rank had saved."""
     group = raycheck.torchrun_group(uri)
     assert (group.rank, group.world_size, group.is_first_on_node) == (rank, world_size, rank == 0)
     torch.manual_seed(0)
     state = {"model": torch.nn.Linear(2, 1), "own": raycheck.PerRank({"rank": rank})}
     with raycheck.Checkpointer(state, raycheck.SaveSettings(every_steps=2, every_s=60), group=group) as ckpt:
-        saved = [own["own"] for own in ckpt.peek().rank_values]
+        saved = [own["own"] for own in ckpt.peek(at=at_step).rank_values]
         at = ckpt.restore()
         for _ in range(3):
             ckpt.end_step()
@@ -40,7 +39,8 @@ def test_two_ranks_save_and_one_goes_on(pair: Ranks, tmp_path: Path) -> None:
     assert pair.run(train, 2, uri) == [(0, [])] * 2
     assert pair.run(train, 1, uri) == [(3, [{"rank": 0}, {"rank": 1}])]
     assert pair.run(train, 2, uri) == [(6, [{"rank": 0}])] * 2
-    assert assert_invariants(open_store(uri)).attempt.number == 3
+    assert pair.run(train, 2, uri, 3) == [(3, [{"rank": 0}, {"rank": 1}])] * 2
+    assert assert_invariants(open_store(uri)).attempt.number == 4
 
 
 def train_with_tasks(rank: int, world_size: int, uri: str) -> None:
@@ -111,7 +111,7 @@ def test_a_rank_whose_coordinator_is_gone_is_told_so() -> None:
 
 
 def test_a_rank_that_got_another_error_has_not_heard_of_a_failure() -> None:
-    served = serve(f"memory://{uuid4().hex}", AUTO)
+    served = serve(f"memory://{uuid4().hex}")
     first, second = (
         ServedGroup(id="group", uri="memory://run", rank=rank, world_size=2, coordinator=served) for rank in range(2)
     )
@@ -128,7 +128,7 @@ def test_a_rank_that_got_another_error_has_not_heard_of_a_failure() -> None:
 
 
 def test_who_does_not_know_the_key_is_not_answered() -> None:
-    served = serve("memory://run", AUTO)
+    served = serve("memory://run")
 
     with pytest.raises(AuthenticationError):
         place(Served(address=served.address, key=b"guessed")).ask("claim", "group", 2, timeout_s=20, what="claim")

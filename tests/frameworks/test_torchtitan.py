@@ -112,6 +112,9 @@ def test_a_killed_trainer_goes_on_to_the_last_bit_and_at_half_the_ranks(
     kept, expected = weights(hurt, 8, tmp_path / "x"), weights(whole, 8, tmp_path / "y")
     assert all(torch.equal(kept[name], expected[name]) for name in expected)
     assert [step for step, _ in read(other)] == list(range(restored + 1, 9))
+    back = tmp_path / "back.json"
+    run(assets, fewer, back, "--checkpoint.load_step", str(restored), ranks=1)
+    assert read(back) == read(other)
     assert assert_invariants(open_store(fewer)).entry(assert_invariants(open_store(fewer)).head).step == 8
 
 

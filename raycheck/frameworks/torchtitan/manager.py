@@ -109,9 +109,9 @@ class CheckpointManager(BaseCheckpointManager):
                 f"load(step={step}): set load_step in the Config instead, where it is {self._config.load_step}"
             )
         skip = self._config.exclude_from_loading
-        preview = self._checkpointer.peek(skip=skip)
-        takes_data = ENTRY not in skip or str(preview.selection) in preview.partial  # a selection is applied once
-        takes_data &= not preview.is_fresh
+        is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        preview = self._checkpointer.peek(at=None if step == -1 or is_restart else step, skip=skip)
+        takes_data = preview.will_restore(ENTRY)
         if takes_data:
             self._position.check([own[ENTRY] for own in preview.rank_values if ENTRY in own])
         at = self._checkpointer.restore(skip=skip)
@@ -212,5 +212,4 @@ def _group(config: CheckpointManager.Config, base_folder: str) -> Any:
         return None
     folder = config.folder
     uri = folder if filesystem.is_remote(folder) else Path(base_folder or ".", folder).absolute().as_uri()
-    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    return torchrun_group(uri, resume=config.load_step if config.load_step != -1 and is_first else "auto")
+    return torchrun_group(uri)

@@ -46,14 +46,12 @@ from raycheck.group.coordinator.messages import (
 )
 from raycheck.group.coordinator.node_agents import NodeAgents
 from raycheck.group.coordinator.protocol_calls import ProtocolCalls
-from raycheck.group.coordinator.rendezvous import Kind, Rendezvous, RendezvousTable
+from raycheck.group.coordinator.rendezvous import WAIT_S, Kind, Rendezvous, RendezvousTable
 from raycheck.group.coordinator.requested_saves import RequestedSaves
 from raycheck.group.coordinator.run_log import RunLog
 from raycheck.log import event, logger, show_log
 from raycheck.settings import HFExport
 
-WAIT_S = 10.0
-"""How long a rank's call waits for the decision before it is answered with `Pending` and repeated."""
 LAST_COMMITS_S = 30.0
 """How long a claim waits for commits of the previous attempt."""
 LAST_UPLOADS_S = 120.0
@@ -126,7 +124,7 @@ class Coordinator:
             rendezvous: Rendezvous[None, None]
             rendezvous = self._table.meet(group, "claim", world_size=world_size, awaited="claimed")
             rendezvous.arrive(rank, None)
-            if rendezvous.is_open and rendezvous.is_complete:
+            if rendezvous.is_due:
                 rendezvous.decide(lambda _: None)
             if isinstance(pending := await rendezvous.answer(WAIT_S), Pending) and not self._claims:
                 return pending
@@ -158,46 +156,45 @@ class Coordinator:
         claim, group, key = self._claims[rank_restore.group], rank_restore.group, rank_restore.key
         kind: Kind = "peek" if rank_restore.is_peek else "restore"
         if not self._table.find(group, kind, key) and claim.entry and claim.entry.key != key:
-            return RestoreDecision(kind="again", claim=claim, message="found damaged before")
+            return RestoreDecision(claim=claim, message="found damaged before")
         awaited = "peeked at it" if rank_restore.is_peek else "restored it"
         rendezvous = self._table.meet(group, kind, key, world_size=rank_restore.world_size, awaited=awaited)
         self._judge(rank_restore, rendezvous)
         self._refuse_mixed(group)
-        return await rendezvous.answer(min(WAIT_S, patience_s))
+        return await rendezvous.answer(patience_s)
 
-    async def compare_data(self, mine: RankProof, patience_s: float = WAIT_S) -> list[SourceProof | None] | Pending:
+    async def compare_data(self, mine: RankProof, patience_s: float = WAIT_S) -> SourceProof | Pending | None:
         """Record what a rank knows about its data source, and wait a while for what applies to all ranks.
 
-        All ranks get the same answer, in a list, or the same ConfigError, which names the ranks whose data differ.
+        All ranks get the same answer, or the same ConfigError, which names the ranks whose data differ.
         """
         await self._adopt(mine.group)
         if mine.group in self._adopted:  # ranks that had an answer will not ask again
             if mine.stream is None:
-                return [None]
+                return None
             raise SupersededError("the coordinator was started again while the ranks compared their data; start again")
-        rendezvous: Rendezvous[RankProof, list[SourceProof | None]]
+        rendezvous: Rendezvous[RankProof, SourceProof | None]
         awaited = "read their samples"
         rendezvous = self._table.meet(mine.group, "data", world_size=mine.world_size, awaited=awaited)
-        if rendezvous.is_open:
-            rendezvous.arrive(mine.rank, mine)
-            if rendezvous.is_complete:
-                rendezvous.decide(lambda ranks: [agreed_data([(rank.stream, rank.proof) for rank in ranks])])
+        rendezvous.arrive(mine.rank, mine)
+        if rendezvous.is_due:
+            rendezvous.decide(lambda ranks: agreed_data([(rank.stream, rank.proof) for rank in ranks]))
         self._refuse_mixed(mine.group)
-        return await rendezvous.answer(min(WAIT_S, patience_s))
+        return await rendezvous.answer(patience_s)
 
     async def offer_base(self, wish: BaseWish, patience_s: float = WAIT_S) -> BaseAnswer | Pending:
         """Record what a rank wants from the base run, and wait a while for what the base offers to all ranks."""
         await self._adopt(wish.group)
         if wish.group in self._adopted:  # ranks that had an answer will not ask again
             return BaseAnswer(problem=STARTED_AGAIN)
-        return await self._base.offer(wish, min(WAIT_S, patience_s))
+        return await self._base.offer(wish, patience_s)
 
     async def match_base(self, match: BaseMatch, patience_s: float = WAIT_S) -> BaseAnswer | Pending:
         """Record the result of a rank's comparison with the base, and wait a while for what the run refers to."""
         await self._adopt(match.group)
         if match.group in self._adopted:
             return BaseAnswer(problem=STARTED_AGAIN)
-        return await self._base.match(match, min(WAIT_S, patience_s))
+        return await self._base.match(match, patience_s)
 
     async def agree(self, report: Report, holdings: Holdings, patience_s: float = WAIT_S) -> Agreement | Pending:
         """Record the checksums of a rank's replicas, and wait a while for the agreement before the save of `report`.
@@ -211,7 +208,7 @@ class Coordinator:
             rendezvous.fail(_save_failed(report, NOT_COMPARED))
         if rendezvous.is_open:
             self._compare(report, holdings, rendezvous)
-        return await rendezvous.answer(min(WAIT_S, patience_s))
+        return await rendezvous.answer(patience_s)
 
     async def report(self, report: Report, patience_s: float = WAIT_S) -> Outcome | PlanWanted | Pending:
         """Record a rank's report of its upload, and wait a while for the outcome of the save."""
@@ -221,7 +218,7 @@ class Coordinator:
                 self._agreement_of(report).fail(_save_failed(report, report.failure))
             if report.section is not None and not self._memory.plans.remember(report.section):
                 return PlanWanted()
-            return await self._memory.report(report, min(WAIT_S, patience_s))
+            return await self._memory.report(report, patience_s)
         if report.save <= self._adopted.get(report.group, 0):
             return await asyncio.to_thread(self._protocol.past_outcome, report)
         if report.section is not None and not self._plans.remember(report.section):
@@ -239,7 +236,7 @@ class Coordinator:
         rendezvous.arrive(report.rank, report)
         if rendezvous.is_open and (report.failure or rendezvous.is_complete):
             rendezvous.decide_later(self._conclude(dict(rendezvous.arrivals)))
-        outcome = await rendezvous.answer(min(WAIT_S, patience_s))
+        outcome = await rendezvous.answer(patience_s)
         if rendezvous.is_decided:
             self._node_agents.ended((report.group, report.save))
             self._table.forget_saves_before(report.group, report.save - 2)
@@ -286,9 +283,9 @@ class Coordinator:
         rendezvous: Rendezvous[None, None]
         rendezvous = self._table.meet(group, "end", world_size=world_size, awaited="come to the end of training")
         rendezvous.arrive(rank, None)
-        if rendezvous.is_open and rendezvous.is_complete:
+        if rendezvous.is_due:
             rendezvous.decide_later(asyncio.to_thread(self._protocol.finish, group))
-        return None if rank else await rendezvous.answer(min(WAIT_S, patience_s))
+        return None if rank else await rendezvous.answer(patience_s)
 
     async def heartbeat(self, group: str, message: HeartbeatMessage) -> bool:
         """Record how far rank 0 is. Return whether it should save soon, because somebody has requested a save."""
@@ -330,7 +327,7 @@ class Coordinator:
         rendezvous.arrive(rank_restore.rank, rank_restore.arrival)
         if not rendezvous.is_open:
             return
-        whose = f"rank {rank_restore.rank}: {'peek at' if rank_restore.is_peek else 'restore of'} {rank_restore.key}: "
+        whose = f"rank {rank_restore.rank}: {rank_restore.what}: "
         if rank_restore.failure:
             if self._is_from_memory(rank_restore):
                 self._memory.forget(f"{whose}{rank_restore.failure}")  # the next attempt does not meet it again
@@ -353,14 +350,13 @@ class Coordinator:
         claim = replace(claim, restore=entry, documents=documents, is_finished=False, refused=refused)
         self._memory.note_head(entry.key, entry.step)
         self._claims[rank_restore.group] = claim  # a rank that claims only now gets it too
-        return RestoreDecision(kind="again", claim=claim, message=problem)
+        return RestoreDecision(claim=claim, message=problem)
 
     def _go_on(self, rank_restore: RankRestore, arrivals: list[Arrival]) -> RestoreDecision:
         if rank_restore.is_peek:
-            return RestoreDecision(kind="done")
+            return RestoreDecision()
         claim = self._claims[rank_restore.group]
         return RestoreDecision(
-            kind="done",
             resume=self._run_log.resumed(
                 claim.entry,
                 arrivals,
@@ -378,7 +374,7 @@ class Coordinator:
         problem = f"rank {rank_restore.rank}: {rank_restore.damage}"
         self._memory.forget(f"{rank_restore.key} cannot be restored from memory: {problem}")
         claim = self._claims[rank_restore.group] = replace(self._claims[rank_restore.group], memory=None)
-        return RestoreDecision(kind="again", claim=claim, message=problem)
+        return RestoreDecision(claim=claim, message=problem)
 
     def _refuse_mixed(self, group: str) -> None:
         """Fail every rendezvous where some ranks peek and others restore: they would wait for each other."""
@@ -428,8 +424,8 @@ class Coordinator:
         """Step 12: take over the attempt at the first call of a group that this start of the actor does not know."""
         async with self._lock:
             if group not in self._claims and group not in self._adopted:
-                self._adopted[group] = await asyncio.to_thread(self._protocol.take_over, group)
-                if head := await asyncio.to_thread(self._protocol.head):
+                self._adopted[group], head = await asyncio.to_thread(self._protocol.take_over, group)
+                if head is not None:
                     self._memory.note_head(head.key, head.step)
 
     async def _finish_uploads(self, group: str) -> None:

@@ -36,7 +36,7 @@ class BaseCalls:
         awaited = "asked for the base"
         rendezvous = self._table.meet(wish.group, "base offer", world_size=wish.world_size, awaited=awaited)
         rendezvous.arrive(wish.rank, wish)
-        if rendezvous.is_open and rendezvous.is_complete:
+        if rendezvous.is_due:
             wishes = [rendezvous.arrivals[rank] for rank in sorted(rendezvous.arrivals)]
             rendezvous.decide_later(asyncio.to_thread(self._offer, wishes))
         return await rendezvous.answer(patience_s)
@@ -47,7 +47,7 @@ class BaseCalls:
         awaited = "compared the base"
         rendezvous = self._table.meet(match.group, "base match", world_size=match.world_size, awaited=awaited)
         rendezvous.arrive(match.rank, match)
-        if rendezvous.is_open and rendezvous.is_complete:
+        if rendezvous.is_due:
             matches = [rendezvous.arrivals[rank] for rank in sorted(rendezvous.arrivals)]
             rendezvous.decide_later(asyncio.to_thread(self._reserve, matches))
         return await rendezvous.answer(patience_s)

@@ -1,4 +1,4 @@
-"""The messages between the ranks and the coordinator: plain, frozen values that Ray pickles.
+"""The messages between the ranks and the coordinator: plain, frozen values, which are pickled on the way.
 
 A rank sends a `Report`, its holdings, a `RankRestore` or a `HeartbeatMessage`. It gets what all ranks get (an
 `Outcome`, an agreement, a `RestoreDecision`), or `Pending`, in which case it asks again.
@@ -65,8 +65,8 @@ class MemoryOffer:
 class Claim:
     """The answer to a claim: the attempt, and the one checkpoint that all its ranks restore.
 
-    attempt: its number. restore: the checkpoint; None to start fresh. documents: a list with Ray's reference to the
-    checkpoint's documents; empty when each rank has to read them from the bucket. claims: when the run's listed
+    attempt: its number. restore: the checkpoint; None to start fresh. documents: the checkpoint's, as `Group.fetch`
+    takes them; empty when each rank has to read them from the bucket. claims: when the run's listed
     attempts began, in unix seconds by the store's clock; this attempt's comes last. resume: what the end of the
     previous attempt cost, if nothing is restored; a restore gets it in its RestoreDecision. is_finished: the run had
     ended with that checkpoint. refused: newer checkpoints that a rank of this attempt has found damaged, each with the
@@ -153,6 +153,11 @@ class RankRestore:
     on_corrupt: OnCorrupt = "previous"
     is_peek: bool = False
 
+    @property
+    def what(self) -> str:
+        """Return in words what the rank did, for errors."""
+        return f"{'peek at' if self.is_peek else 'restore of'} {self.key}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankProof:
@@ -173,11 +178,10 @@ class RankProof:
 class RestoreDecision:
     """The answer to all ranks on whether their restore, or their peek, is over.
 
-    "done": all have succeeded; `resume` says what the end of the previous attempt cost. "again": restore the checkpoint
-    of `claim` instead; `message` says why.
+    claim: names the checkpoint to read instead, and `message` says why; None: all have succeeded. resume: what the end
+    of the previous attempt cost.
     """
 
-    kind: Literal["done", "again"]
     claim: Claim | None = None
     resume: ResumeRecord | None = None
     message: str = ""

@@ -131,21 +131,16 @@ class ProtocolCalls:
             body = replace(found[0], evicted=()) if is_first else found[0]
             protocol.check_room_for_save(body, report.retention, found[1].at, metrics=report.metrics)
 
-    def take_over(self, group: str) -> int:
+    def take_over(self, group: str) -> tuple[int, Entry | None]:
         """Step 12: continue the attempt of `group`, which an earlier start of this coordinator has claimed.
 
-        Returns the number of the attempt's last save that is committed.
+        Returns the number of the attempt's last save that is committed, and the run's newest checkpoint, if any.
         """
         attempt = claims.take_over(self._register, self.me, group=group)
-        found = self._register.read()
-        if found is not None:
-            self._run_log.adopted(attempt, found[0].entry(found[0].head or ""), now=found[1].at)
-        return attempt.last_save
-
-    def head(self) -> Entry | None:
-        """Read which checkpoint is the newest; None when there is none."""
-        found = self._register.read()
-        return found[0].entry(found[0].head or "") if found is not None else None
+        body, got = self._register.read_existing()
+        head = body.entry(body.head or "")
+        self._run_log.adopted(attempt, head, now=got.at)
+        return attempt.last_save, head
 
     def conclude(self, reports: dict[int, Report]) -> Outcome:
         """Steps 15 to 18: turn one save's reports into a checkpoint and commit it, if every rank's upload succeeded.
@@ -245,7 +240,7 @@ class ProtocolCalls:
     def go_back(self, rank_restore: RankRestore, problem: str) -> tuple[Entry, list[Any]]:
         """Step 26: mark the checkpoint that a rank found damaged, and make the one before it the head.
 
-        Returns the new head and Ray's reference to its documents, in a list.
+        Returns the new head, and its documents as `documents` does.
         """
         entry = go_back(self._register, self.me, group=rank_restore.group, key=rank_restore.key, problem=problem)
         logger.error(
@@ -258,9 +253,9 @@ class ProtocolCalls:
         return entry, self.documents(entry)
 
     def documents(self, entry: Entry) -> list[Any]:
-        """Read a checkpoint's documents once for all ranks, and share them. Return the reference in a list.
+        """Read a checkpoint's documents once for all ranks, and share them. Return what `Group.fetch` takes.
 
-        Returns an empty list after an error, or where nothing can be shared: each rank then reads the documents itself,
+        That is an empty list after an error, or where nothing can be shared: each rank then reads the documents itself,
         and finds and reports the error.
         """
         try:

@@ -14,6 +14,8 @@ from raycheck.group.coordinator.messages import Pending, RankFailure
 
 Arrived = TypeVar("Arrived")
 Decision = TypeVar("Decision")
+WAIT_S = 10.0
+"""How long a rank's call waits for the decision before it is answered with `Pending` and repeated."""
 Kind = Literal["claim", "data", "peek", "restore", "base offer", "base match", "agreement", "save", "end"]
 
 
@@ -53,6 +55,11 @@ class Rendezvous(Generic[Arrived, Decision]):
     def is_open(self) -> bool:
         """Return whether nothing has been decided and nobody is working on the decision."""
         return self._deciding is None and not self.is_decided
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether all ranks have arrived, and the decision is still to be made."""
+        return self.is_open and self.is_complete
 
     def arrive(self, rank: int, arrival: Arrived) -> None:
         """Record a rank's value. When it asks again, it sends an equal value, which is ignored."""

@@ -3,7 +3,9 @@
 `Checkpointer.restore` (checkpointer.py) claims the run and restores:
 
     singleton           refuses a second open Checkpointer of this run and rank
+    data_proof          compares what the ranks know of their data
     group_restore       reads the checkpoint on all ranks together; on damage, all of them use the one before
+    base_run            refers to frozen parameters that the base run has
     restore_notices     logs what has changed since the save, and which data starts over
     live_attempt        begins here, and lasts until the end of training
 

@@ -99,11 +99,6 @@ def _is_compared_by(group: Group, box: LocalBox) -> bool:
 
 def _ask(group: Group, method: str, message: BaseWish | BaseMatch) -> BaseAnswer:
     answer: BaseAnswer = ask_until_decided(
-        group,
-        method,
-        message,
-        deadline=time.monotonic() + BASE_TIMEOUT_S,
-        what="look at the base run",
-        late=StoreError,
+        group, method, message, deadline=time.monotonic() + BASE_TIMEOUT_S, what="look at the base run"
     )
     return answer

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import MappingProxyType, TracebackType
-from typing import Self, get_args
+from typing import TYPE_CHECKING, Self, get_args
 
 from raycheck.bucket.attempt_records import ResumeRecord
 from raycheck.bucket.format.label import NO_LABEL, Label, NoteValue, label_of
@@ -50,6 +50,9 @@ from raycheck.state.entries.make_entries import ChainedState, objects_by_name
 from raycheck.state.preview import Preview
 from raycheck.state.restore_selection import EVERYTHING, Selection
 from raycheck.state.train_state import TrainState
+
+if TYPE_CHECKING:
+    from raycheck.bucket.reading import Checkpoint
 
 RESTORE_FIRST = "call restore() before the first step: it claims the run, also a fresh one"
 
@@ -98,6 +101,7 @@ class Checkpointer:
         self._claim: Claim | None = None
         self._at: Resume = AUTO  # what that claim asked for
         self._preview: Preview | None = None
+        self._peeked: Checkpoint | None = None  # the one that it describes, until that is restored
         self._furthest = -1  # the last step that earlier attempts are known to have completed
         if self._is_off:
             logger.warning(event("raycheck is turned off: nothing is saved, and nothing is restored", rank=group.rank))
@@ -177,30 +181,24 @@ class Checkpointer:
         out to be damaged only at the restore, the attempt ends with SupersededError, and the next attempt's peek finds
         another checkpoint. A second call returns the first result. at, only, skip, on_corrupt: as for `restore`.
 
-        Raises FencedError, DamagedError, CorruptError, and ConfigError after `restore` or if only or skip differ from
-        the first call.
+        Raises FencedError, DamagedError, CorruptError, and ConfigError after `restore`, or for an `at`, only or skip
+        with which the first result would be another one.
         """
         if self._is_restored and self._preview is None:
             raise ConfigError("peek() comes before restore(), whose result has the step, the epoch and the report")
         with self._told_to_others():
-            return self._peek(parse_at(at), only, skip, on_corrupt=on_corrupt)
-
-    def _peek(self, at: Resume, only: Iterable[str] | None, skip: Iterable[str], *, on_corrupt: OnCorrupt) -> Preview:
-        selection = Selection.of(only, skip)
-        _check_choice(on_corrupt)
-        if self._preview is not None:
-            if selection != self._preview.selection:
-                raise ConfigError("peek() was asked with another only or skip before; ask for the same")
+            selection, wish = Selection.of(only, skip), parse_at(at)
+            _check_choice(on_corrupt)
+            claim = None if self._is_off else self._claim_run(wish, selection)
+            if self._preview is not None:
+                return self._preview
+            if claim is None or claim.entry is None:
+                self._preview = Preview(attempt=claim.attempt if claim else 1, selection=selection)
+            else:
+                self._claim, self._peeked, self._preview = peek_together(
+                    self._group, claim, selection, on_corrupt=on_corrupt
+                )
             return self._preview
-        if self._is_off:
-            self._preview = Preview(attempt=1, selection=selection)
-            return self._preview
-        claim = self._claim_run(at)
-        if claim.entry is None:
-            self._preview = Preview(attempt=claim.attempt, selection=selection)
-        else:
-            self._claim, self._preview = peek_together(self._group, claim, selection, on_corrupt=on_corrupt)
-        return self._preview
 
     def restore(
         self,
@@ -218,7 +216,8 @@ class Checkpointer:
 
         at: where the run starts, in the words of `fit(resume=...)`: a step, a checkpoint's name, "never" or "must".
         None: as `fit` says; by default, at the newest checkpoint. It must be the same on all ranks. It applies once in
-        each call of `fit`: after a restart of the workers, training continues from the newest checkpoint.
+        each call of `fit`: after a restart of the workers, training continues from the newest checkpoint. Under
+        torchrun, it applies at every start.
         only, skip: names of entries to restore, or to leave unchanged. "rng" and "progress" (the step count) are names
         too, and so is a part of a module ("model.head"). only=["model"] starts from trained weights at step 0. A
         selection is applied once: a checkpoint that was saved after it is restored whole by the same call, so that a
@@ -249,10 +248,8 @@ class Checkpointer:
             stream = next(iter(self._counter.data), None)
             name = next((name for name, value in state.objects.items() if value is stream is not None), None)
             proof = None if stream is None else stream.prove()
-            claim = self._claim_run(wish)
+            claim = self._claim_run(wish, selection)
             prove_together(self._group, name, stream, proof)
-            if self._preview is not None:
-                self._preview.check(selection)
             if claim.entry is None:
                 result = self._start_fresh(state, claim, selection, tasks)
             else:
@@ -282,12 +279,14 @@ class Checkpointer:
         check_loaders(self._state.objects, rank=self._group.rank)
         return self._state, tasks
 
-    def _claim_run(self, at: Resume) -> Claim:
-        """Claim the run, unless `peek` has done so. Raises ConfigError when that has asked for another checkpoint."""
+    def _claim_run(self, at: Resume, selection: Selection) -> Claim:
+        """Claim the run, unless `peek` has done so. Raises ConfigError when that was asked for something else."""
         if self._claim is None:
             self._at, self._claim = at, claim_run(self._group, at)
         elif at not in (AUTO, self._at):
             raise ConfigError("peek() has claimed the run without this at=...; give it to peek, or to restore alone")
+        if self._preview is not None:
+            self._preview.check(selection)
         return self._claim
 
     def _start_fresh(
@@ -329,8 +328,9 @@ class Checkpointer:
             strict=strict,
             on_corrupt=on_corrupt,
             cast=cast,
-            preview=self._preview,
+            peeked=self._peeked,
         )
+        self._peeked = None  # with its whole index
         state.check_memory()
         self._refer_to_base(state, [component.name for component in done.manifest.components])
         rng = apply_random_state(done, group, self._counter.data)

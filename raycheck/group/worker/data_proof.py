@@ -4,7 +4,6 @@ import time
 
 from raycheck.data.data_stream import DataStream
 from raycheck.data.proof_agreement import SourceProof
-from raycheck.errors import RaycheckError, StoreError
 from raycheck.group.coordinator.messages import RankProof
 from raycheck.group.group import Group, ask_until_decided
 
@@ -18,23 +17,14 @@ def prove_together(group: Group, name: str | None, stream: DataStream | None, mi
     name, stream: the entry of the state that is a stream of data; None when this rank has none. mine: what this rank's
     `prove` has returned. Raises ConfigError on all ranks when the ranks' sources differ, or only some ranks have one.
     """
-    agreed = _agreed(group, name, mine) if group.world_size > 1 else mine
+    agreed = mine
+    if group.world_size > 1:
+        agreed = ask_until_decided(
+            group,
+            "compare_data",
+            RankProof(group=group.id, rank=group.rank, world_size=group.world_size, stream=name, proof=mine),
+            deadline=time.monotonic() + PROOF_TIMEOUT_S,
+            what="comparison of the ranks' data",
+        )
     if stream is not None and agreed is not None:
         stream.take_proof(agreed)
-
-
-def _agreed(group: Group, name: str | None, mine: SourceProof | None) -> SourceProof | None:
-    what = "comparison of the ranks' data"
-
-    def late(missing: str) -> RaycheckError:
-        return StoreError(f"rank {group.rank}: {what}: {missing} within {PROOF_TIMEOUT_S:.0f} s")
-
-    found: list[SourceProof | None] = ask_until_decided(
-        group,
-        "compare_data",
-        RankProof(group=group.id, rank=group.rank, world_size=group.world_size, stream=name, proof=mine),
-        deadline=time.monotonic() + PROOF_TIMEOUT_S,
-        what=what,
-        late=late,
-    )
-    return found[0]

@@ -1,7 +1,7 @@
-"""Restores on all ranks together: a restore is over when every rank is through with it.
+"""Claim the run, and restore it on all ranks together: a restore is over when every rank has completed it.
 
 When one rank finds the checkpoint damaged, all of them go back to the one before it. That decision is written into
-`latest` before anybody trains on (step 26). This is the ranks' side; the coordinator's is in rendezvous.py.
+`latest` before any rank trains (step 26). This is the ranks' side; the coordinator's is in coordinator/actor.py.
 """
 
 import time
@@ -36,7 +36,7 @@ from raycheck.state.train_state import TrainState
 NODE_CHECKS_S = 60.0
 """How long the ranks that have nothing to check wait for the others before a driver's first claim."""
 RESTORE_TIMEOUT_S = 3600.0
-"""How much later than the first rank the last one may be through."""
+"""How much later than the first rank the last one may complete its restore."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,21 +138,21 @@ def claim_run(group: Group, at: Resume = AUTO) -> Claim:
     return claimed
 
 
-def peek_together(group: Group, claim: Claim, selection: Selection, *, on_corrupt: OnCorrupt) -> tuple[Claim, Preview]:
-    """Read the description of the checkpoint of `claim`, or of the newest good one before it, the same on all ranks.
+def peek_together(
+    group: Group, claim: Claim, selection: Selection, *, on_corrupt: OnCorrupt
+) -> tuple[Claim, Checkpoint, Preview]:
+    """Read the documents of the checkpoint of `claim`, or of the newest good one before it, the same on all ranks.
 
-    Returns the final claim, which names that checkpoint. Raises DamagedError when there is no good one, or when
-    on_corrupt is "raise".
+    Returns the final claim, which names that checkpoint, and the checkpoint. Raises DamagedError when there is no good
+    one, or when on_corrupt is "raise".
     """
 
-    def read(checkpoint: Checkpoint, claim: Claim) -> Preview:
-        return Preview.of(checkpoint, selection, attempt=claim.attempt, rank=group.rank, refused=claim.refused)
+    def read(checkpoint: Checkpoint, claim: Claim) -> tuple[Checkpoint, Preview]:
+        known = checkpoint.read_once()
+        return known, Preview.of(known, selection, attempt=claim.attempt, rank=group.rank, refused=claim.refused)
 
-    def arrival(preview: Preview, seconds: float) -> Arrival:
-        return Arrival(step=preview.step, seconds=seconds)
-
-    agreed = _read_together(group, claim, read, arrival, on_corrupt=on_corrupt, is_peek=True)
-    return agreed.claim, agreed.result
+    agreed = _read_together(group, claim, read, lambda *_: Arrival(), on_corrupt=on_corrupt, is_peek=True)
+    return agreed.claim, *agreed.result
 
 
 def restore_together(
@@ -164,20 +164,19 @@ def restore_together(
     strict: bool,
     on_corrupt: OnCorrupt,
     cast: bool = False,
-    preview: Preview | None = None,
+    peeked: Checkpoint | None = None,
 ) -> tuple[Claim, Restored, ResumeRecord | None]:
     """Load the checkpoint of `claim`, or the newest good one before it, into the live state on all ranks.
 
-    preview: the result of `peek_together`. Returns the final claim, which names that checkpoint. Raises DamagedError
-    when there is no good one, or when on_corrupt is "raise"; SupersededError when it is not the one that
-    `peek_together` found.
+    peeked: the checkpoint that `peek_together` found. Returns the final claim, which names the restored one. Raises
+    DamagedError when there is no good one, or when on_corrupt is "raise"; SupersededError when it is not `peeked`.
     """
 
     def read(checkpoint: Checkpoint, claim: Claim) -> Restored:
         done = state.apply(checkpoint, selection, strict=strict, once=True, share=True, cast=cast)
         return replace(done, report=replace(done.report, refused=claim.refused))
 
-    agreed = _read_together(group, claim, read, _arrival, on_corrupt=on_corrupt, preview=preview)
+    agreed = _read_together(group, claim, read, _arrival, on_corrupt=on_corrupt, peeked=peeked)
     return agreed.claim, agreed.result, agreed.resume
 
 
@@ -189,7 +188,7 @@ def _read_together(
     *,
     on_corrupt: OnCorrupt,
     is_peek: bool = False,
-    preview: Preview | None = None,
+    peeked: Checkpoint | None = None,
 ) -> _Agreed[T]:
     """Read checkpoint after checkpoint, newest first, until no rank finds damage."""
     began = time.monotonic()
@@ -203,7 +202,7 @@ def _read_together(
             on_corrupt=on_corrupt,
             is_peek=is_peek,
         )
-        checkpoint = _checkpoint(group, claim, claim.entry)
+        checkpoint = peeked or _checkpoint(group, claim, claim.entry)
         result: T | None = None
         try:
             result = read(checkpoint, claim)
@@ -224,7 +223,7 @@ def _read_together(
                 f"rank {group.rank}: {mine.key} is lost ({decision.message}), and the bucket has no checkpoint yet; "
                 "start the workers again, which begin the run anew"
             )
-        if preview is not None:
+        if peeked is not None:
             # The script has acted on what peek() said of the damaged one. All ranks are told so, and all start again.
             raise SupersededError(
                 f"rank {group.rank}: peek() answered for {mine.key}, which is damaged ({decision.message}); start the "
@@ -252,14 +251,8 @@ def _arrival(done: Restored, seconds: float) -> Arrival:
 
 def _decision_on(group: Group, mine: RankRestore) -> RestoreDecision:
     """Report how this rank's restore ended, and wait for the decision that all ranks are told."""
-    what = f"{'peek at' if mine.is_peek else 'restore of'} {mine.key}"
     decision: RestoreDecision = ask_until_decided(
-        group,
-        "restored",
-        mine,
-        deadline=time.monotonic() + RESTORE_TIMEOUT_S,
-        what=what,
-        late=lambda missing: StoreError(f"rank {group.rank}: {what}: {missing} within {RESTORE_TIMEOUT_S:.0f} s"),
+        group, "restored", mine, deadline=time.monotonic() + RESTORE_TIMEOUT_S, what=mine.what
     )
     return decision
 

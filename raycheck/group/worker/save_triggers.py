@@ -1,8 +1,8 @@
 """Decides when to save: which triggers exist, and when each is due. All ranks come to the same answer.
 
-Step and epoch triggers are arithmetic that each rank does by itself. Time, tokens, preemption and the user's own
-function are rank 0's decision, which the others hear (rank_zero_decision.py). So is whether a save is skipped because
-the one before is still under way.
+Step and epoch triggers are arithmetic, which each rank does alone. Time, tokens, preemption and the user's own function
+are rank 0's decision, which is broadcast (rank_zero_decision.py). So is whether a save is skipped because the previous
+one is still in progress.
 """
 
 import time
@@ -318,15 +318,15 @@ class SaveTriggers:
         return "roll" if _is_over(now - self._rolled_at, settings.rolling_every_s) else None
 
     def can_report_soon(self) -> bool:
-        """Return whether a save that begins now can soon be reported to Ray, if rank 0 asks."""
+        """Return whether the host can soon be told of a save that begins now, if rank 0 asks."""
         return self.reporter.can_report_soon(self._decision.commit)
 
     def report_to_host(self) -> None:
-        """Report to Ray the commit that rank 0 named at this step, if any. Every rank calls it at every step."""
+        """Tell the host of the commit that rank 0 named at this step, if any. Every rank calls it at every step."""
         self.reporter.report(self._decision.commit)
 
     def report_all_to_host(self) -> None:
-        """Report to Ray what is unreported, with the last commit last, so that Result.checkpoint is the newest.
+        """Tell the host what it has not been told, with the newest commit last: Ray's Result then points to that one.
 
         Every rank calls it once, at the end of training.
         """

@@ -135,7 +135,9 @@ class ActorCheckpointer:
         cast: bool = False,
         then: Callable[[Any, RestoreResult], object] | None = None,
     ) -> RestoreResult:
-        """Claim the run for these actors, and restore the newest checkpoint into them and into the driver's objects.
+        """Claim the run for these actors, and restore a checkpoint into them and into the driver's objects.
+
+        It is the one that the constructor's `resume` names; by default, the newest.
 
         strict, only, skip, on_corrupt, cast: as for Checkpointer.restore, on all actors. The driver's objects that are
         not in the checkpoint are left unchanged, and the report lists them under `fresh`. then: called in each actor

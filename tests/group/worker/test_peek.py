@@ -115,6 +115,20 @@ def test_a_script_learns_the_step_before_there_is_anything_to_fill(uri: str) -> 
     assert_invariants(open_store(uri))
 
 
+def test_what_a_peek_has_read_is_not_read_again(uri: str) -> None:
+    trained(uri)
+    pair = pair_of(uri, "bob")
+    on_all(pair, "peek")
+    index = f"checkpoints/{raycheck.open_run(uri).head.entry.key}/index"
+
+    flip(open_store(uri), index)
+    assert [at.step for at in on_all(pair, "restore")] == [4, 4]
+    flip(open_store(uri), index)
+
+    on_all(pair, "close")
+    assert_invariants(open_store(uri))
+
+
 def test_an_entry_comes_once_and_a_state_must_not_stay_empty(uri: str) -> None:
     rank = Late(group_of(uri)[0])
 
@@ -210,6 +224,9 @@ def test_a_peek_of_another_part_than_the_restore_takes_is_refused(uri: str) -> N
     answers, at = on_all(alike, "peek", only=["model"]), on_all(alike, "restore", only=["model"])
 
     assert [answer.step for answer in answers] == [place.step for place in at] == [0, 0]
+    for rank in alike:
+        with pytest.raises(raycheck.errors.ConfigError, match=r"peek\(\) returned step 0"):
+            rank.peek(skip=["optimizer"])
 
 
 def test_a_save_at_the_start_is_one_of_step_0_and_is_restored(uri: str) -> None:

@@ -114,5 +114,7 @@ def test_a_peek_takes_it_for_the_restore(uri: str) -> None:
 
     assert holder.ckpt.peek(at=4).step == 4
     with pytest.raises(ConfigError, match="give it to peek"):
+        holder.ckpt.peek(at=2)
+    with pytest.raises(ConfigError, match="give it to peek"):
         holder.restore(at=2)
     assert holder.restore(at=4).step == 4
