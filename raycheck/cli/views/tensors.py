@@ -35,7 +35,7 @@ def tensors(  # noqa: PLR0917  typer makes options of them
 
     The checkpoint is the head, or the one of --at. No tensor is read, except some values of TENSOR with --values.
     """
-    checkpoint = open_run(uri, settings_of(storage)).head_or(at)
+    checkpoint = open_run(uri, settings_of(storage)).at(at)
     if values is not None:
         _print_sample(checkpoint.sample(values, max_bytes=max_bytes), as_json=as_json)
         return
@@ -46,13 +46,13 @@ def tensors(  # noqa: PLR0917  typer makes options of them
     table = Table("tensor", "type", "shape", "size", "boxes", "ranks", "lies in", box=None, pad_edge=False)
     for item, moments in with_moments(found):
         for indent, row in [("", item), *(("  ", moment) for moment in moments)]:
-            places = ", ".join("here" if place == checkpoint.entry.key else place for place in row.directories)
+            places = ", ".join("here" if place == checkpoint.key else place for place in row.directories)
             ranks = ", ".join(map(str, row.ranks[:8])) + (", ..." if len(row.ranks) > 8 else "")
             cells = (indent + row.name, row.dtype, str(list(row.shape)), size(row.size_bytes), str(row.boxes))
             table.add_row(*map(Text, (*cells, ranks, places)))
     out.print(table)
     total = size(sum(item.size_bytes for item in found))
-    out.print(Text(f"\n{len(found)} tensors, {total}, of {checkpoint.entry.key}"))
+    out.print(Text(f"\n{len(found)} tensors, {total}, of {checkpoint.key}"))
 
 
 def _print_sample(found: "TensorSample", *, as_json: bool) -> None:
