@@ -1,8 +1,9 @@
 """raycheck: checkpointing for Ray Train straight to cloud object storage.
 
-The names below are what a training and a look at its run need. Three modules have the others: `raycheck.errors` all
-errors, `raycheck.catalog` what works with whole runs and their files, and `raycheck.adapters` what the adapter of a
-training framework is made of. The adapters that raycheck has are reached as `raycheck.lightning` and so on.
+The names below are what a training and a look at its run need. Four modules have the others: `raycheck.errors` all
+errors, `raycheck.catalog` what works with whole runs and their files, `raycheck.adapters` what the adapter of a
+training framework is made of, and `raycheck.values` the types of what calls return. The adapters that raycheck has are
+reached as `raycheck.lightning` and so on.
 
 Everything loads on first use, so that browsing a bucket imports neither torch nor ray.
 """
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from raycheck import adapters as adapters
     from raycheck import catalog as catalog
     from raycheck import errors as errors
+    from raycheck import values as values
     from raycheck.catalog.listing import RunSummary, list_runs
     from raycheck.data.batches import Batches
     from raycheck.errors import RaycheckError
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from raycheck.group.served_group import torchrun_group
     from raycheck.group.worker.checkpointer import Checkpointer
     from raycheck.group.worker.group_restore import RestoreResult
+    from raycheck.group.worker.save_handle import CheckpointInfo, SaveHandle
     from raycheck.huggingface.export import Exported
     from raycheck.on_ray.actors.actor_checkpointer import ActorCheckpointer
     from raycheck.on_ray.data.ray_data import RayData
@@ -43,6 +46,7 @@ _HOMES = {
     "raycheck.group.served_group": ("torchrun_group",),
     "raycheck.group.worker.checkpointer": ("Checkpointer",),
     "raycheck.group.worker.group_restore": ("RestoreResult",),
+    "raycheck.group.worker.save_handle": ("CheckpointInfo", "SaveHandle"),
     "raycheck.huggingface.export": ("Exported",),
     "raycheck.on_ray.actors.actor_checkpointer": ("ActorCheckpointer",),
     "raycheck.on_ray.data.ray_data": ("RayData",),
@@ -60,6 +64,7 @@ _MODULES: dict[str, str] = {
     "lightning": "raycheck.frameworks.lightning",
     "torchtitan": "raycheck.frameworks.torchtitan",
     "transformers": "raycheck.frameworks.transformers",
+    "values": "raycheck.values",
 }
 """The public modules by the name under which they are reached: raycheck.NAME."""
 
@@ -67,6 +72,7 @@ __all__ = [
     "ActorCheckpointer",
     "AfterCommit",
     "Batches",
+    "CheckpointInfo",
     "Checkpointer",
     "CommittedCheckpoint",
     "Exported",
@@ -77,6 +83,7 @@ __all__ = [
     "RestoreResult",
     "Run",
     "RunSummary",
+    "SaveHandle",
     "SaveSettings",
     "StorageSettings",
     "export_hf",

@@ -11,6 +11,7 @@ from raycheck.public_names import on_first_use
 if TYPE_CHECKING:
     from raycheck.data.batches import Batches
     from raycheck.data.data_stream import DataStream
+    from raycheck.data.proof_agreement import SourceProof
     from raycheck.group.group import Group
     from raycheck.group.served_group import torchrun_group
     from raycheck.group.worker.checkpointer import Checkpointer
@@ -35,6 +36,7 @@ __all__ = [
     "RestoreResult",
     "Run",
     "SaveSettings",
+    "SourceProof",
     "open_run",
     "start_coordinator",
     "torchrun_group",
@@ -45,6 +47,7 @@ __getattr__, __dir__ = on_first_use(
     {
         "raycheck.data.batches": ("Batches",),
         "raycheck.data.data_stream": ("DataStream",),
+        "raycheck.data.proof_agreement": ("SourceProof",),
         "raycheck.group.group": ("Group",),
         "raycheck.on_ray.ray_group": ("RayGroup", "start_coordinator"),
         "raycheck.group.served_group": ("torchrun_group",),

@@ -1,42 +1,54 @@
 """Opens a run outside of any training: shows what is committed, restores it into live objects, and exports it.
 
-These are the public `open_run`, `open_checkpoint` and `export_hf`. None of them changes the run. What does, also beside
-a training, are the methods of `Run` that pin, name and score a checkpoint.
+These are the public `open_run`, `open_checkpoint` and `export_hf`. None of them changes the run. The methods of `Run`
+that pin, name, score, rewind, prune and sweep do, also during a training.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import index
 from typing import TYPE_CHECKING, Any
 
+from raycheck.bucket.attempt_records import read_record
+from raycheck.bucket.choice import entry_at
 from raycheck.bucket.document_reading import again_if_corrupt
-from raycheck.bucket.format.index import Index
-from raycheck.bucket.format.label import Label
-from raycheck.bucket.format.latest import Entry, Latest
-from raycheck.bucket.format.manifest import Manifest
-from raycheck.bucket.format.object_keys import LATEST_KEY, CheckpointName
+from raycheck.bucket.format.label import Label, NoteValue
+from raycheck.bucket.format.latest import Latest
+from raycheck.bucket.format.object_keys import EXPORTS_PREFIX, LATEST_KEY
 from raycheck.bucket.format.ray_pointer import MAX_BYTES as MAX_POINTER_BYTES
 from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
 from raycheck.bucket.protocol import name_and_score, pin_and_evict
-from raycheck.bucket.protocol.name_and_score import names_in
-from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, Deletion, plan_prune, plan_sweep, prune, sweep
-from raycheck.bucket.protocol.rewind import check_rewind, rewind
+from raycheck.bucket.protocol.removal.prune_and_sweep import (
+    GRACE_S,
+    NO_RULES,
+    Deletion,
+    plan_prune,
+    plan_sweep,
+    prune,
+    sweep,
+)
+from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.reading import Checkpoint, read_latest_at
+from raycheck.bucket.reading import Checkpoint, read_latest, read_latest_at
+from raycheck.bucket.run_status import Status, status_of
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import is_same_place, shown_uri
 from raycheck.bucket.store.ray_filesystem import uri_of
-from raycheck.errors import ConfigError, CorruptError, NotFoundError
-from raycheck.settings import ExportOptions
-from raycheck.show_progress import ShowProgress, show_nothing
+from raycheck.bucket.stored_export import StoredExport
+from raycheck.bucket.verify import Finding
+from raycheck.errors import ConfigError, CorruptError
+from raycheck.settings import ExportOptions, Retention
+from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 
 if TYPE_CHECKING:
     import torch
 
+    from raycheck.bucket.format.index import Index
+    from raycheck.bucket.format.manifest import Manifest
     from raycheck.data.step_samples import StepSamples
     from raycheck.huggingface.export import Exported
+    from raycheck.views.details import CheckpointDetails
     from raycheck.views.difference import CheckpointDifference
     from raycheck.views.history import RunHistory
     from raycheck.views.kept import KeptCheckpoints
@@ -45,13 +57,93 @@ if TYPE_CHECKING:
     from raycheck.views.tensors import TensorSummary
 
 
-MAX_DIGITS = 18
-"""A longer number is no step."""
+NO_NUMPY = "looking at values needs NumPy, which is not installed: pip install numpy"
 
 
 @dataclass(frozen=True, slots=True)
-class CommittedCheckpoint(Checkpoint):
+class CommittedCheckpoint:
     """Describes a committed checkpoint, and restores it into live objects outside of any training."""
+
+    _stored: Checkpoint
+    _documents: "tuple[Manifest, Index] | None" = field(default=None, compare=False, repr=False)
+
+    @property
+    def uri(self) -> str:
+        """Return the run's URI."""
+        return self._stored.store.uri
+
+    @property
+    def key(self) -> str:
+        """Return the checkpoint's key, such as "step-000000800-a1-s8". No other checkpoint of the run ever has it."""
+        return self._stored.entry.key
+
+    @property
+    def step(self) -> int:
+        """Return the number of optimizer steps completed in the checkpoint."""
+        return self._stored.entry.step
+
+    @property
+    def name(self) -> str | None:
+        """Return the name that a save or a person gave it; None when it has none."""
+        return self._stored.entry.name
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Return the metrics of its save: the first 32, or fewer for older checkpoints of a run with very many.
+
+        A checkpoint from `open_checkpoint` has all of them.
+        """
+        return self._stored.entry.metrics
+
+    @property
+    def scores(self) -> Mapping[str, float]:
+        """Return what was measured after the commit, and attached to the checkpoint."""
+        return self._stored.entry.scores
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of everything in it, including what it shares with other checkpoints."""
+        return self._stored.entry.size_bytes
+
+    @property
+    def committed_at(self) -> float:
+        """Return the time of the commit, in unix seconds by the bucket's clock."""
+        return self._stored.entry.committed_at
+
+    @property
+    def expires_at(self) -> float | None:
+        """Return when retention drops it whatever keeps it, in unix seconds by the bucket's clock; None for never."""
+        return self._stored.entry.expires_at
+
+    @property
+    def damaged(self) -> str | None:
+        """Return what a restore found wrong with it; None for nothing."""
+        return self._stored.entry.damaged
+
+    @property
+    def is_pinned(self) -> bool:
+        """Return whether `Run.pin` keeps it."""
+        return self._stored.entry.pinned
+
+    @property
+    def is_rolling(self) -> bool:
+        """Return whether its save was a rolling one, of which few are kept."""
+        return self._stored.entry.rolling
+
+    @property
+    def is_by_notice(self) -> bool:
+        """Return whether it was saved because a node was about to be removed."""
+        return self._stored.entry.by_notice
+
+    @property
+    def is_drifted(self) -> bool:
+        """Return whether replicas differed when it was saved, under SaveSettings(on_drift="keep_first")."""
+        return self._stored.entry.drifted
+
+    @property
+    def shares_with(self) -> tuple[str, ...]:
+        """Return the checkpoints whose bytes it uses, by key, with the way to the run ("../base/...") of another."""
+        return self._stored.entry.refs
 
     def restore(
         self, *, into: Mapping[str, object], strict: bool = True, skip: Iterable[str] = (), cast: bool = False
@@ -69,7 +161,7 @@ class CommittedCheckpoint(Checkpoint):
         from raycheck.state.train_state import TrainState
 
         state = TrainState(into, rank=0, world_size=1)
-        return state.apply(self, Selection.of(into, skip), strict=strict, cast=cast).manifest.step
+        return state.apply(self._stored, Selection.of(into, skip), strict=strict, cast=cast).manifest.step
 
     def samples(self, first: int, end: int) -> "list[StepSamples]":
         """Return which samples made the steps from `first` to before `end`, whatever the world size was.
@@ -82,27 +174,47 @@ class CommittedCheckpoint(Checkpoint):
         from raycheck.state.preview import saved_values
         from raycheck.state.restore_matching import corrupt_if_odd
 
-        with corrupt_if_odd(self.entry.key):
-            values = saved_values(self.read_index(self.read_manifest()))
-            found = next(positions_in(values), None)
+        with corrupt_if_odd(self.key):
+            found = next(positions_in(saved_values(self._read()[1])), None)
             if found is None:
                 raise ConfigError(
-                    f"{self.entry.key}: no raycheck.Batches was in the state, so nobody knows which samples a step had"
+                    f"{self.key}: no raycheck.Batches was in the state, so nobody knows which samples a step had"
                 )
             return samples_of(found, first, end, step=self.step)
 
     def _repr_html_(self) -> str:
         from raycheck.views.notebook import checkpoint_html
 
-        return checkpoint_html(self.store.uri, self.entry)
+        return checkpoint_html(self.uri, self._stored.entry)
 
-    def manifest(self) -> Manifest:
-        """Read the checkpoint's manifest from the bucket. See Checkpoint.read_manifest."""
-        return self.read_manifest()
+    def opened(self) -> "CommittedCheckpoint":
+        """Return the same checkpoint with its two documents read, so that its other methods need not read them again.
 
-    def index(self, manifest: Manifest, *, values: bool = True) -> Index:
-        """Read the checkpoint's index from the bucket. See Checkpoint.read_index."""
-        return self.read_index(manifest, values=values)
+        Raises NotFoundError when retention has dropped the checkpoint, DamagedError.
+        """
+        whole = replace(self._stored, documents=self._stored.read_documents())
+        manifest = whole.read_manifest()
+        return replace(self, _documents=(manifest, whole.read_index(manifest)))
+
+    def _read(self, *, values: bool = True) -> "tuple[Manifest, Index]":
+        if self._documents is not None:
+            return self._documents
+        manifest = self._stored.read_manifest()
+        return manifest, self._stored.read_index(manifest, values=values)
+
+    def note(self) -> Mapping[str, NoteValue]:
+        """Read the note of its save. Raises the errors of `details`."""
+        return (self._documents or (self._stored.read_manifest(),))[0].note
+
+    def details(self, *, values: bool = False) -> "CheckpointDetails":
+        """Read how the checkpoint was saved, and what is in it: entries, components, objects. Reads no tensor.
+
+        values: also the values that are not tensors. Raises NotFoundError when retention has dropped the checkpoint,
+        DamagedError.
+        """
+        from raycheck.views.details import details_of
+
+        return details_of(*self._read(values=values))
 
     def tensors(self) -> "tuple[TensorSummary, ...]":
         """List the checkpoint's tensors: form, place, and which parameter a moment belongs to. Reads no tensor.
@@ -111,20 +223,21 @@ class CommittedCheckpoint(Checkpoint):
         """
         from raycheck.views.tensors import summarize_tensors
 
-        manifest = self.read_manifest()
-        return summarize_tensors(manifest, self.read_index(manifest, values=False))
+        return summarize_tensors(*self._read(values=False))
 
-    def diff(self, other: "Checkpoint") -> "CheckpointDifference":
+    def diff(self, other: "CommittedCheckpoint") -> "CheckpointDifference":
         """Compare this checkpoint with a later one (`other`) by checksums alone. Reads no tensor.
 
         Raises NotFoundError when retention has dropped one of them, DamagedError.
         """
         from raycheck.views.difference import compare_indexes
 
-        ours, theirs = (item.read_index(item.read_manifest()) for item in (self, other))
-        return compare_indexes(ours, theirs, names=(self.entry.key, other.entry.key))
+        ours, theirs = self._read()[1], other._read()[1]  # noqa: SLF001  of this class
+        return compare_indexes(ours, theirs, names=(self.key, other.key))
 
-    def compare_values(self, other: "Checkpoint", tensor: str, *, max_bytes: int | None = None) -> "TensorChange":
+    def compare_values(
+        self, other: "CommittedCheckpoint", tensor: str, *, max_bytes: int | None = None
+    ) -> "TensorChange":
         """Read at most `max_bytes` (4 MiB by default) of a tensor here and in a later checkpoint, and compare them.
 
         other: a checkpoint of the same run. This needs NumPy. Raises NotFoundError when one of them has no such tensor,
@@ -135,14 +248,13 @@ class CommittedCheckpoint(Checkpoint):
             from raycheck.views.tensor_change import compare_tensor
             from raycheck.views.tensor_sample import MAX_BYTES
         except ImportError:
-            raise ConfigError("looking at values needs NumPy, which is not installed: pip install numpy") from None
-        if other.store.uri != self.store.uri:
-            raise ConfigError(f"{other.entry.key} is of another run, {other.store}: compare checkpoints of one run")
-        manifests = [item.read_manifest() for item in (self, other)]
-        indexes = [item.read_index(read, values=False) for item, read in zip((self, other), manifests, strict=True)]
-        before, after = zip(manifests, indexes, strict=True)
+            raise ConfigError(NO_NUMPY) from None
+        if other.uri != self.uri:
+            place = shown_uri(other.uri)
+            raise ConfigError(f"{other.key} is of another run, {place}: compare checkpoints of one run")
+        before, after = self._read(values=False), other._read(values=False)  # noqa: SLF001  of this class
         most = MAX_BYTES if max_bytes is None else max_bytes
-        return compare_tensor(self.store, before, after, tensor, max_bytes=most)
+        return compare_tensor(self._stored.store, before, after, tensor, max_bytes=most)
 
     def sample(self, tensor: str, *, max_bytes: int | None = None) -> "TensorSample":
         """Read at most `max_bytes` (4 MiB by default) of a tensor's values, and describe them. This needs NumPy.
@@ -153,11 +265,16 @@ class CommittedCheckpoint(Checkpoint):
         try:
             from raycheck.views.tensor_sample import MAX_BYTES, sample_tensor
         except ImportError:
-            raise ConfigError("looking at values needs NumPy, which is not installed: pip install numpy") from None
-        manifest = self.read_manifest()
-        index = self.read_index(manifest, values=False)
+            raise ConfigError(NO_NUMPY) from None
         most = MAX_BYTES if max_bytes is None else max_bytes
-        return sample_tensor(self.store, manifest, index, tensor, max_bytes=most)
+        return sample_tensor(self._stored.store, *self._read(values=False), tensor, max_bytes=most)
+
+    def verify(self, *, reads: bool = True) -> Iterator[Finding]:
+        """Read every object of the checkpoint, compare size and checksum, and yield one finding per object.
+
+        reads: False compares sizes only.
+        """
+        return self._stored.verify(reads=reads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,86 +283,72 @@ class Run:
 
     Methods that say which checkpoint is meant (`at`) take a step, for the newest checkpoint of that step, a name that a
     checkpoint was given, or a checkpoint's key. Those that change the run leave this value as it is, and return the run
-    as it is afterwards.
+    as it is afterwards. With dry_run=True they make every check, write nothing, and return what they would return.
 
-    read_at: when `latest` was read, in unix seconds by the store's clock; None where that is not known.
+    read_at: when `latest` was read, in unix seconds by the store's clock; None after a change made through this class.
     """
 
-    store: Store
-    latest: Latest
+    _store: Store
+    _latest: Latest
     read_at: float | None = None
 
     def reopened(self) -> "Run":
-        """Read the run anew, by the connections that it has. Raises NotFoundError when it is gone."""
-        body, at = read_latest_at(self.store)
-        return Run(self.store, body, at)
+        """Read the run again, by the connections that it has. Raises NotFoundError when it is gone."""
+        body, at = read_latest_at(self._store)
+        return Run(self._store, body, at)
+
+    @property
+    def uri(self) -> str:
+        """Return the run's URI, as `open_run` takes it."""
+        return self._store.uri
+
+    @property
+    def run_id(self) -> str:
+        """Return the id that the run got at its first start. Copies have the id of their source."""
+        return self._latest.run_id
+
+    @property
+    def attempt(self) -> int:
+        """Return the number of the newest attempt: how often a worker group has begun, or a person has rewound."""
+        return self._latest.attempt.number
+
+    @property
+    def num_writes(self) -> int:
+        """Return how often the run was changed: by each commit, start, pin and so on."""
+        return self._latest.counter
 
     @property
     def head(self) -> CommittedCheckpoint | None:
         """Return the checkpoint that a resume would restore; None when nothing was committed yet."""
-        return None if self.latest.head is None else self.checkpoint(self.latest.head)
+        return None if self._latest.head is None else self.at(None)
 
     @property
     def checkpoints(self) -> tuple[CommittedCheckpoint, ...]:
         """Return the live checkpoints, in the order of their commits."""
-        return tuple(CommittedCheckpoint(self.store, entry) for entry in self.latest.live)
+        return tuple(CommittedCheckpoint(Checkpoint(self._store, entry)) for entry in self._latest.live)
 
     @property
     def lent(self) -> dict[str, tuple[str, ...]]:
         """Return the checkpoints whose bytes other runs use, such as forks, by the way to each run ("../other")."""
-        own = {hold.holder: hold.directories for hold in self.latest.holds if hold.run_id != self.latest.run_id}
+        own = {hold.holder: hold.directories for hold in self._latest.holds if hold.run_id != self.run_id}
         return {holder: tuple(name for name in names if "/" not in name) for holder, names in own.items()}
 
     @property
     def borrowed(self) -> dict[str, tuple[str, ...]]:
         """Return the checkpoints of other runs whose bytes this run uses, by the way to each run ("../base")."""
-        return {loan.source: loan.directories for loan in self.latest.loans}
+        return {loan.source: loan.directories for loan in self._latest.loans}
 
     def _repr_html_(self) -> str:
         from raycheck.views.notebook import run_html
 
-        return run_html(self.store.uri, self.latest)
+        return run_html(self.uri, self._latest)
 
-    def at(self, at: int | str) -> CommittedCheckpoint:
-        """Return the committed checkpoint with this step, name or key.
+    def at(self, at: int | str | None) -> CommittedCheckpoint:
+        """Return the committed checkpoint with this step, name or key; the head for None.
 
         Of several with one step it is the newest. Raises NotFoundError, which says what there is.
         """
-        if not isinstance(at, str):
-            return self.at_step(index(at))
-        if at.isdecimal() and len(at) <= MAX_DIGITS:
-            return self.at_step(int(at))
-        entry = self.latest.named(at)
-        if entry is not None:
-            return CommittedCheckpoint(self.store, entry)
-        if CheckpointName.parse(at) is not None:
-            return self.checkpoint(at)
-        raise NotFoundError(
-            f"{self.store}: {at!r} is no checkpoint's name. Names given: {names_in(self.latest)}; keys are like "
-            f"{self.latest.head or 'step-000000100-a1-s1'}; a step is a whole number"
-        )
-
-    def at_step(self, step: int) -> CommittedCheckpoint:
-        """Return the newest committed checkpoint of `step`. Raises NotFoundError, which lists the steps there are."""
-        found = [entry for entry in self.latest.live if entry.step == step]
-        if not found:
-            steps = ", ".join(str(entry.step) for entry in self.latest.live) or "none"
-            raise NotFoundError(f"{self.store}: no checkpoint of step {step}; there are: {steps}")
-        return CommittedCheckpoint(self.store, found[-1])
-
-    def checkpoint(self, key: str) -> CommittedCheckpoint:
-        """Return the live checkpoint with this key. Raises NotFoundError, which says why there is none."""
-        entry = self.latest.entry(key)
-        if entry is not None:
-            return CommittedCheckpoint(self.store, entry)
-        if CheckpointName.parse(key) is None:
-            raise NotFoundError(
-                f"{self.store}: {key!r} is no checkpoint's name. Names are like "
-                f"{self.latest.head or 'step-000000100-a1-s1'}; a step is a whole number"
-            )
-        is_dropped = any(item.key == key for item in self.latest.evicted)
-        why = "was dropped, by retention or by hand" if is_dropped else "is not listed: never committed, or dropped"
-        raise NotFoundError(f"{self.store}: checkpoint {key} {why}. 'raycheck ls' lists those that there are")
+        return CommittedCheckpoint(Checkpoint(self._store, entry_at(self._store, self._latest, at)))
 
     def restore(
         self,
@@ -260,47 +363,64 @@ class Run:
 
         See CommittedCheckpoint.restore.
         """
-        return self.head_or(at).restore(into=into, strict=strict, skip=skip, cast=cast)
+        return self.at(at).restore(into=into, strict=strict, skip=skip, cast=cast)
 
-    def head_or(self, at: int | str | None) -> CommittedCheckpoint:
-        """Return the checkpoint `at`, or the head for None. Raises NotFoundError when there is none."""
-        checkpoint = self.head if at is None else self.at(at)
-        if checkpoint is None:
-            raise NotFoundError(f"{self.store}: the run has no committed checkpoint")
-        return checkpoint
+    def status(self) -> Status:
+        """Read whether the run is training, has finished, or has died, as far as the bucket shows."""
+        return status_of(self._latest, read_record(self._store, self.attempt), now=self._now())
 
     def history(self) -> "RunHistory":
         """Read what happened to the run until it was opened: its attempts, why each ended, its commits, its goodput."""
         from raycheck.views.history import read_history
 
-        return read_history(self.store, self.latest, now=self._read_at())
+        return read_history(self._store, self._latest, now=self._now())
 
-    def kept(self, history: "RunHistory | None" = None) -> "KeptCheckpoints":
+    def kept(self, history: "RunHistory | None" = None, *, rules: Retention | None = None) -> "KeptCheckpoints":
         """Say why each checkpoint stays, by the rules that the training had at its newest commit. Changes nothing.
 
         history: what `history` has returned, where that was asked already: it has the rules, and spares a request.
-        Raises NotFoundError when the head was dropped since the run was opened.
+        rules: decide by these instead. Raises NotFoundError when the head was dropped since the run was opened.
         """
-        from raycheck.views.kept import why_kept
+        from raycheck.views.kept import kept_by, why_kept
 
+        if rules is not None:
+            return kept_by(self._latest, rules, now=self._now())
         settings = None if history is None else history.settings
         if settings is None:
-            settings = () if self.head is None else self.head.read_manifest().settings
-        return why_kept(self.latest, settings, now=self._read_at())
+            settings = () if self.head is None else self.head.details().settings
+        return why_kept(self._latest, settings, now=self._now())
 
-    def _read_at(self) -> float:
-        return self.store.get(LATEST_KEY).at if self.read_at is None else self.read_at
+    def exports(self) -> tuple[str, ...]:
+        """List the names of what lies below `exports/` of the run."""
+        return tuple(self._store.list_names(EXPORTS_PREFIX))
 
-    def pin(self, at: int | str) -> "Run":
+    def export(self, name: str) -> StoredExport:
+        """List the files of the directory `name` below `exports/`; none if there is no such directory."""
+        return StoredExport.at(self._store, name)
+
+    def delete_export(self, name: str, *, dry_run: bool = False) -> StoredExport:
+        """Delete a directory below `exports/`, even while someone reads it. Returns what was there."""
+        found = self.export(name)
+        if not dry_run:
+            found.delete()
+        return found
+
+    def pin(self, at: int | str, *, dry_run: bool = False) -> "Run":
         """Keep a checkpoint, whatever retention says, until `unpin`. Raises NotFoundError."""
-        return Run(self.store, pin_and_evict.pin(self._register, self._key(at)))
+        return self._changed(partial(pin_and_evict.pin, key=self.at(at).key), dry_run=dry_run)
 
-    def unpin(self, at: int | str) -> "Run":
+    def unpin(self, at: int | str, *, dry_run: bool = False) -> "Run":
         """Leave a pinned checkpoint to retention again. Raises NotFoundError."""
-        return Run(self.store, pin_and_evict.pin(self._register, self._key(at), pinned=False))
+        return self._changed(partial(pin_and_evict.pin, key=self.at(at).key, pinned=False), dry_run=dry_run)
 
     def name_checkpoint(
-        self, at: int | str, name: str, *, expire_after_s: float | None = None, overwrite: bool = False
+        self,
+        at: int | str,
+        name: str,
+        *,
+        expire_after_s: float | None = None,
+        overwrite: bool = False,
+        dry_run: bool = False,
     ) -> "Run":
         """Give a checkpoint a name, by which it can be restored, and which keeps it from retention.
 
@@ -310,66 +430,71 @@ class Run:
         there is no such checkpoint.
         """
         label = Label(name=name, expire_after_s=expire_after_s, may_move=overwrite)
-        return Run(self.store, name_and_score.name(self._register, self._key(at), label))
+        return self._changed(partial(name_and_score.name, key=self.at(at).key, label=label), dry_run=dry_run)
 
-    def rename_checkpoint(self, old: str, new: str) -> "Run":
+    def rename_checkpoint(self, old: str, new: str, *, dry_run: bool = False) -> "Run":
         """Give the checkpoint named `old` the name `new`. Raises ConfigError when `new` is taken, NotFoundError."""
-        return Run(self.store, name_and_score.rename(self._register, old, new))
+        return self._changed(partial(name_and_score.rename, old=old, new=new), dry_run=dry_run)
 
-    def unname_checkpoint(self, name: str) -> "Run":
+    def unname_checkpoint(self, name: str, *, dry_run: bool = False) -> "Run":
         """Take a name off its checkpoint, which is left to retention again. Raises NotFoundError."""
-        return Run(self.store, name_and_score.unname(self._register, name))
+        return self._changed(partial(name_and_score.unname, old=name), dry_run=dry_run)
 
-    def plan_rewind(self, at: int | str) -> Entry:
-        """Return the entry of the checkpoint that `rewind` would make the head. Writes nothing, and raises alike."""
-        key = self._key(at)
-        check_rewind(self._register, key)
-        return self.at(key).entry
-
-    def rewind(self, at: int | str) -> "Run":
-        """Make an earlier checkpoint the head: the next start restores it. A training that still runs is ended.
-
-        Later checkpoints stay listed until retention drops them. Raises NotFoundError, and DamagedError for a
-        checkpoint that is still damaged.
-        """
-        return Run(self.store, rewind(self._register, self._key(at)))
-
-    def plan_prune(self, *, grace_s: float = GRACE_S) -> tuple[Deletion, ...]:
-        """List what `prune` would delete now, or after the grace. Writes nothing."""
-        return plan_prune(self._register, grace_s=grace_s)
-
-    def prune(self, *, grace_s: float = GRACE_S) -> tuple[str, ...]:
-        """Delete what was dropped or has expired, once its readers had `grace_s` seconds. Returns the keys that went.
-
-        A running training goes on. What else to drop is said by its settings, or by the options of `raycheck prune`.
-        """
-        return prune(self._register, grace_s=grace_s)
-
-    def plan_sweep(self) -> tuple[Deletion, ...]:
-        """List what `sweep` would delete: what interrupted saves of earlier attempts left. Writes nothing."""
-        return plan_sweep(self.store)
-
-    def sweep(self) -> tuple[Deletion, ...]:
-        """Delete what interrupted saves of earlier attempts left, and return it. A running training goes on.
-
-        Raises CorruptError when `latest` is older than a directory; nothing is deleted then.
-        """
-        return sweep(self.store)
-
-    def score(self, at: int | str, scores: Mapping[str, float]) -> "Run":
+    def score(self, at: int | str, scores: Mapping[str, float], *, dry_run: bool = False) -> "Run":
         """Attach what was measured of a checkpoint after its commit, such as {"mmlu": 0.63}.
 
         `keep_best` obeys it from the next commit on, and prefers it to a metric of that name. Raises ConfigError for
         more than 32 scores and for a value that is not finite, NotFoundError when the checkpoint was dropped.
         """
-        return Run(self.store, name_and_score.score(self._register, self._key(at), scores))
+        return self._changed(partial(name_and_score.score, key=self.at(at).key, scores=scores), dry_run=dry_run)
 
-    @property
-    def _register(self) -> Register:
-        return Register(self.store)
+    def rewind(self, at: int | str, *, dry_run: bool = False, progress: ShowProgress = show_nothing) -> "Run":
+        """Make an earlier checkpoint the head: the next start restores it. A training that still runs is ended.
 
-    def _key(self, at: int | str) -> str:
-        return self.at(at).entry.key
+        Later checkpoints stay listed until retention drops them. progress: called with the bytes that are read of a
+        checkpoint that is marked as damaged, and all. Raises NotFoundError, and DamagedError for a checkpoint that is
+        still damaged.
+        """
+        return self._changed(partial(rewind, key=self.at(at).key, progress=progress), dry_run=dry_run)
+
+    def _changed(self, change: Callable[[Register], Latest], *, dry_run: bool) -> "Run":
+        return Run(self._store, change(Register(self._store, is_dry=dry_run)))
+
+    def prune(
+        self,
+        rules: Retention | None = None,
+        *,
+        grace_s: float = GRACE_S,
+        dry_run: bool = False,
+        progress: ShowProgress = show_nothing,
+    ) -> tuple[Deletion, ...]:
+        """Delete what was dropped or has expired, once its readers had `grace_s` seconds. Running training continues.
+
+        rules: drop what these do not keep, such as SaveSettings(keep_last=3).retention; None: drop only what has
+        expired. progress: called with the number of objects. Returns what is deleted, and what will be after the grace.
+        """
+        register, chosen = Register(self._store), NO_RULES if rules is None else rules
+        found = plan_prune(register, chosen, grace_s=grace_s, tally=ProgressTally(progress))
+        if dry_run:
+            return found
+        tally = ProgressTally(progress, total=sum(item.num_objects for item in found if not item.wait_s))
+        gone = prune(register, chosen, grace_s=grace_s, tally=tally)
+        return tuple(replace(item, is_deleted=item.name in gone) for item in found)
+
+    def sweep(
+        self, *, whole: bool = False, dry_run: bool = False, progress: ShowProgress = show_nothing
+    ) -> tuple[Deletion, ...]:
+        """Delete what interrupted saves of earlier attempts left, and return it. Running training continues.
+
+        whole: also delete whole checkpoints that the run does not list. progress: called with the number of objects.
+        Raises CorruptError when `latest` is older than a directory; nothing is deleted then.
+        """
+        if dry_run:
+            return plan_sweep(self._store, also_whole=whole)
+        return sweep(self._store, also_whole=whole, tally=ProgressTally(progress))
+
+    def _now(self) -> float:
+        return self._store.get(LATEST_KEY).at if self.read_at is None else self.read_at
 
 
 def open_run(uri: str, storage: StorageSettings | None = None) -> Run:
@@ -396,11 +521,10 @@ def open_checkpoint(pointer: Any) -> CommittedCheckpoint:
         # What lies in a bucket must not send us, and our credentials, to another place. For the same reason the
         # settings are those the pointer was read with, not those it holds.
         raise ConfigError(f"{pointer}: it points to {shown_uri(found.uri)}, which is not the run that it lies in")
-    checkpoint = open_run(here).checkpoint(found.key)
-    entry = replace(
-        checkpoint.entry, metrics=checkpoint.read_manifest().metrics
-    )  # `latest` may repeat only some of them
-    return replace(checkpoint, entry=entry)
+    store = open_store(here)
+    stored = Checkpoint(store, entry_at(store, read_latest(store), found.key))
+    metrics = stored.read_manifest().metrics  # `latest` may repeat only some of them
+    return CommittedCheckpoint(replace(stored, entry=replace(stored.entry, metrics=metrics)))
 
 
 def _pointed_to(pointer: Any) -> Pointer:
@@ -420,7 +544,7 @@ def _pointed_to(pointer: Any) -> Pointer:
 
 
 def export_hf(
-    source: str | Checkpoint,
+    source: str | CommittedCheckpoint,
     to: str,
     *,
     storage: StorageSettings | None = None,
@@ -431,6 +555,7 @@ def export_hf(
     dtype: "torch.dtype | str | None" = None,
     config_from: str | None = None,
     max_shard_bytes: int | None = None,
+    dry_run: bool = False,
     progress: ShowProgress = show_nothing,
 ) -> "Exported":
     """Write the model of a checkpoint as a Hugging Face directory that `from_pretrained` loads.
@@ -448,6 +573,7 @@ def export_hf(
     dtype: the type that floating-point weights are converted to, such as torch.bfloat16 or "bfloat16". None: as saved.
     config_from: a folder, or its URI, with the config.json of a model that was saved without one.
     max_shard_bytes: how large a file of weights may be, in bytes. None: 5 GB, and less for a small model.
+    dry_run: make every check, and write nothing.
     progress: called with the bytes of weights that are written, and all.
 
     Returns the files with their sizes in bytes. Raises NotFoundError when there is no such checkpoint, ConfigError,
@@ -456,9 +582,9 @@ def export_hf(
     from raycheck.huggingface.export import export_hf as export
     from raycheck.huggingface.export import write_all
 
-    if isinstance(source, Checkpoint) and at is not None:
+    if isinstance(source, CommittedCheckpoint) and at is not None:
         raise ConfigError(f"export_hf: at={at} chooses among a run's checkpoints; give the run's URI with it")
-    checkpoint = source if isinstance(source, Checkpoint) else open_run(source, storage).head_or(at)
+    checkpoint = source if isinstance(source, CommittedCheckpoint) else open_run(source, storage).at(at)
     options = ExportOptions(
         entry=entry,
         files=files,
@@ -467,4 +593,6 @@ def export_hf(
         config_from=config_from,
         max_shard_bytes=max_shard_bytes,
     )
-    return export(checkpoint, to, options, storage=storage, write=partial(write_all, progress=progress))
+    write = None if dry_run else partial(write_all, progress=progress)
+    stored = checkpoint._stored  # noqa: SLF001  of a class in this file
+    return export(stored, to, options, storage=storage, write=write)

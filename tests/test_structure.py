@@ -1,17 +1,22 @@
 """The shape of the project: imports point down, nothing heavy loads for browsing, functions stay small."""
 
 import ast
+import importlib
+import inspect
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 import raycheck
 from raycheck import errors
-from tests.support.public_names import PUBLIC
+from raycheck.show_progress import ShowProgress, show_nothing
+from tests.support.public_names import PUBLIC, PUBLIC_MODULE, public_value
 
 PACKAGE = Path(raycheck.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -27,7 +32,7 @@ RINGS = (
     ("on_ray",),
     ("run",),
     ("catalog",),
-    ("adapters",),  # public names, loaded on first use
+    ("adapters", "values"),  # public names, loaded on first use
     ("frameworks",),
     ("__init__",),  # the public names in front, loaded on first use
     ("http_server", "http_callers"),  # below both servers
@@ -175,6 +180,85 @@ def test_every_public_name_loads() -> None:
             assert getattr(sys.modules[module], name) is not None
     with pytest.raises(AttributeError):
         raycheck.Experiment  # noqa: B018
+
+
+def named_in(module: str) -> dict[str, object]:
+    """All that a module's annotations may name: also what it imports for types alone."""
+    loaded = importlib.import_module(module)
+    found = dict(vars(loaded))
+    for node in ast.parse(inspect.getsource(loaded)).body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            exec(ast.unparse(node.body), found)
+    return found
+
+
+def types_in(hint: object) -> Iterator[type]:
+    if isinstance(hint, type) and not get_args(hint):
+        yield hint
+    for part in get_args(hint):
+        for own in part if isinstance(part, list) else [part]:
+            yield from types_in(own)
+
+
+def handed_out_by(value: object) -> Iterator[tuple[str, type]]:
+    """What a call returns; of a class, its public fields and what its public methods and properties return."""
+    if inspect.isfunction(value):
+        function = inspect.unwrap(value)
+        hint = get_type_hints(function, named_in(function.__module__)).get("return")
+        yield from ((function.__qualname__, item) for item in types_in(hint))
+    for base in value.__mro__ if inspect.isclass(value) else ():
+        if base.__module__.startswith("raycheck"):
+            for name, hint in get_type_hints(base, named_in(base.__module__)).items():
+                if not name.startswith("_"):
+                    yield from ((f"{base.__name__}.{name}", item) for item in types_in(hint))
+            for name, member in vars(base).items():
+                if not name.startswith("_"):
+                    yield from handed_out_by(getattr(member, "fget", None) or getattr(member, "__func__", member))
+
+
+ASKED_BY_RAYCHECK = {"Group", "RayGroup"}
+"""Handles that a user only passes on: what their methods return is for the Checkpointer."""
+WRITTEN_ONLY = {"SaveSettings.every_steps", "SaveSettings.keep_last"}
+"""Fields whose default is a mark that nobody else needs."""
+
+
+def test_every_type_that_a_public_call_hands_out_is_public() -> None:
+    """So no call hands out a store, a register, or the body of `latest`."""
+    waiting = [public_value(name) for name in PUBLIC_MODULE if name not in ASKED_BY_RAYCHECK]
+    public = {id(public_value(name)) for name in PUBLIC_MODULE}
+
+    private = {
+        f"{where} -> {item.__name__}"
+        for value in waiting
+        for where, item in handed_out_by(value)
+        if item.__module__.startswith("raycheck") and id(item) not in public and where not in WRITTEN_ONLY
+    }
+
+    assert private == set()
+
+
+MARKS = {"pin", "unpin", "name_checkpoint", "rename_checkpoint", "unname_checkpoint", "score"}
+LONG_CHANGES = {"rewind", "prune", "sweep", "copy_run", "delete_checkpoint", "delete_run", "fork_run"}
+LONG_CHANGES |= {"import_checkpoint", "export_hf", "pack", "prune_runs", "unpack"}
+
+
+def test_dry_run_and_progress_are_spelled_one_way() -> None:
+    calls = dict(vars(raycheck.Run))
+    calls |= {name: public_value(name) for name in PUBLIC["raycheck.catalog"] | PUBLIC["raycheck"]}
+    calls = {name: it for name, it in calls.items() if inspect.isfunction(it) and not name.startswith("_")}
+    found = {name: inspect.signature(call).parameters for name, call in calls.items()}
+
+    dry = {name for name, arguments in found.items() if "dry_run" in arguments}
+    shown = {name for name, arguments in found.items() if "progress" in arguments}
+
+    assert dry == MARKS | LONG_CHANGES | {"delete_export"}
+    assert {(item.kind, item.default) for name in dry if (item := found[name]["dry_run"])} == {
+        (inspect.Parameter.KEYWORD_ONLY, False)
+    }
+    assert shown == LONG_CHANGES | {"download", "follow_run"}
+    assert {(item.annotation, item.default) for name in shown if (item := found[name]["progress"])} == {
+        (ShowProgress, show_nothing)
+    }
 
 
 def test_modules_say_why_they_exist_and_functions_stay_small() -> None:

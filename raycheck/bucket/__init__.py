@@ -7,7 +7,9 @@ order:
 - store/: one interface to S3, Google Cloud Storage, Azure, a folder or memory. The only place that imports a client.
 - document_reading.py: reads a document twice before it counts as damaged.
 - reading.py, verify.py: read `latest` and a checkpoint's documents, and check whether all its objects are complete.
+- choice.py: finds the checkpoint that a person means.
 - protocol/: everything that writes `latest`, commits, or deletes.
 - assembly/: turns the ranks' reports into one checkpoint.
+- stored_export.py: reads and deletes an exported directory of a run.
 - attempt_records.py, run_status.py: what each attempt was and cost; whether the run is still active.
 """

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from raycheck.catalog.download_checkpoint import Downloaded, download
     from raycheck.catalog.follow import FollowNews, follow_run
     from raycheck.catalog.forks import fork_run
-    from raycheck.catalog.importing.import_checkpoint import Imported, import_checkpoint
+    from raycheck.catalog.importing.import_checkpoint import Imported, ImportedEntryReport, import_checkpoint
     from raycheck.catalog.policy import PrunedRun, prune_runs
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "FollowNews",
     "Forked",
     "Imported",
+    "ImportedEntryReport",
     "PrunedRun",
     "StoppedError",
     "TarStream",
@@ -74,7 +75,7 @@ __getattr__, __dir__ = on_first_use(
         "raycheck.catalog.download_checkpoint": ("Downloaded", "download"),
         "raycheck.catalog.follow": ("FollowNews", "follow_run"),
         "raycheck.catalog.forks": ("fork_run",),
-        "raycheck.catalog.importing.import_checkpoint": ("Imported", "import_checkpoint"),
+        "raycheck.catalog.importing.import_checkpoint": ("Imported", "ImportedEntryReport", "import_checkpoint"),
         "raycheck.catalog.policy": ("PrunedRun", "prune_runs"),
     },
 )

@@ -60,11 +60,11 @@ class SourceBody:
 class RoundReport:
     """What the rounds of one copier did, by checkpoint.
 
-    present: existed before. dropped: dropped by the source while it was copied. damaged: what is wrong with it.
-    deleted: deleted from the mirror.
+    copied: with its size in bytes. present: existed before. dropped: dropped by the source while it was copied.
+    damaged: what is wrong with it. deleted: deleted from the mirror.
     """
 
-    copied: list[str] = field(default_factory=list)
+    copied: dict[str, int] = field(default_factory=dict)
     present: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     damaged: dict[str, str] = field(default_factory=dict)
@@ -211,7 +211,10 @@ class MirrorCopier:
             self.report.damaged[entry.key] = str(error)
             return False
         self._done |= copied.keys
-        (self.report.copied if copied.is_new else self.report.present).append(entry.key)
+        if copied.is_new:
+            self.report.copied[entry.key] = entry.size_bytes
+        else:
+            self.report.present.append(entry.key)
         return True
 
     def _show(self, body: Latest, *, coming: set[str] | tuple[()]) -> Latest:

@@ -36,9 +36,10 @@ from raycheck.storage_settings import StorageSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopiedRun:
-    """The result of a copy.
+    """The result of a copy, or its preview.
 
-    uri, run_id, head: of the copy. copied: the checkpoints that were copied now, by name. present: those that existed
+    uri, run_id, head: of the copy; "" and None in the preview of a new run. copied: the size in bytes of each
+    checkpoint that is copied now, by key; one that was partly copied before counts whole. present: those that existed
     before. dropped: those that the source dropped in the meantime. sent_bytes: bytes sent through this process.
     in_store_bytes: bytes copied inside the store. found_bytes: bytes that existed before.
     """
@@ -46,7 +47,7 @@ class CopiedRun:
     uri: str
     run_id: str
     head: str | None
-    copied: tuple[str, ...] = ()
+    copied: Mapping[str, int] = field(default_factory=dict)
     present: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     sent_bytes: int = 0
@@ -54,27 +55,12 @@ class CopiedRun:
     found_bytes: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedCopy:
-    """The plan of a copy: the checkpoints that it would copy, with their sizes in bytes, the head first.
-
-    A checkpoint that was partly copied before is listed with its full size.
-    """
-
-    uri: str
-    run_id: str
-    sizes: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(self.sizes.values())
-
-
 def copy_run(
     source: str,
     to: str,
     *,
     at: int | str | None = None,
+    dry_run: bool = False,
     from_storage: StorageSettings | None = None,
     to_storage: StorageSettings | None = None,
     progress: ShowProgress = show_nothing,
@@ -87,6 +73,7 @@ def copy_run(
 
     source, to: URIs of runs. `to` must be free, or an earlier copy of this run on which nobody has trained.
     at: copy only the newest checkpoint of this step, or that of this name or key, into a new run. None: the run.
+    dry_run: make every check, and write nothing.
     from_storage, to_storage: how the two buckets are reached.
     progress: called with the bytes that are done, and those of the whole copy.
     stop: when it is set, the copy ends soon with StoppedError.
@@ -96,6 +83,8 @@ def copy_run(
     """
     one, other = open_store(source, from_storage), open_store(to, to_storage)
     stop = Event() if stop is None else stop
+    if dry_run:
+        return _planned(one, other, at)
     if at is not None:
         return _copy_checkpoint(one, other, at, ProgressTally(progress), stop)
     copier = MirrorCopier(one, other, stop=stop, progress=progress)
@@ -104,28 +93,21 @@ def copy_run(
     return result_of(copier, body)
 
 
-def plan_copy(
-    source: str,
-    to: str,
-    *,
-    at: int | str | None = None,
-    from_storage: StorageSettings | None = None,
-    to_storage: StorageSettings | None = None,
-) -> PlannedCopy:
-    """Say what `copy_run` would copy. Writes nothing, and raises what `copy_run` would raise before its first write."""
-    one, other = open_store(source, from_storage), open_store(to, to_storage)
+def _planned(source: Store, target: Store, at: int | str | None) -> CopiedRun:
+    """Return what a copy would do. Raises what it would raise before its first write."""
     if at is None:
-        body, entries = MirrorCopier(one, other, stop=Event()).missing()
+        body, entries = MirrorCopier(source, target, stop=Event()).missing()
         if body.head is None:
-            raise NotFoundError(f"{one}: the run has no committed checkpoint to copy")
-        return PlannedCopy(uri=other.uri, run_id=body.run_id, sizes={it.key: it.size_bytes for it in entries})
-    check_places(one, other)
-    entry = _chosen(one, read_latest(one), at)
-    existing, _ = look_at_place(Register(other))
+            raise NotFoundError(f"{source}: the run has no committed checkpoint to copy")
+        sizes = {entry.key: entry.size_bytes for entry in entries}
+        return CopiedRun(uri=target.uri, run_id=body.run_id, head=body.head, copied=sizes)
+    check_places(source, target)
+    entry = _chosen(source, read_latest(source), at)
+    existing, _ = look_at_place(Register(target))
     if existing is not None:
-        _copied_head(existing, other, one, entry)
-        return PlannedCopy(uri=other.uri, run_id=existing.run_id)
-    return PlannedCopy(uri=other.uri, run_id="", sizes={entry.key: entry.size_bytes})
+        head = _copied_head(existing, target, source, entry)
+        return CopiedRun(uri=target.uri, run_id=existing.run_id, head=head.key, present=(head.key,))
+    return CopiedRun(uri=target.uri, run_id="", head=None, copied={entry.key: entry.size_bytes})
 
 
 def result_of(copier: MirrorCopier, body: Latest) -> CopiedRun:
@@ -138,7 +120,7 @@ def result_of(copier: MirrorCopier, body: Latest) -> CopiedRun:
         uri=objects.target.uri,
         run_id=body.run_id,
         head=body.head,
-        copied=tuple(report.copied),
+        copied=dict(report.copied),
         present=tuple(report.present),
         dropped=tuple(report.dropped),
         sent_bytes=objects.sent_bytes,
@@ -176,7 +158,7 @@ def _copy_checkpoint(source: Store, target: Store, at: int | str, tally: Progres
         uri=target.uri,
         run_id=body.run_id,
         head=body.head,
-        copied=(new.key,),
+        copied={new.key: new.size_bytes},
         sent_bytes=objects.sent_bytes,
         in_store_bytes=objects.in_store_bytes,
         found_bytes=objects.found_bytes,

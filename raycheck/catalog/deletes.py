@@ -1,29 +1,17 @@
-"""Deletes checkpoints and runs by hand, and previews what that would delete."""
+"""Deletes checkpoints and runs by hand, or says what that would delete."""
 
-from dataclasses import dataclass
-
-from raycheck.bucket.format.latest import Entry, Hold
-from raycheck.bucket.format.object_keys import EXPORTS_PREFIX
+from raycheck.bucket.choice import entry_at
 from raycheck.bucket.protocol.removal import delete
 from raycheck.bucket.protocol.removal.delete import DeletedRun
 from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, prune
 from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.reading import read_latest
 from raycheck.bucket.run_status import read_status
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import ConfigError, NotFoundError
-from raycheck.run import open_run
 from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedDelete:
-    """What deleting a run would delete at most. holds: the runs that use directories of it, which stay."""
-
-    num_objects: int
-    size_bytes: int
-    holds: tuple[Hold, ...] = ()
 
 
 def delete_checkpoint(
@@ -31,6 +19,7 @@ def delete_checkpoint(
     at: int | str,
     *,
     grace_s: float = GRACE_S,
+    dry_run: bool = False,
     storage: StorageSettings | None = None,
     progress: ShowProgress = show_nothing,
 ) -> str:
@@ -38,24 +27,17 @@ def delete_checkpoint(
 
     It is no longer listed or restored at once. Its objects go `grace_s` seconds later, so that whoever reads it now can
     end: with the next prune of the training, or of `raycheck prune`. What other checkpoints or runs use of it stays.
-    at: a step, a name, or a key. progress: called with the number of objects that are deleted. Raises NotFoundError
-    when there is none, ConfigError for the head.
+    at: a step, a name, or a key. dry_run: make every check, and delete nothing. progress: called with the number of
+    objects that are deleted. Raises NotFoundError when there is none, ConfigError for the head.
     """
-    key = open_run(uri, storage).at(at).entry.key
-    register = Register(open_store(uri, storage))
+    store = open_store(uri, storage)
+    key = entry_at(store, read_latest(store), at).key
+    register = Register(store, is_dry=dry_run)
     body = delete.delete_checkpoint(register, key)
-    if not grace_s:
+    if not grace_s and not dry_run:
         others = frozenset(item.key for item in body.evicted) - {key}  # whose readers keep their grace period
         prune(register, grace_s=0.0, spare=others, tally=ProgressTally(progress))
     return key
-
-
-def plan_delete_checkpoint(uri: str, at: int | str, *, storage: StorageSettings | None = None) -> Entry:
-    """Return the entry that `delete_checkpoint` would delete. Writes nothing, and raises the same errors."""
-    run = open_run(uri, storage)
-    entry = run.at(at).entry
-    delete.check_checkpoint(run.store.uri, run.latest, entry.key)
-    return entry
 
 
 def delete_run(
@@ -65,6 +47,7 @@ def delete_run(
     keep_shared: bool = False,
     keep_exports: bool = False,
     lost: bool = False,
+    dry_run: bool = False,
     storage: StorageSettings | None = None,
     progress: ShowProgress = show_nothing,
 ) -> DeletedRun:
@@ -73,11 +56,13 @@ def delete_run(
     live: also when it seems to be running; that training ends with FencedError. keep_shared: what other runs use stays
     until they have dropped it; without it a run that others use is refused. keep_exports: leave `exports/` alone. lost:
     also when `latest` is missing: then nobody can say what the checkpoints there were for, and whether a training goes
-    on. progress: called with the number of objects that are deleted. Raises NotFoundError when there is no run,
-    ConflictError when somebody starts it at this moment, and ConfigError when it is refused, also since another run
-    lies in its folder.
+    on. dry_run: make every check, count what there is, and delete nothing. progress: called with the number of objects
+    that are deleted, or counted. Raises NotFoundError when there is no run, ConflictError when somebody starts it at
+    this moment, and ConfigError when it is refused, also since another run lies in its folder.
     """
-    store = open_store(uri, storage)
+    store, tally = open_store(uri, storage), ProgressTally(progress)
+    if dry_run:
+        return _planned(uri, store, tally, live=live, keep_shared=keep_shared, keep_exports=keep_exports, lost=lost)
     register = Register(store)
     if lost:
         delete.check_folder(store)
@@ -89,43 +74,27 @@ def delete_run(
         keeps_shared=keep_shared,
         keeps_exports=keep_exports,
         only_at=None if live else counter,
-        tally=ProgressTally(progress),
+        tally=tally,
     )
 
 
-def plan_delete_run(
-    uri: str,
-    *,
-    live: bool = False,
-    keep_shared: bool = False,
-    keep_exports: bool = False,
-    lost: bool = False,
-    storage: StorageSettings | None = None,
-    progress: ShowProgress = show_nothing,
-) -> PlannedDelete:
-    """Return what `delete_run` would delete. Writes nothing, and raises what it would raise before its first write.
-
-    progress: called with the number of objects that were listed.
-    """
-    store = open_store(uri, storage)
-    holds: tuple[Hold, ...] = ()
+def _planned(
+    uri: str, store: Store, tally: ProgressTally, *, live: bool, keep_shared: bool, keep_exports: bool, lost: bool
+) -> DeletedRun:
+    """Return what a delete of the run would do. Raises what it would raise before its first write."""
+    used_by: tuple[str, ...] = ()
     try:
-        run = open_run(uri, storage)
+        body = read_latest(store)
     except NotFoundError:
         if not lost:
             raise
         delete.check_lost(store)
     else:
         _refuse_running(uri, store, live=live)
-        delete.check_users(store, run.latest, keeps_shared=keep_shared)
-        holds = delete.users_of(store, run.latest)
-    tally, num_objects, size_bytes = ProgressTally(progress), 0, 0
-    for item in store.list_objects(""):
-        delete.check_in_run(store, item.key)
-        tally.add(1)
-        if not (keep_exports and item.key.startswith(EXPORTS_PREFIX)):
-            num_objects, size_bytes = num_objects + 1, size_bytes + item.size_bytes
-    return PlannedDelete(num_objects=num_objects, size_bytes=size_bytes, holds=holds)
+        delete.check_users(store, body, keeps_shared=keep_shared)
+        used_by = delete.users_of(store, body)
+    num_objects, size_bytes = delete.check_folder(store, keeps_exports=keep_exports, tally=tally)
+    return DeletedRun(is_gone=False, used_by=used_by, num_objects=num_objects, size_bytes=size_bytes)
 
 
 def _refuse_running(uri: str, store: Store, *, live: bool) -> None:

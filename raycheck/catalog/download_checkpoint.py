@@ -18,13 +18,13 @@ from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import MANIFEST
-from raycheck.bucket.reading import Checkpoint, missing_error
+from raycheck.bucket.reading import Checkpoint, missing_error, read_latest
+from raycheck.bucket.store import open_store
 from raycheck.bucket.store.interface import Buffer
 from raycheck.catalog.local_files import PARTIAL, appear, check_room, file_crc32, opened_partial, partial_of, write_file
 from raycheck.catalog.read_ahead import Spans, read_ahead
 from raycheck.catalog.stored_objects import StoredObject, checkpoint_at, names_in, stored_objects
 from raycheck.errors import ConfigError, CorruptError, DamagedError, NotFoundError, RaycheckError, StoreError
-from raycheck.run import open_run
 from raycheck.show_progress import ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 
@@ -73,7 +73,8 @@ def download(
         raise ConfigError(f"download: format={format!r} is not one of dcp, safetensors")
     if format == "safetensors" and components is not None:
         raise ConfigError("download: components= chooses directories of format dcp; leave it out with safetensors")
-    checkpoint = checkpoint_at(open_run(source, storage), at)
+    store = open_store(source, storage)
+    checkpoint = checkpoint_at(store, read_latest(store), at)
     data, manifest = checkpoint.read_manifest_bytes(), checkpoint.read_manifest()
     known = {component.name for component in manifest.components}
     if missing := sorted(set(components or ()) - known):

@@ -50,7 +50,7 @@ def follow_run(
     progress: ShowProgress = show_nothing,
     stop: Event | None = None,
     grace_s: float = GRACE_S,
-) -> Latest:
+) -> None:
     """Copy a run to `to`, and go on to copy what is committed and to drop what is dropped there, until `stop` is set.
 
     every_s: seconds between two looks at the source. until_finished: end when the source has come to the end of its
@@ -58,15 +58,15 @@ def follow_run(
     with those that there are as far as it has looked. grace_s: seconds that readers of the mirror have between the drop
     of a checkpoint and the delete. The other arguments are those of copy_run.
 
-    Returns the mirror's `latest`. Raises StoppedError when it was stopped before there was one, ConfigError when `to`
-    is no place for the mirror any more, CorruptError when `latest` of either was lost or rolled back.
+    Raises StoppedError when it was stopped before there was anything to show, ConfigError when `to` is no place for the
+    mirror any more, CorruptError when `latest` of either was lost or rolled back.
     """
     if every_s <= 0:
         raise ConfigError(f"every={every_s}: give a number of seconds above 0")
     one, other = open_store(source, from_storage), open_store(to, to_storage)
     stop = Event() if stop is None else stop
     copier = MirrorCopier(one, other, stop=stop, progress=progress)
-    return Follower(copier, every_s=every_s, until_finished=until_finished, news=news, stop=stop, grace_s=grace_s).run()
+    Follower(copier, every_s=every_s, until_finished=until_finished, news=news, stop=stop, grace_s=grace_s).run()
 
 
 class Follower:

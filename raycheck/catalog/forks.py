@@ -2,10 +2,11 @@
 
 from uuid import uuid4
 
+from raycheck.bucket.choice import entry_at
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.protocol.sharing.fork import Forked, fork
 from raycheck.bucket.store import open_store
-from raycheck.run import Run
+from raycheck.show_progress import ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 
 
@@ -15,7 +16,9 @@ def fork_run(
     at: int | str | None = None,
     *,
     copy: bool = False,
+    dry_run: bool = False,
     storage: StorageSettings | None = None,
+    progress: ShowProgress = show_nothing,
 ) -> Forked:
     """Create a run at `to` from a checkpoint of the run at `source`. Training started there resumes from it.
 
@@ -23,13 +26,22 @@ def fork_run(
     used, whatever it drops. Into another bucket they are copied. Does nothing if the run at `to` exists.
 
     source, to: URIs of runs. at: a step, a name, or a checkpoint's key; None: the head. copy: copy the tensors also
-    within one bucket, so that the runs are independent. storage: how both are reached, when the environment and the
-    URIs do not say it. Raises NotFoundError when there is no such checkpoint, ConfigError when the run at `to` has
-    begun without a checkpoint, CorruptError for copied bytes that differ from their checksums.
+    within one bucket, so that the runs are independent. dry_run: make every check, and write nothing. storage: how both
+    are reached, when the environment and the URIs do not say it. progress: called with the bytes that are copied, and
+    all. Raises NotFoundError when there is no such checkpoint, ConfigError when the run at `to` has begun without a
+    checkpoint, CorruptError for copied bytes that differ from their checksums.
     """
     store = open_store(source, storage)
 
     def chosen(body: Latest) -> str:
-        return Run(store, body).head_or(at).entry.key
+        return entry_at(store, body, at).key
 
-    return fork(store, open_store(to, storage), run_id=uuid4().hex, key=chosen, copies=copy)
+    return fork(
+        store,
+        open_store(to, storage),
+        run_id=uuid4().hex,
+        key=chosen,
+        copies=copy,
+        is_dry=dry_run,
+        progress=progress,
+    )

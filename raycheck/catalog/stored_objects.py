@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from raycheck.bucket.choice import entry_at
+from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName, checkpoint_prefix
 from raycheck.bucket.protocol.sharing.new_run import first_manifest
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError
-from raycheck.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,9 @@ class StoredObject:
         return f"{self.store}: {self.key}"
 
 
-def checkpoint_at(run: Run, at: int | str | None) -> Checkpoint:
+def checkpoint_at(store: Store, body: Latest, at: int | str | None) -> Checkpoint:
     """Return a checkpoint by its step, name or key; the head for None or "HEAD". Raises NotFoundError."""
-    return run.head_or(None if at == "HEAD" else at)
+    return Checkpoint(store, entry_at(store, body, None if at == "HEAD" else at))
 
 
 def stored_objects(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[StoredObject]:

@@ -6,26 +6,21 @@ from typing import Any
 
 import typer
 
-from raycheck.bucket.attempt_records import ResumeRecord, read_resumes
-from raycheck.bucket.format.index import Index
-from raycheck.bucket.format.latest import Entry
-from raycheck.bucket.reading import Checkpoint
-from raycheck.bucket.run_status import read_status
+from raycheck.bucket.attempt_records import ResumeRecord
 from raycheck.bucket.store.address import shown_uri
 from raycheck.bucket.verify import Finding
 from raycheck.catalog.listing import list_runs
 from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json, print_table, settings_of
 from raycheck.cli.progress_bar import progress_bar
 from raycheck.errors import CorruptError, NotFoundError
-from raycheck.run import Run, open_run
+from raycheck.run import CommittedCheckpoint, Run, open_run
 from raycheck.storage_settings import StorageSettings
 from raycheck.views.in_words import age, short_number, size, time_of
 
 MAX_PLACES = 10
 """The maximum number of damaged places shown per object."""
-_PER_RANK = re.compile(r"\.rank\d+\..*")  # FORMAT.md: <entry>.rank<r>.<path>
 MAX_ATTEMPTS = 20
-"""The number of newest attempts whose start `show` reads."""
+"""The number of newest attempts whose start `show` prints."""
 
 
 def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
@@ -34,18 +29,17 @@ def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
     if as_json:
         print_json([_facts(run, checkpoint) for checkpoint in run.checkpoints])
         return
-    status = read_status(run.store)
+    status = run.status()
     has_names = ["name"] if any(checkpoint.name for checkpoint in run.checkpoints) else []
     columns = ["", "step", *has_names, "checkpoint", "size", "committed", "age", "metrics"]
     rows = []
     for checkpoint in run.checkpoints:
-        entry = checkpoint.entry
-        values = {**entry.metrics, **entry.scores}
+        values = {**checkpoint.metrics, **checkpoint.scores}
         metrics = "  ".join(f"{name} {value:.4g}" for name, value in sorted(values.items()))
-        name = [f"{entry.name or ''}{_expiry(entry, status.now)}"] if has_names else []
+        name = [f"{checkpoint.name or ''}{_expiry(checkpoint, status.now)}"] if has_names else []
         mark = " ".join(_marks(run, checkpoint))
-        when = time_of(entry.committed_at), age(entry.committed_at, status.now)
-        rows.append((mark, entry.step, *name, entry.key, size(entry.size_bytes), *when, metrics))
+        when = time_of(checkpoint.committed_at), age(checkpoint.committed_at, status.now)
+        rows.append((mark, checkpoint.step, *name, checkpoint.key, size(checkpoint.size_bytes), *when, metrics))
     print_table(columns, rows)
     out.print(Text(f"\n{status.text}"))
 
@@ -57,14 +51,20 @@ def show(uri: Uri, at: Step = None, as_json: Json = False, storage: Storage = No
     """
     run = _open_or_say(uri, settings_of(storage), as_json=as_json)
     checkpoint = run.head if at is None else run.at(at)
-    began = read_resumes(run.store, [item.number for item in run.latest.attempts[-MAX_ATTEMPTS:]])
+    history = run.history()
     attempts = [
-        {name: getattr(item, name) for name in ("number", "world_size", "restore_key", "last_save", "claimed_at")}
-        | {"resume": _fields(began[item.number]) if item.number in began else None}
-        for item in run.latest.attempts
+        {
+            "number": item.number,
+            "world_size": item.world_size,
+            "restore_key": item.restored,
+            "last_save": item.last_save,
+            "claimed_at": item.began_at,
+            "resume": None if item.resume is None else _fields(item.resume),
+        }
+        for item in history.attempts
     ]
-    status = read_status(run.store)
-    facts: dict[str, Any] = {"run": uri, "run_id": run.latest.run_id, "head": run.latest.head}
+    status, head = history.status, run.head.key if run.head else None
+    facts: dict[str, Any] = {"run": uri, "run_id": run.run_id, "head": head}
     facts |= {"borrowed": {way: list(names) for way, names in run.borrowed.items()}}
     facts |= {"state": status.state, "state_at": status.at, "state_text": status.text, "attempts": attempts}
     if checkpoint is not None:
@@ -73,20 +73,21 @@ def show(uri: Uri, at: Step = None, as_json: Json = False, storage: Storage = No
         print_json(facts)
         return
     out.print(Text(f"run {shown_uri(uri)}"))
-    out.print(Text(f"id {run.latest.run_id}, head {run.latest.head or '-'}, {len(run.checkpoints)} checkpoints"))
+    out.print(Text(f"id {run.run_id}, head {head or '-'}, {len(run.checkpoints)} checkpoints"))
     out.print(Text(f"{status.text}\n"))
     for way, names in run.borrowed.items():
         out.print(Text(f"uses {len(names)} checkpoint(s) of {way}: {', '.join(names[:3])}\n"))
     rows = []
-    for item in run.latest.attempts:
+    for item in history.attempts:
         ranks = item.world_size or "by hand"
-        when = time_of(item.claimed_at), age(item.claimed_at, status.now)
-        rows.append((item.number, ranks, item.restore_key or "fresh start", item.last_save, *when))
+        when = time_of(item.began_at), age(item.began_at, status.now)
+        rows.append((item.number, ranks, item.restored or "fresh start", item.last_save, *when))
     print_table(("attempt", "ranks", "restored", "saves", "claimed", "age"), rows)
-    for number, resume in began.items():
-        out.print(Text(f"\nattempt {number} resumed {resume}"))
+    for item in history.attempts[-MAX_ATTEMPTS:]:
+        if item.resume is not None:
+            out.print(Text(f"\nattempt {item.number} resumed {item.resume}"))
     if checkpoint is not None:
-        out.print(Text(f"\ncheckpoint {checkpoint.entry.key}"))
+        out.print(Text(f"\ncheckpoint {checkpoint.key}"))
         for name, value in facts["checkpoint"].items():
             label = re.sub("^is_|_(at|bytes|s)$", "", name).replace("_", " ")
             out.print(Text(f"  {label:<14} {_in_words(name, value, now=status.now)}"))
@@ -107,7 +108,7 @@ def verify(uri: Uri, at: Step = None, as_json: Json = False, storage: Storage = 
     if as_json:
         print_json(
             {
-                "checkpoints": [item.entry.key for item in checkpoints],
+                "checkpoints": [item.key for item in checkpoints],
                 "objects": len(found),
                 "bytes": sum(finding.size_bytes for _, finding in found),
                 "problems": [asdict(finding) for finding in bad],
@@ -129,14 +130,14 @@ def verify(uri: Uri, at: Step = None, as_json: Json = False, storage: Storage = 
         raise typer.Exit(1)
 
 
-def _verified(checkpoints: tuple[Checkpoint, ...]) -> list[tuple[str, Finding]]:
+def _verified(checkpoints: tuple[CommittedCheckpoint, ...]) -> list[tuple[str, Finding]]:
     """Return the finding for each object, with its checkpoint's key. Shows a progress bar."""
-    total, done, found = sum(item.entry.size_bytes for item in checkpoints), 0, []
+    total, done, found = sum(item.size_bytes for item in checkpoints), 0, []
     with progress_bar() as progress:
         progress(0, total)
         for item in checkpoints:
             for finding in item.verify():
-                found.append((item.entry.key, finding))
+                found.append((item.key, finding))
                 done += finding.size_bytes
                 progress(done, max(total, done))
     return found
@@ -153,15 +154,11 @@ def _open_or_say(uri: str, storage: StorageSettings | None, *, as_json: bool) ->
         raise
 
 
-def _expiry(entry: Entry, now: float) -> str:
+def _expiry(item: CommittedCheckpoint, now: float) -> str:
     """Return the expiry of a named checkpoint as text, or "" for others, whose expiry only --json shows."""
-    if entry.name is None or entry.expires_at is None:
+    if item.name is None or item.expires_at is None:
         return ""
-    return (
-        f" (expired {age(entry.expires_at, now)})"
-        if entry.expires_at <= now
-        else f" (expires {age(entry.expires_at, now)})"
-    )
+    return f" ({'expired' if item.expires_at <= now else 'expires'} {age(item.expires_at, now)})"
 
 
 def _fields(resume: ResumeRecord) -> dict[str, Any]:
@@ -188,63 +185,54 @@ def _in_words(name: str, value: object, *, now: float) -> str:
     return short_number(value) + (" s" if name.endswith("_s") else "")
 
 
-def _marks(run: Run, checkpoint: Checkpoint) -> list[str]:
-    entry = checkpoint.entry
+def _marks(run: Run, checkpoint: CommittedCheckpoint) -> list[str]:
     marks = {
-        "head": entry.key == run.latest.head,
-        "pinned": entry.pinned,
-        "rolling": entry.rolling,
-        "drifted": entry.drifted,
-        "DAMAGED": entry.damaged,
+        "head": checkpoint == run.head,
+        "pinned": checkpoint.is_pinned,
+        "rolling": checkpoint.is_rolling,
+        "drifted": checkpoint.is_drifted,
+        "DAMAGED": checkpoint.damaged,
     }
     return [mark for mark, applies in marks.items() if applies]
 
 
-def _facts(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
-    entry = checkpoint.entry
+def _facts(run: Run, item: CommittedCheckpoint) -> dict[str, Any]:
     return {
-        "key": entry.key,
-        "step": entry.step,
-        "is_head": entry.key == run.latest.head,
-        "size_bytes": entry.size_bytes,
-        "committed_at": entry.committed_at,
-        "expires_at": entry.expires_at,
-        "is_pinned": entry.pinned,
-        "name": entry.name,
-        "damaged": entry.damaged,
-        "metrics": dict(entry.metrics),
-        "scores": dict(entry.scores),
-        "refs": list(entry.refs),
+        "key": item.key,
+        "step": item.step,
+        "is_head": item == run.head,
+        "size_bytes": item.size_bytes,
+        "committed_at": item.committed_at,
+        "expires_at": item.expires_at,
+        "is_pinned": item.is_pinned,
+        "name": item.name,
+        "damaged": item.damaged,
+        "metrics": dict(item.metrics),
+        "scores": dict(item.scores),
+        "refs": list(item.shares_with),
     }
 
 
-def _details(checkpoint: Checkpoint) -> dict[str, Any]:
-    manifest = checkpoint.read_manifest()
-    index = checkpoint.read_index(manifest, values=False)
+def _details(item: CommittedCheckpoint) -> dict[str, Any]:
+    found = item.details()
     return {
-        "note": dict(manifest.note),
-        "epoch": manifest.epoch,
-        "samples": manifest.samples,
-        "drifted": list(manifest.drifted),
-        "attempt": manifest.attempt,
-        "world_size": manifest.world_size,
-        "restored_from": _without_settings(manifest.restored_from),
-        "trained_s": manifest.trained_s,
-        "tensors": len(index.tensors),
-        "entries": sorted(_entries(index)),
-        "components": {part.name: part.checkpoint for part in manifest.components},
-        "objects": sum(1 for _ in manifest.objects()) + 1,
-        "blocked_s": max((rank.blocked_s for rank in manifest.ranks), default=0.0),
-        "upload_s": max((rank.upload_s for rank in manifest.ranks), default=0.0),
+        "note": dict(found.note),
+        "epoch": found.epoch,
+        "samples": found.samples,
+        "drifted": list(found.drifted),
+        "attempt": found.attempt,
+        "world_size": found.world_size,
+        "restored_from": _without_settings(found.restored_from),
+        "trained_s": found.trained_s,
+        "tensors": found.num_tensors,
+        "entries": list(found.entries),
+        "components": dict(found.components),
+        "objects": len(found.objects) + 1,
+        "blocked_s": found.blocked_s,
+        "upload_s": found.upload_s,
     }
 
 
 def _without_settings(origin: str | None) -> str | None:
     """Return a checkpoint's origin for display: older forks also wrote the settings of the URI."""
     return origin and " ".join(map(shown_uri, origin.split(" ")))
-
-
-def _entries(index: Index) -> set[str]:
-    """Return the names of the state's entries from the paths of its tensors and other leaves. No value is read."""
-    paths = [*(tensor.path for tensor in index.tensors), *(leaf.path for leaf in index.leaves)]
-    return {_PER_RANK.sub("", str(path[0])) for path in paths if path} - {"progress"}

@@ -30,12 +30,10 @@ def data(uri: Uri, steps: Steps, at: Step = None, as_json: Json = False, storage
     from raycheck.data.step_samples import skip_of
 
     first, end = _range(steps)
-    checkpoint = open_run(uri, settings_of(storage)).head_or(at)
+    checkpoint = open_run(uri, settings_of(storage)).at(at)
     found = checkpoint.samples(first, end)
     if as_json:
-        print_json(
-            {"checkpoint": checkpoint.entry.key, "steps": [asdict(item) for item in found], "skip": skip_of(found)}
-        )
+        print_json({"checkpoint": checkpoint.key, "steps": [asdict(item) for item in found], "skip": skip_of(found)})
         return
     rows = []
     for item in found:

@@ -27,6 +27,7 @@ def export_hf(  # noqa: PLR0917  typer makes options of them
     config_from: Annotated[
         str | None, typer.Option(help="A folder with the config.json of a model that was saved without one.")
     ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which files would be written.")] = False,
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
@@ -48,6 +49,7 @@ def export_hf(  # noqa: PLR0917  typer makes options of them
             merge_lora=merge_lora,
             dtype=dtype,
             config_from=config_from,
+            dry_run=dry_run,
             progress=progress,
         )
     seconds = time.monotonic() - began
@@ -55,6 +57,6 @@ def export_hf(  # noqa: PLR0917  typer makes options of them
         print_json({"dest": written.uri, "files": dict(written.files), "bytes": written.size_bytes, "seconds": seconds})
         return
     print_table(("file", "size"), [(name, size(count)) for name, count in written.files.items()])
-    out.print(
-        Text(f"{len(written.files)} files, {size(written.size_bytes)}, {seconds:.1f} s in {shown_uri(written.uri)}")
-    )
+    what = f"{len(written.files)} files, {size(written.size_bytes)}"
+    how = "would be written to" if dry_run else f"{seconds:.1f} s in"
+    out.print(Text(f"{what}, {how} {shown_uri(written.uri)}"))

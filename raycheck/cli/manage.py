@@ -7,15 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.format.latest import Entry, Latest
+from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.protocol.removal import exported_directories
-from raycheck.bucket.protocol.removal import prune_and_sweep as deletes
 from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, Deletion
 from raycheck.bucket.protocol.repair import repair as repair_run
-from raycheck.bucket.protocol.retention import decide_retention
-from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
-from raycheck.bucket.run_status import read_status
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri, kind_of, shown_uri
 from raycheck.cli.options import (
@@ -33,9 +29,8 @@ from raycheck.cli.options import (
 )
 from raycheck.cli.progress_bar import progress_bar
 from raycheck.errors import ConfigError
-from raycheck.run import open_run
+from raycheck.run import Run, open_run
 from raycheck.settings import Retention
-from raycheck.show_progress import ProgressTally
 from raycheck.views.in_words import size
 
 
@@ -62,23 +57,18 @@ def prune(  # noqa: PLR0917  typer makes options of them
     it they stay. The head and pinned checkpoints always stay, and named ones stay until they expire. Running training
     continues.
     """
-    register = Register(open_store(uri, settings_of(storage)))
-    body, got = register.read_existing()
+    run = open_run(uri, settings_of(storage))
     rules = Retention(
         keep_last=keep_last,
         keep_every_steps=keep_every_steps,
         keep_every_s=keep_every_s,
-        keep_best=_best(body, keep_best),
+        keep_best=_best(run, keep_best),
         rolling_keep_last=rolling_keep_last,
     )
-    kept = {
-        verdict.entry.key: verdict.reason for verdict in decide_retention(body, rules, now=got.at) if verdict.is_kept
-    }
+    kept = {item.key: item.reason for item in run.kept(rules=rules).decisions if item.is_kept}
     with progress_bar("objects") as progress:
-        found = deletes.plan_prune(register, rules, grace_s=grace, tally=ProgressTally(progress))
-        tally = ProgressTally(progress, total=sum(item.num_objects for item in found if not item.wait_s))
-        gone = () if dry_run else deletes.prune(register, rules, grace_s=grace, tally=tally)
-    _print_deletions(found, gone, kept, dry_run=dry_run, as_json=as_json)
+        found = run.prune(rules, grace_s=grace, dry_run=dry_run, progress=progress)
+    _print_deletions(found, kept, dry_run=dry_run, as_json=as_json)
 
 
 def prune_exports(  # noqa: PLR0917  typer makes options of them
@@ -118,11 +108,12 @@ def prune_exports(  # noqa: PLR0917  typer makes options of them
             num_objects=len(verdict.directory.record.files) + 1 if verdict.directory.record else 0,
             size_bytes=verdict.directory.size_bytes,
             reason=verdict.reason,
+            is_deleted=not dry_run,
         )
         for verdict in verdicts
         if verdict.directory.place not in kept
     ]
-    _print_deletions(found, gone, kept, dry_run=dry_run, as_json=as_json)
+    _print_deletions(found, kept, dry_run=dry_run, as_json=as_json)
 
 
 def sweep(
@@ -138,9 +129,9 @@ def sweep(
 
     These are the leftovers of saves and uploads that were interrupted before a commit.
     """
-    store = open_store(uri, settings_of(storage))
-    found = (deletes.plan_sweep if dry_run else deletes.sweep)(store, also_whole=whole)
-    _print_deletions(found, () if dry_run else [item.name for item in found], {}, dry_run=dry_run, as_json=as_json)
+    with progress_bar("objects") as progress:
+        found = open_run(uri, settings_of(storage)).sweep(whole=whole, dry_run=dry_run, progress=progress)
+    _print_deletions(found, {}, dry_run=dry_run, as_json=as_json)
 
 
 def rewind(
@@ -154,18 +145,19 @@ def rewind(
     The next start restores it. Training that is still running is stopped.
     """
     run = open_run(uri, settings_of(storage))
-    if dry_run:
-        entry = run.plan_rewind(at)
-        later = [item.step for item in run.latest.live[run.latest.live.index(entry) + 1 :]]
-        out.print(Text(f"{entry.key} would be the head, instead of {run.latest.head}"))
-        if later:
-            out.print(Text(f"the later checkpoints, of steps {', '.join(map(str, later))}, would remain listed"))
-        status = read_status(run.store)
-        if status.state == "running":
-            out.print(Text(f"training would be stopped: {status.text}"))
+    with progress_bar() as progress:
+        key = run.rewind(at, dry_run=dry_run, progress=progress).at(None).key
+    if not dry_run:
+        out.print(Text(f"head is {key}; later checkpoints remain listed until retention drops them"))
         return
-    head = run.rewind(at).latest.head
-    out.print(Text(f"head is {head}; later checkpoints remain listed until retention drops them"))
+    keys = [item.key for item in run.checkpoints]
+    later = [str(item.step) for item in run.checkpoints[keys.index(key) + 1 :]]
+    out.print(Text(f"{key} would be the head, instead of {run.head.key if run.head else None}"))
+    if later:
+        out.print(Text(f"the later checkpoints, of steps {', '.join(later)}, would remain listed"))
+    status = run.status()
+    if status.state == "running":
+        out.print(Text(f"training would be stopped: {status.text}"))
 
 
 def repair(uri: Uri, storage: Storage = None) -> None:
@@ -185,33 +177,32 @@ def _kept_by(entry: Entry) -> str:
     return f"{'  pinned' if entry.pinned else ''}{f'  named {entry.name}' if entry.name else ''}"
 
 
-def _best(run: Latest, keep_best: str | None) -> Any:
+def _best(run: Run, keep_best: str | None) -> Any:
     """Return --keep-best as Retention takes it. Raises ConfigError for a metric that no checkpoint of the run has."""
     if keep_best is None:
         return None
     metric, mode, count = ["", "", *keep_best.rsplit(":", 2)][-3:]  # a metric may contain colons
     if not metric or mode not in ("min", "max") or not count.isdecimal() or count == "0":
         raise ConfigError(f"--keep-best {keep_best}: give METRIC:min:COUNT or METRIC:max:COUNT, e.g. loss:min:3")
-    known = sorted({name for entry in run.live for name in (*entry.metrics, *entry.scores)})
+    known = sorted({name for item in run.checkpoints for name in (*item.metrics, *item.scores)})
     if metric not in known:  # no checkpoint would be among the best, so all would be dropped
         raise ConfigError(f"--keep-best {keep_best}: no checkpoint has that metric; there are: {', '.join(known)}")
     return {"metric": metric, "mode": mode, "count": int(count)}
 
 
-def _print_deletions(
-    found: Sequence[Deletion], gone: Sequence[str], kept: Mapping[str, str], *, dry_run: bool, as_json: bool
-) -> None:
+def _print_deletions(found: Sequence[Deletion], kept: Mapping[str, str], *, dry_run: bool, as_json: bool) -> None:
     if as_json:
-        print_json({"found": [asdict(item) for item in found], "deleted": list(gone), "kept": dict(kept)})
+        gone = [item.name for item in found if item.is_deleted]
+        print_json({"found": [asdict(item) for item in found], "deleted": gone, "kept": dict(kept)})
         return
     rows: list[tuple[object, ...]] = []
     for item in found:
-        when = "deleted" if item.name in gone else f"in {item.wait_s:.0f} s" if item.wait_s else "now"
+        when = "deleted" if item.is_deleted else f"in {item.wait_s:.0f} s" if item.wait_s else "now"
         rows.append((item.name, item.num_objects, size(item.size_bytes), item.reason, when))
     rows += [(name, "", "", why, "stays") for name, why in kept.items()]
     if rows:
         print_table(("what", "objects", "size", "why", "when"), rows)
-    total = size(sum(item.size_bytes for item in found if dry_run or item.name in gone))
+    total = size(sum(item.size_bytes for item in found if dry_run or item.is_deleted))
     out.print(Text(f"{total} would be deleted" if dry_run else f"{total} deleted"))
-    if any(item.name not in gone for item in found) and not dry_run:
+    if not all(item.is_deleted for item in found) and not dry_run:
         out.print(Text("the others will be deleted after that time, by the run's next commit or the next prune"))

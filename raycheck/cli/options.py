@@ -82,10 +82,10 @@ def complete_step(ctx: typer.Context, incomplete: str) -> list[str]:
     if not isinstance(uri, str):
         return []
     with suppress(RaycheckError, OSError):
-        entries = open_run(uri, settings_of(_storage(ctx))).latest.live
-        found = [str(entry.step) for entry in reversed(entries)]
-        found += [entry.name for entry in entries if entry.name and _WORD.fullmatch(entry.name)]
-        return [item for item in dict.fromkeys(found) if item.startswith(incomplete)][:MAX_OFFERED]
+        there = open_run(uri, settings_of(_storage(ctx))).checkpoints
+        found = [str(item.step) for item in reversed(there)]
+        found += [item.name for item in there if item.name and _WORD.fullmatch(item.name)]
+        return [word for word in dict.fromkeys(found) if word.startswith(incomplete)][:MAX_OFFERED]
     return []
 
 

@@ -113,7 +113,7 @@ def _shown(screen: Console, board: Any, uri: str) -> Iterator[None]:
     def show() -> None:
         told, seen = 0, set[str]()
         with suppress(RaycheckError):
-            seen = {checkpoint.entry.key for checkpoint in open_run(uri).checkpoints}
+            seen = {checkpoint.key for checkpoint in open_run(uri).checkpoints}
         while True:
             last = over.is_set()
             events = ray.get(board.read.remote(told))
@@ -122,10 +122,10 @@ def _shown(screen: Console, board: Any, uri: str) -> Iterator[None]:
                 _print_event(screen, event)
             with suppress(RaycheckError):
                 for checkpoint in open_run(uri).checkpoints:
-                    if checkpoint.entry.key not in seen:
-                        seen.add(checkpoint.entry.key)
-                        mb = checkpoint.entry.size_bytes / 1e6
-                        screen.print(f"[green]        committed {checkpoint.entry.key} ({mb:.1f} MB)[/green]")
+                    if checkpoint.key not in seen:
+                        seen.add(checkpoint.key)
+                        mb = checkpoint.size_bytes / 1e6
+                        screen.print(f"[green]        committed {checkpoint.key} ({mb:.1f} MB)[/green]")
             if last:
                 return
             over.wait(POLL_S)
@@ -156,8 +156,9 @@ def _keep(run: Run) -> Path:
     """Copy the run out of the embedded server, which keeps it only in memory. Returns the folder."""
     folder = Path(tempfile.mkdtemp(prefix="raycheck-demo-"))
     kept = open_store(f"file://{folder}/{RUN}")
-    for item in run.store.list_objects(""):
-        kept.put(item.key, run.store.get(item.key).data)
+    served = open_store(run.uri)
+    for item in served.list_objects(""):
+        kept.put(item.key, served.get(item.key).data)
     return folder
 
 
@@ -172,7 +173,7 @@ def _hugging_face(run: Run) -> tuple[Path, str]:
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     folder = Path(tempfile.mkdtemp(prefix="raycheck-demo-hf-"))
-    export_hf(run.head_or(None), str(folder))
+    export_hf(run.at(None), str(folder))
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     torch.manual_seed(0)
     prompt = torch.tensor([list(b"def ")])
@@ -190,24 +191,23 @@ def _result(where: str, run: Run, events: list[dict[str, Any]]) -> dict[str, Any
         "killed_at_step": kill["step"] if kill else None,
         "restored_step": restored,
         "steps_lost": kill["step"] - restored if kill and restored is not None else 0,
-        "final_step": run.head.entry.step if run.head else 0,
-        "attempts": run.latest.attempt.number,
-        "checkpoints": [checkpoint.entry.key for checkpoint in run.checkpoints],
+        "final_step": run.head.step if run.head else 0,
+        "attempts": run.attempt,
+        "checkpoints": [checkpoint.key for checkpoint in run.checkpoints],
     }
 
 
 def _epilogue(screen: Console, run: Run, result: dict[str, Any], *, folder: Path, text: str, steps: int) -> None:
     table = Table("step", "attempt", "size", "training blocked", "upload", "MB/s per worker", box=None, pad_edge=False)
     for checkpoint in run.checkpoints:
-        manifest = checkpoint.read_manifest()
-        slowest = max(manifest.ranks, key=lambda rank: rank.upload_s)
+        details = checkpoint.details()
         table.add_row(
-            str(manifest.step),
-            str(manifest.attempt),
-            f"{checkpoint.entry.size_bytes / 1e6:.1f} MB",
-            f"{1000 * max(rank.blocked_s for rank in manifest.ranks):.0f} ms",
-            f"{slowest.upload_s:.2f} s",
-            f"{slowest.size_bytes / 1e6 / max(slowest.upload_s, 1e-9):.0f}",
+            str(checkpoint.step),
+            str(details.attempt),
+            f"{checkpoint.size_bytes / 1e6:.1f} MB",
+            f"{1000 * details.blocked_s:.0f} ms",
+            f"{details.upload_s:.2f} s",
+            f"{details.upload_bytes / 1e6 / max(details.upload_s, 1e-9):.0f}",
         )
     screen.print()
     if result["restored_step"] is not None:

@@ -20,18 +20,23 @@ from raycheck.storage_settings import StorageSettings
 
 
 @contextmanager
-def destination(dest: Store | str, prefix: str, storage: StorageSettings | None = None) -> Iterator[tuple[Store, str]]:
+def destination(
+    dest: Store | str, prefix: str, storage: StorageSettings | None = None, *, is_dry: bool = False
+) -> Iterator[tuple[Store, str]]:
     """Yield the store and the prefix to write to.
 
     A local folder gets its name only after the block; after an error in the block there is no such folder. storage: how
-    to open a URI that is not a local folder. Raises ConfigError, before anything is changed, for a folder that is not
-    empty.
+    to open a URI that is not a local folder. is_dry: the block writes nothing, and no folder is made. Raises
+    ConfigError, before anything is changed, for a folder that is not empty.
     """
     path = None if isinstance(dest, Store) else local_path(dest)
     if isinstance(dest, Store):
         yield dest, prefix
     elif path is None:
         yield open_store(dest, storage), prefix
+    elif is_dry:
+        _refuse_occupied(path.resolve())
+        yield open_store(f"memory://{uuid4().hex}"), ""
     else:
         with _appearing(path / prefix.strip("/")) as temporary:
             yield open_store(str(temporary)), ""

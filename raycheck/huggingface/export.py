@@ -122,23 +122,26 @@ def export_hf(
     *,
     prefix: str = "",
     storage: StorageSettings | None = None,
-    write: Callable[[ExportFiles, Store, str], Mapping[str, int]] = write_all,
+    write: Callable[[ExportFiles, Store, str], Mapping[str, int]] | None = write_all,
     by_training: bool = False,
 ) -> Exported:
     """Write the model of a checkpoint to `dest`: a folder, a URI, or a store and a prefix in it.
 
     storage: the settings that the checkpoint's store was opened with; a `dest` in the same kind of store is opened with
-    them too. write: writes the weight files, and returns their sizes in bytes. by_training: whether the settings of a
-    training run requested the export; a prune of exports deletes no others. Raises ConfigError, before anything was
-    written, for an export that is not possible.
+    them too. write: writes the weight files, and returns their sizes in bytes; None: make every check, and write
+    nothing. by_training: whether the settings of a training run requested the export; a prune of exports deletes no
+    others. Raises ConfigError, before anything was written, for an export that is not possible.
     """
     laid_out = lay_out(checkpoint, options or ExportOptions())
     laid_out = _with_record(laid_out, checkpoint, by_training=by_training)
     is_alike = isinstance(dest, str) and kind_of(dest) == kind_of(checkpoint.store.uri)
-    with destination(dest, prefix, storage if is_alike else None) as (store, place):
+    with destination(dest, prefix, storage if is_alike else None, is_dry=write is None) as (store, place):
         check_not_being_pruned(store, place)
         check_free(store, place, [*laid_out.files, *laid_out.texts], laid_out.last)
-        written = {**write(laid_out, store, place), **laid_out.write_texts(store, place)}
+        if write is None:
+            written = {**laid_out.sizes, **{name: len(text.encode()) for name, text in laid_out.texts.items()}}
+        else:
+            written = {**write(laid_out, store, place), **laid_out.write_texts(store, place)}
     base = dest.uri if isinstance(dest, Store) else dest
     return Exported(uri=join_uri(base, prefix.strip("/")) if prefix else base, files=written)
 

@@ -65,7 +65,7 @@ class Act:
 
 
 def _before_pin(target: Target) -> str:
-    return f"{target.run().at(target.at).entry.key} is kept until it is unpinned, whatever the retention rules say."
+    return f"{target.run().at(target.at).key} is kept until it is unpinned, whatever the retention rules say."
 
 
 def _pin(target: Target, _: Told) -> str:
@@ -74,7 +74,7 @@ def _pin(target: Target, _: Told) -> str:
 
 
 def _before_unpin(target: Target) -> str:
-    return f"{target.run().at(target.at).entry.key} follows the retention rules again; the next commit may drop it."
+    return f"{target.run().at(target.at).key} follows the retention rules again; the next commit may drop it."
 
 
 def _unpin(target: Target, _: Told) -> str:
@@ -83,7 +83,7 @@ def _unpin(target: Target, _: Told) -> str:
 
 
 def _before_name(target: Target) -> str:
-    key = target.run().at(target.at).entry.key
+    key = target.run().at(target.at).key
     return f"{key} gets a name by which it can be restored. It is kept until the name is removed."
 
 
@@ -94,28 +94,26 @@ def _name(target: Target, _: Told) -> str:
 
 def _before_rewind(target: Target) -> str:
     run = target.run()
-    checkpoint, state = run.at(target.at), run.history().status.state
+    checkpoint, state, head = run.at(target.at), run.status().state, run.head
     later = sum(item.step > checkpoint.step for item in run.checkpoints)
     stops = "" if state == "finished" else f" The run is {state}: training that is still running will be stopped."
     return (
-        f"The next start restores {checkpoint.entry.key}, not {run.latest.head}. {later} checkpoints of later steps "
-        f"remain listed until retention drops them.{stops}"
+        f"The next start restores {checkpoint.key}, not {head.key if head else None}. {later} checkpoints of later "
+        f"steps remain listed until retention drops them.{stops}"
     )
 
 
 def _rewind(target: Target, _: Told) -> str:
-    return f"The head is {target.run().rewind(target.at).latest.head}."
+    return f"The head is {target.run().rewind(target.at).at(None).key}."
 
 
 def _before_delete(target: Target) -> str:
-    run = target.run()
-    entry = run.at(target.at).entry
-    if entry.key == run.latest.head:
-        raise ConfigError(f"{entry.key} is the head, which the next start restores; rewind to another checkpoint first")
+    checkpoint = target.run().at(target.at)
+    delete_checkpoint(target.place.uri(target.name), target.at, dry_run=True, storage=target.place.storage)
     return (
-        f"{entry.key} ({size(entry.size_bytes)}) disappears from lists and can no longer be restored, effective at "
-        "once. The first commit or prune after ten minutes deletes its objects, except those that other checkpoints "
-        "or runs use."
+        f"{checkpoint.key} ({size(checkpoint.size_bytes)}) disappears from lists and can no longer be restored, "
+        "effective at once. The first commit or prune after ten minutes deletes its objects, except those that other "
+        "checkpoints or runs use."
     )
 
 
@@ -124,9 +122,10 @@ def _delete(target: Target, _: Told) -> str:
 
 
 def _before_verify(target: Target) -> str:
-    entry = target.run().at(target.at).entry
+    checkpoint = target.run().at(target.at)
     return (
-        f"All {size(entry.size_bytes)} of {entry.key} are read and compared with their checksums. Nothing is changed."
+        f"All {size(checkpoint.size_bytes)} of {checkpoint.key} are read and compared with their checksums. "
+        "Nothing is changed."
     )
 
 
@@ -138,17 +137,17 @@ def _verify(target: Target, told: Told) -> str:
         count, read = count + 1, read + found.size_bytes
         if found.problem:
             bad.append(f"{found.key}: {found.problem}")
-        told(f"{size(read)} of about {size(checkpoint.entry.size_bytes)} read")
+        told(f"{size(read)} of about {size(checkpoint.size_bytes)} read")
     if bad:
         return f"DAMAGED, {len(bad)} of {count} objects: {'; '.join(bad[:5])}"
-    return f"All {count} objects of {checkpoint.entry.key} are intact ({size(read)})."
+    return f"All {count} objects of {checkpoint.key} are intact ({size(read)})."
 
 
 def _before_export(target: Target) -> str:
-    entry = target.run().at(target.at).entry
+    checkpoint = target.run().at(target.at)
     return (
-        f"The model of {entry.key} is written as a Hugging Face directory under exports/ of this run. At most "
-        f"{size(entry.size_bytes)} are read and written."
+        f"The model of {checkpoint.key} is written as a Hugging Face directory under exports/ of this run. At most "
+        f"{size(checkpoint.size_bytes)} are read and written."
     )
 
 
@@ -161,7 +160,7 @@ def _export(target: Target, told: Told) -> str:
 
 
 def _before_prune(target: Target) -> str:
-    found = target.run().plan_prune()
+    found = target.run().prune(dry_run=True)
     if not found:
         return "Nothing is dropped or expired: nothing would be deleted."
     now = [item for item in found if not item.wait_s]
@@ -173,11 +172,11 @@ def _before_prune(target: Target) -> str:
 
 def _prune(target: Target, told: Told) -> str:
     told("deleting")
-    return f"{len(target.run().prune())} checkpoints were deleted."
+    return f"{sum(item.is_deleted for item in target.run().prune())} checkpoints were deleted."
 
 
 def _before_sweep(target: Target) -> str:
-    found = target.run().plan_sweep()
+    found = target.run().sweep(dry_run=True)
     if not found:
         return "Interrupted saves of earlier attempts have left nothing behind: nothing would be deleted."
     return (
@@ -219,7 +218,7 @@ def act_of(kind: str) -> Act:
 def act_view(place: PageScope, name: str, kind: str, at: str) -> dict[str, Any]:
     """Return the values of an action's confirmation page."""
     act = act_of(kind)
-    key = place.run(name).at(at).entry.key if at else ""
+    key = place.run(name).at(at).key if at else ""
     target = Target(place=place, name=name, at=key)
     return {
         "name": name,

@@ -7,8 +7,8 @@ import posixpath
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
@@ -16,17 +16,12 @@ import raycheck
 from raycheck import Run, StorageSettings, list_runs, open_run
 from raycheck.errors import ConfigError, NotFoundError
 from raycheck.views.charts import curves_of, timeline_of
-from raycheck.views.difference import compare_indexes
+from raycheck.views.context_pool import ContextPool
 from raycheck.views.in_words import PRICE, goodput_text, monthly_cost
-from raycheck.views.tensor_change import compare_tensor
-from raycheck.views.tensor_sample import MAX_BYTES, sample_tensor
-from raycheck.views.tensors import summarize_tensors, with_moments
+from raycheck.views.tensors import with_moments
 
 if TYPE_CHECKING:
-    from raycheck.bucket.format.index import Index
-    from raycheck.bucket.format.manifest import Manifest
-    from raycheck.run import CommittedCheckpoint
-    from raycheck.views.tensors import TensorSummary
+    from raycheck import CommittedCheckpoint
 
 MAX_ROWS = 2000
 """The maximum number of tensors in one view; the search finds the others."""
@@ -125,7 +120,6 @@ def run_view(place: PageScope, name: str) -> dict[str, Any]:
     run = place.run(name)
     history = run.history()
     kept = run.kept(history)
-    reasons = {item.entry.key: item for item in kept.decisions}
     return {
         "name": name,
         "run": run,
@@ -134,8 +128,9 @@ def run_view(place: PageScope, name: str) -> dict[str, Any]:
         "timeline": timeline_of(history.attempts, until=history.until),
         "curves": curves_of(history.attempts),
         "kept": kept,
-        "reasons": reasons,
-        "freed": sum(item.entry.size_bytes for item in kept.decisions if not item.is_kept),
+        "reasons": {item.key: item for item in kept.decisions},
+        "shares": {item.key: item.shares_with for item in run.checkpoints},
+        "freed": sum(item.size_bytes for item in kept.decisions if not item.is_kept),
         "commits": tuple(reversed(history.commits)),
         "goodput": goodput_text(history.goodput, history.goodput_limit),
         "parent": None if history.parent is None else place.shown(history.parent),
@@ -155,7 +150,7 @@ def _beside(uri: str, way: str) -> str:
 def freed_view(place: PageScope, name: str) -> dict[str, Any]:
     """Return what a prune and a sweep of the run would free, without writing anything."""
     run = place.run(name)
-    plans = {"prune": run.plan_prune(), "sweep": run.plan_sweep()}
+    plans = {"prune": run.prune(dry_run=True), "sweep": run.sweep(dry_run=True)}
     return {
         "name": name,
         "uri": _address(place.uri(name)),
@@ -167,34 +162,28 @@ def freed_view(place: PageScope, name: str) -> dict[str, Any]:
 
 def live_version(place: PageScope, name: str) -> int:
     """Return the number of writes of the run's `latest`; a page with another number is out of date."""
-    return place.run(name).latest.counter
+    return place.run(name).num_writes
 
 
 def checkpoint_view(place: PageScope, name: str, at: str, *, search: str = "") -> dict[str, Any]:
     """Return the values of a checkpoint's view."""
     run = place.run(name)
-    entry = run.at(at).entry
-    seen = _opened(run.at(at))
-    tensors = [item for item in seen.tensors if search in item.name]
-    own = sum(
-        shard.size_bytes
-        for part in seen.manifest.components
-        if part.checkpoint == seen.manifest.key
-        for shard in part.shards
-    )
+    checkpoint = run.at(at)
+    seen = _opened(checkpoint)
+    details = seen.details(values=True)
+    tensors = [item for item in seen.tensors() if search in item.name]
     return {
         "name": name,
         "uri": _address(place.uri(name)),
-        "entry": entry,
-        "manifest": seen.manifest,
-        "own_bytes": own,
-        "shared_bytes": max(0, entry.size_bytes - own),
+        "checkpoint": checkpoint,
+        "details": details,
+        "shared_bytes": max(0, checkpoint.size_bytes - details.own_bytes),
         "tensors": with_moments(tensors)[:MAX_ROWS],
         "num_tensors": len(tensors),
         "search": search,
-        "others": [item.entry for item in run.checkpoints if item.entry.key != entry.key],
-        "values": _values(seen.index.values),
-        "rank_values": [_values(values) for values in seen.index.rank_values],
+        "others": [item for item in run.checkpoints if item.key != checkpoint.key],
+        "values": _values(details.values),
+        "rank_values": [_values(values) for values in details.rank_values],
     }
 
 
@@ -210,15 +199,14 @@ def tensor_view(place: PageScope, name: str, at: str, tensor: str, *, max_bytes:
         raise ConfigError(f"max_bytes={max_bytes}: one view reads at most {MAX_SAMPLE_BYTES} bytes")
     checkpoint = place.run(name).at(at)
     seen = _opened(checkpoint)
-    summary = next((item for item in seen.tensors if item.name == tensor), None)
+    summary = next((item for item in seen.tensors() if item.name == tensor), None)
     if summary is None:
-        raise NotFoundError(f"{checkpoint.entry.key} has no tensor {tensor!r}")
-    most = MAX_BYTES if max_bytes is None else max_bytes
+        raise NotFoundError(f"{checkpoint.key} has no tensor {tensor!r}")
     return {
         "name": name,
-        "entry": checkpoint.entry,
+        "checkpoint": checkpoint,
         "tensor": summary,
-        "sample": sample_tensor(checkpoint.store, seen.manifest, seen.index, tensor, max_bytes=most),
+        "sample": seen.sample(tensor, max_bytes=max_bytes),
         "budget": MAX_SAMPLE_BYTES,
     }
 
@@ -226,14 +214,11 @@ def tensor_view(place: PageScope, name: str, at: str, tensor: str, *, max_bytes:
 def diff_view(place: PageScope, name: str, before: str, after: str, *, tensor: str = "") -> dict[str, Any]:
     """Return the values of the comparison of two checkpoints. tensor: a tensor whose elements to read and compare."""
     run = place.run(name)
-    two = run.at(before), run.at(after)
-    ours, theirs = run.store.together(partial(_opened, two[0]), partial(_opened, two[1]))
-    found = compare_indexes(ours.index, theirs.index, names=(two[0].entry.key, two[1].entry.key))
+    with ContextPool(2, thread_name_prefix="raycheck-diff") as pool:
+        ours, theirs = pool.map(_opened, (run.at(before), run.at(after)))
+    found = ours.diff(theirs)
     changed = [item for item in found.tensors if item.change != "equal"]
-    moved = None
-    if tensor:
-        old, new = (ours.manifest, ours.index), (theirs.manifest, theirs.index)
-        moved = compare_tensor(run.store, old, new, tensor, max_bytes=MAX_SAMPLE_BYTES)
+    moved = ours.compare_values(theirs, tensor, max_bytes=MAX_SAMPLE_BYTES) if tensor else None
     return {
         "name": name,
         "diff": found,
@@ -243,18 +228,9 @@ def diff_view(place: PageScope, name: str, before: str, after: str, *, tensor: s
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """The contents of a checkpoint's documents. Checkpoints never change, so recent ones are cached."""
-
-    manifest: "Manifest"
-    index: "Index"
-    tensors: "tuple[TensorSummary, ...]"
-
-
-def _opened(checkpoint: "CommittedCheckpoint") -> _Opened:
-    """Return the contents of a checkpoint's documents, which are read only once, both at the same time."""
-    return _remembered(checkpoint.store.uri, checkpoint.entry.key, checkpoint.entry.manifest_crc32, _Asked(checkpoint))
+def _opened(checkpoint: "CommittedCheckpoint") -> "CommittedCheckpoint":
+    """Return a checkpoint whose documents are read. Checkpoints never change, so recent ones are cached."""
+    return _remembered(checkpoint.uri, checkpoint.key, checkpoint.committed_at, _Asked(checkpoint))
 
 
 class _Asked:
@@ -271,12 +247,9 @@ class _Asked:
 
 
 @lru_cache(maxsize=8)
-def _remembered(uri: str, key: str, crc: int, asked: _Asked) -> _Opened:
-    del uri, key, crc
-    whole = replace(asked.checkpoint, documents=asked.checkpoint.read_documents())
-    manifest = whole.manifest()
-    index = whole.index(manifest)
-    return _Opened(manifest, index, summarize_tensors(manifest, index))
+def _remembered(uri: str, key: str, committed_at: float, asked: _Asked) -> "CommittedCheckpoint":
+    del uri, key, committed_at
+    return asked.checkpoint.opened()
 
 
 def version() -> str:

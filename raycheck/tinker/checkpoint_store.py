@@ -6,7 +6,6 @@ then. Every method accesses the bucket, so it is called in a thread.
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +14,8 @@ from raycheck.catalog import delete_checkpoint, delete_run, fork_run
 from raycheck.errors import NotFoundError
 from raycheck.tinker.checkpoint_paths import CheckpointPath, below, folder_of, is_borrowed, path_of, run_in_folder
 from raycheck.tinker.wire.fields import RefusedRequestError
+from raycheck.values import StoredExport
 
-CHUNK_BYTES = 4 * 1024 * 1024
 MAX_NOTES = 4096
 PUBLIC = "public"
 """The score that is 1 for a published checkpoint. Scores are stored in `latest`, and every commit preserves them."""
@@ -59,25 +58,6 @@ def _json_in(note: Mapping[str, Any], name: str) -> dict[str, str] | None:
     return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) and found else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdapterFiles:
-    """The files of an exported adapter. sizes: in bytes, by name."""
-
-    run: Run
-    place: str
-    sizes: Mapping[str, int]
-
-    def chunks(self, name: str) -> Iterator[bytes]:
-        """Yield the bytes of a file. Raises NotFoundError and StoreError."""
-        size = self.sizes[name]
-        for start in range(0, size, CHUNK_BYTES):
-            yield bytes(self.run.store.get_range(f"{self.place}/{name}", start, min(start + CHUNK_BYTES, size)))
-
-    def signed_address(self, name: str, valid_s: int) -> str:
-        """Return a signed URL of a file in the bucket. Raises ConfigError if the store cannot sign URLs."""
-        return self.run.store.signed_address(f"{self.place}/{name}", valid_s)
-
-
 class CheckpointStore:
     """The runs under `root`, and operations on their checkpoints."""
 
@@ -108,40 +88,38 @@ class CheckpointStore:
         return list(self._checkpoints(run, uri, opened, only))
 
     def _checkpoints(self, run: str, uri: str, opened: Run, only: CheckpointPath | None) -> Iterator[StoredCheckpoint]:
-        now: float | None = None
+        head = opened.head
         for item in opened.checkpoints:
-            entry, path = item.entry, path_of(run, item.name)
+            path = path_of(run, item.name)
             if path is None or (only is not None and path != only):
                 continue
-            if entry.expires_at is not None:
-                now = opened.store.get("latest").at if now is None else now
-                if now >= entry.expires_at:
-                    continue
-            cached = self._notes.get((run, entry.key))
+            if item.expires_at is not None and (opened.read_at or 0.0) >= item.expires_at:
+                continue
+            cached = self._notes.get((run, item.key))
             if cached is None:
                 try:
-                    cached = dict(item.manifest().note)
+                    cached = dict(item.note())
                 except NotFoundError:  # deleted since the run was opened
                     continue
                 if len(self._notes) >= MAX_NOTES:
                     self._notes.clear()
-                self._notes[run, entry.key] = cached
+                self._notes[run, item.key] = cached
             yield StoredCheckpoint(
                 path=path,
                 uri=uri,
-                key=entry.key,
+                key=item.key,
                 note=cached,
-                committed_at=entry.committed_at,
-                expires_at=entry.expires_at,
-                size_bytes=entry.size_bytes,
-                is_head=entry.key == opened.latest.head,
+                committed_at=item.committed_at,
+                expires_at=item.expires_at,
+                size_bytes=item.size_bytes,
+                is_head=item == head,
                 is_public=_is_public(item.scores),
             )
 
     def head_of(self, run: str) -> tuple[str, Mapping[str, Any]]:
         """Return the key and note of a run's newest checkpoint; both are empty for a run without one."""
         head = open_run(self.uri_of(run), self._storage).head
-        return ("", {}) if head is None else (head.entry.key, dict(head.manifest().note))
+        return ("", {}) if head is None else (head.key, dict(head.note()))
 
     def runs(self) -> list[str]:
         """Return the ids of all training runs in the bucket, most recent commit first."""
@@ -150,31 +128,22 @@ class CheckpointStore:
 
     def export_adapter(self, found: StoredCheckpoint) -> None:
         """Write a checkpoint's adapter as a Hugging Face directory, unless a complete one exists."""
-        place = self._export(found)
-        store = open_run(found.uri, self._storage).store
-        with suppress(NotFoundError):
-            store.head(f"{place}/adapter_config.json")  # written last in such a directory
+        if self.adapter_files(found).is_complete:
             return
-        export_hf(found.uri, below(found.uri, *place.split("/")), at=found.key, storage=self._storage)
+        export_hf(found.uri, below(found.uri, "exports", _export(found)), at=found.key, storage=self._storage)
         self._clear_exports(found.path.run)
 
-    def adapter_files(self, found: StoredCheckpoint) -> AdapterFiles:
+    def adapter_files(self, found: StoredCheckpoint) -> StoredExport:
         """Return the files of a checkpoint's adapter. Call `export_adapter` first."""
-        place = self._export(found)
-        run = open_run(found.uri, self._storage)
-        listed = {item.key.removeprefix(f"{place}/"): item.size_bytes for item in run.store.list_objects(f"{place}/")}
-        return AdapterFiles(run=run, place=place, sizes=dict(sorted(listed.items())))
+        return open_run(found.uri, self._storage).export(_export(found))
 
     def _clear_exports(self, run: str) -> None:
         """Delete exported adapters whose checkpoints have expired or are gone."""
-        kept = {self._export(found) for found in self.of_run(run)}
+        kept = {_export(found) for found in self.of_run(run)}
         opened = open_run(self.uri_of(run), self._storage)
-        for name in opened.store.list_names("exports/"):
-            if f"exports/{name}" not in kept:
-                _delete_export(opened, f"exports/{name}")
-
-    def _export(self, found: StoredCheckpoint) -> str:
-        return f"exports/{found.path.raycheck_name}-{found.key}"
+        for name in opened.exports():
+            if name not in kept:
+                opened.delete_export(name)
 
     def copy(self, source: CheckpointPath, run: str, ttl_s: int | None) -> CheckpointPath:
         """Create the new run `run` from a checkpoint, which keeps its kind and name. Within one bucket no tensor is
@@ -193,8 +162,8 @@ class CheckpointStore:
         target = replace(source, run=run)
         if (head := copied.head) is not None and head.name is None:
             if _is_public(head.scores):
-                copied.score(head.entry.key, {PUBLIC: 0.0})
-            copied.name_checkpoint(head.entry.key, target.raycheck_name, expire_after_s=ttl_s)
+                copied.score(head.key, {PUBLIC: 0.0})
+            copied.name_checkpoint(head.key, target.raycheck_name, expire_after_s=ttl_s)
         return target
 
     def delete(self, path: CheckpointPath) -> None:
@@ -211,7 +180,7 @@ class CheckpointStore:
             open_run(found.uri, self._storage).unname_checkpoint(path.raycheck_name)
         else:
             delete_checkpoint(found.uri, found.key, storage=self._storage)
-        _delete_export(open_run(found.uri, self._storage), self._export(found))
+        open_run(found.uri, self._storage).delete_export(_export(found))
 
     def set_public(self, path: CheckpointPath, is_public: bool) -> None:
         """Mark a checkpoint as public or not public. Raises RefusedRequestError (404)."""
@@ -230,8 +199,6 @@ def _is_public(scores: Mapping[str, float]) -> bool:
     return scores.get(PUBLIC) == 1.0
 
 
-def _delete_export(run: Run, place: str) -> None:
-    store = run.store
-    store.delete(f"{place}/adapter_config.json")  # first, because no reader starts without it
-    for item in list(store.list_objects(f"{place}/")):
-        store.delete(item.key)
+def _export(found: StoredCheckpoint) -> str:
+    """Return the name of the directory of a checkpoint's adapter below exports/."""
+    return f"{found.path.raycheck_name}-{found.key}"

@@ -2,7 +2,8 @@
 
 - attempts.py and history.py describe what happened to a run: its attempts, why each ended, its commits, its goodput.
 - live.py watches a run: its speed, and the save under way.
-- tensors.py lists a checkpoint's tensors, with the moments of each parameter under it.
+- details.py says how a checkpoint was saved and what is in it; tensors.py lists its tensors, with the moments of each
+  parameter under it.
 - difference.py compares two checkpoints by their checksums, without reading a tensor.
 - tensor_sample.py reads some of a tensor's values within a byte budget, and describes them.
 - kept.py explains why each checkpoint is kept.

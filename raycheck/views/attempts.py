@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from raycheck.bucket.attempt_records import ResumeRecord
+
 Ending = Literal[
     "live", "finished", "preempted", "failed", "resized", "restarted", "driver lost", "gave up", "by hand", "unknown"
 ]
@@ -39,9 +41,10 @@ class AttemptHistory:
     number: its fencing token. world_size: its ranks; 0 for a change by hand (a rewind, a repair). began_at, ended_at:
     unix seconds by the bucket's clock; ended_at is None while nothing shows that it has ended. ending: why it ended, in
     a word or two ("driver lost": killed, or replaced by another driver); cause: the text of its record. restored: the
-    checkpoint from which it started, None for a fresh start. restore_s: seconds that its slowest rank took to restore.
-    start_step: the step from which it continued. lost_steps, lost_s: steps and seconds of training lost at the end of
-    the previous attempt. The last four are None if unknown. commits: its commits that still exist, in order.
+    checkpoint from which it started, None for a fresh start. last_save: the number of its last save. restore_s: seconds
+    that its slowest rank took to restore. start_step: the step from which it continued. lost_steps, lost_s: steps and
+    seconds of training lost at the end of the previous attempt. These four are None if unknown. commits: its commits
+    that still exist, in order. resume: the record of its start, None if there is none.
     """
 
     number: int
@@ -56,3 +59,5 @@ class AttemptHistory:
     lost_steps: int | None
     lost_s: float | None
     commits: tuple[Commit, ...]
+    last_save: int = 0
+    resume: ResumeRecord | None = None

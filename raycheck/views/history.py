@@ -167,11 +167,13 @@ def _attempts(
                 ending=ending,
                 cause=cause,
                 restored=attempt.restore_key,
+                last_save=attempt.last_save,
                 restore_s=None if resume is None else resume.restore_s,
                 start_step=None if resume is None else resume.step,
                 lost_steps=None if resume is None else resume.lost_steps,
                 lost_s=None if resume is None else resume.lost_s,
                 commits=tuple(commits.get(attempt.number, ())),
+                resume=resume,
             )
         )
     return found

@@ -6,13 +6,23 @@ its default and is listed in `unread`.
 
 import ast
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from raycheck.bucket.format.latest import Latest
-from raycheck.bucket.protocol.retention import KeepDecision, decide_retention
+from raycheck.bucket.protocol.retention import decide_retention
 from raycheck.errors import ConfigError
 from raycheck.settings import Retention, SaveSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptCheckpoint:
+    """Whether the next commit would keep a checkpoint, by its key, and why."""
+
+    key: str
+    size_bytes: int
+    is_kept: bool
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,9 +33,9 @@ class KeptCheckpoints:
     SaveSettings. unread: settings that could not be parsed.
     """
 
-    decisions: tuple[KeepDecision, ...]
-    rules: tuple[str, ...]
-    unread: tuple[str, ...]
+    decisions: tuple[KeptCheckpoint, ...]
+    rules: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 def why_kept(body: Latest, settings: Sequence[str], *, now: float) -> KeptCheckpoints:
@@ -48,5 +58,13 @@ def why_kept(body: Latest, settings: Sequence[str], *, now: float) -> KeptCheckp
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError, ConfigError):
             chosen[name] = getattr(defaults, name)
             unread.append(text)
-    decisions = decide_retention(body, Retention(**chosen), now=now)
-    return KeptCheckpoints(decisions=decisions, rules=tuple(rules), unread=tuple(unread))
+    return replace(kept_by(body, Retention(**chosen), now=now), rules=tuple(rules), unread=tuple(unread))
+
+
+def kept_by(body: Latest, rules: Retention, *, now: float) -> KeptCheckpoints:
+    """Decide which checkpoints in `body` these rules keep."""
+    decisions = tuple(
+        KeptCheckpoint(key=item.entry.key, size_bytes=item.entry.size_bytes, is_kept=item.is_kept, reason=item.reason)
+        for item in decide_retention(body, rules, now=now)
+    )
+    return KeptCheckpoints(decisions=decisions)

@@ -99,7 +99,7 @@ def measured(folder: Path, *, checkpoints: int, **model: int) -> tuple[list[Coun
             words = [join_uri(bucket, word[7:]) if word.startswith("BUCKET/") else word for word in words]
             words = [join_uri(far.uri, word[6:]) if word.startswith("OTHER/") else word for word in words]
             found.append(counted(label, [places.get(word, word) for word in words], (near, far)))
-        return found, head.entry.size_bytes
+        return found, head.size_bytes
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ def saved(store) -> Manifest:
 def head(store: Store) -> Checkpoint:
     checkpoint = Run(store, read_latest(store)).head
     assert checkpoint is not None
-    return checkpoint
+    return checkpoint._stored
 
 
 def problems(store: Store) -> dict[str, str]:
@@ -351,11 +351,11 @@ def test_a_run_shows_its_head_and_its_checkpoints_oldest_first(uri):
     saved = [ann.save(1, save, step=step) for save, step in ((1, 30), (2, 10), (3, 10))]
 
     run = open_run(uri)
-    assert [checkpoint.entry.key for checkpoint in run.checkpoints] == [manifest.key for manifest in saved]
-    assert run.head.entry.key == saved[2].key
-    assert run.at_step(10).entry.key == saved[2].key
-    assert run.at_step(30).manifest() == saved[0]
-    assert run.checkpoint(saved[1].key).manifest() == saved[1]
+    assert [checkpoint.key for checkpoint in run.checkpoints] == [manifest.key for manifest in saved]
+    assert run.head.key == saved[2].key
+    assert run.at(10).key == saved[2].key
+    assert run.at(30)._stored.read_manifest() == saved[0]
+    assert run.at(saved[1].key)._stored.read_manifest() == saved[1]
     assert_invariants(store)
 
 
@@ -364,16 +364,16 @@ def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(uri):
     ann = Driver(store)
     ann.claim("g1")
     with pytest.raises(NotFoundError, match="step 10; there are: none"):
-        open_run(uri).at_step(10)
+        open_run(uri).at(10)
 
     gone = ann.save(1, 1, step=10)
     ann.save(1, 2, step=20, keep_last=1)
 
     run = open_run(uri)
     with pytest.raises(NotFoundError, match="step 10; there are: 20"):
-        run.at_step(10)
+        run.at(10)
     with pytest.raises(NotFoundError, match=f"{gone.key} was dropped"):
-        run.checkpoint(gone.key)
+        run.at(gone.key)
     assert_invariants(store)
 
 
@@ -428,11 +428,11 @@ def test_readers_issue_no_write(store, saved):
     reader = ReadsOnly(store)
 
     run = Run(reader, read_latest(reader))
-    for checkpoint in (run.head, *run.checkpoints, run.at_step(saved.step), run.checkpoint(saved.key)):
-        checkpoint.read_index(checkpoint.read_manifest())
+    for checkpoint in (run.head, *run.checkpoints, run.at(saved.step), run.at(saved.key)):
+        assert checkpoint.details(values=True).epoch == 0
         assert not [finding for finding in checkpoint.verify() if finding.problem]
     with pytest.raises(NotFoundError):
-        run.at_step(12345)
+        run.at(12345)
 
     assert reader.used - {"uri"} == {"get", "get_range", "head"}
     assert everything(store) == before

@@ -70,7 +70,7 @@ def test_gnu_tar_makes_stock_dcp_directories_of_an_archive(sample: Sample, tmp_p
 
 
 def test_tarfile_finds_every_object_of_the_checkpoint_with_its_bytes(sample: Sample) -> None:
-    manifest = raycheck.open_run(sample.uri).head.read_manifest()
+    manifest = raycheck.open_run(sample.uri).head._stored.read_manifest()
     stored = {key.rpartition("/")[2]: sample.store.get(key).data for key, _ in manifest.objects() if "train" in key}
 
     with tarfile.open(fileobj=io.BytesIO(sample.pack()), mode="r:") as archive:
@@ -160,7 +160,7 @@ def test_a_packed_checkpoint_begins_a_run_that_holds_all_of_it(place: str) -> No
     assert [(entry.key, entry.refs, dict(entry.metrics)) for entry in body.live] == [
         ("step-000000009-a0-s1", (), {"loss": 1.0 / 9})
     ]
-    manifest = raycheck.open_run(new).head.read_manifest()
+    manifest = raycheck.open_run(new).head._stored.read_manifest()
     assert manifest.restored_from == f"{sample.uri.partition('?')[0]} step-000000009-a1-s2"
 
 

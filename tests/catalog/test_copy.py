@@ -29,7 +29,6 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri, parse_uri
 from raycheck.bucket.store.part_sizes import MIN_PART_BYTES, PART_SIZES, PartSizes
 from raycheck.catalog import copy_run
-from raycheck.catalog.copy import plan_copy
 from raycheck.demo.server import s3_server
 from raycheck.errors import ConfigError, CorruptError, DamagedError, NotFoundError
 from raycheck.settings import Retention
@@ -104,7 +103,7 @@ def test_a_repeated_copy_moves_only_what_is_new_and_evicts_what_was_dropped() ->
     done = copy_run(source, target)
 
     body = assert_copy(open_store(source), open_store(target))
-    assert done.copied == ("step-000000050-a1-s5",)
+    assert list(done.copied) == ["step-000000050-a1-s5"]
     assert {item.key for item in body.evicted} == {entry.key for entry in before.live[:3]}
     assert prune(Register(open_store(target)), grace_s=0.0) == tuple(entry.key for entry in before.live[:3])
     assert_copy(open_store(source), open_store(target))
@@ -319,7 +318,7 @@ def test_one_checkpoint_becomes_a_new_run_and_a_repeat_does_nothing() -> None:
 
     body = assert_invariants(open_store(target))
     assert done.run_id == again.run_id == body.run_id != read_latest(open_store(source)).run_id
-    assert (again.copied, again.present) == ((), done.copied)
+    assert (again.copied, again.present) == ({}, tuple(done.copied))
     assert [entry.step for entry in body.live] == [20]
     assert Driver(open_store(target), "zoe").claim("there")[1].step == 20
 
@@ -351,11 +350,12 @@ def test_a_plan_writes_nothing() -> None:
     source, target = place(), place()
     trained(source)
 
-    plan = plan_copy(source, target)
+    plan = copy_run(source, target, dry_run=True)
 
-    assert list(plan.sizes) == [f"step-0000000{step}-a1-s{step // 10}" for step in (40, 30, 20, 10)]
+    assert list(plan.copied) == [f"step-0000000{step}-a1-s{step // 10}" for step in (40, 30, 20, 10)]
     assert everything(open_store(target)) == {}
-    assert plan_copy(source, target, at=20).size_bytes == plan.sizes["step-000000020-a1-s2"]
+    key = "step-000000020-a1-s2"
+    assert copy_run(source, target, at=20, dry_run=True).copied == {key: plan.copied[key]}
 
 
 # --- stores ---

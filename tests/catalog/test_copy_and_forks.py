@@ -14,7 +14,6 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.catalog import copy_run, delete_run, fork_run
-from raycheck.catalog.copy import plan_copy
 from raycheck.errors import ConfigError
 from tests.support.histories.invariants import assert_invariants
 from tests.support.samples.sample_checkpoints import Driver, everything
@@ -39,24 +38,24 @@ def source(bucket: str) -> Driver:
 def assert_whole(uri: str) -> Latest:
     """Assert that every checkpoint of a run has all its bytes."""
     run = open_run(uri)
-    assert not [found for it in run.latest.live for found in run.at(it.key).verify() if found.problem]
-    return run.latest
+    assert not [found for it in run.checkpoints for found in it.verify() if found.problem]
+    return run._latest
 
 
 def test_a_run_that_borrows_from_another_one_is_refused_before_anything_is_written(bucket: str, source: Driver) -> None:
     fork, target = f"{bucket}/runs/fork", f"{bucket}/copy"
     key = fork_run(source.store.uri, fork).key
 
-    for verb in (plan_copy, copy_run):
+    for dry_run in (True, False):
         with pytest.raises(ConfigError, match=f"raycheck cp --at {key}"):
-            verb(fork, target)
+            copy_run(fork, target, dry_run=dry_run)
     assert everything(open_store(target)) == {}
 
 
 def test_one_checkpoint_of_a_fork_is_copied_with_all_that_it_borrows(bucket: str, source: Driver) -> None:
     fork, target = f"{bucket}/runs/fork", f"{bucket}/copy"
     key = fork_run(source.store.uri, fork).key
-    assert plan_copy(fork, target, at=key).sizes
+    assert copy_run(fork, target, at=key, dry_run=True).copied
 
     done = copy_run(fork, target, at=key)
 

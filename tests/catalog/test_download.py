@@ -15,6 +15,7 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.index import Tensor
 from raycheck.bucket.protocol.pin_and_evict import evict
 from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.store import Store
 from raycheck.bucket.store.address import join_uri
 from raycheck.catalog import download_safetensors, read_ahead
 from raycheck.errors import ConfigError, DamagedError, NotFoundError, StoreError
@@ -132,11 +133,11 @@ def test_a_download_that_broke_off_anywhere_is_taken_up_again(
     monkeypatch.setattr(read_ahead, "SPANS_IN_FLIGHT", 2)
     raycheck.catalog.download(sample.uri, tmp_path / "whole", format=form)
     whole = files_in(tmp_path / "whole")
-    opened, left, reads = raycheck.catalog.download_checkpoint.open_run, [0], [0]
+    opened, left, reads = raycheck.catalog.download_checkpoint.open_store, [0], [0]
 
-    def failing(uri: str, storage: object) -> raycheck.Run:
-        run = opened(uri, storage)
-        read = run.store.get_range
+    def failing(uri: str, storage: object) -> Store:
+        store = opened(uri, storage)
+        read = store.get_range
 
         def get_range(key: str, start: int, stop: int):
             reads[0] += 1
@@ -145,10 +146,10 @@ def test_a_download_that_broke_off_anywhere_is_taken_up_again(
                 raise StoreError("gone")
             return read(key, start, stop)
 
-        run.store.get_range = get_range
-        return run
+        store.get_range = get_range
+        return store
 
-    monkeypatch.setattr("raycheck.catalog.download_checkpoint.open_run", failing)
+    monkeypatch.setattr("raycheck.catalog.download_checkpoint.open_store", failing)
     broken = 0
     for number in range(1, 60):
         folder = tmp_path / str(number)
@@ -317,48 +318,48 @@ def test_a_damaged_object_never_gets_its_own_name(sample: Sample, tmp_path: Path
 def test_a_checkpoint_that_retention_drops_meanwhile_is_called_dropped(
     sample: Sample, tmp_path: Path, monkeypatch
 ) -> None:
-    checkpoint = raycheck.open_run(sample.uri).at_step(4)
-    opened = raycheck.catalog.download_checkpoint.open_run
+    checkpoint = raycheck.open_run(sample.uri).at(4)
+    opened = raycheck.catalog.download_checkpoint.open_store
 
-    def late(uri: str, storage: object) -> raycheck.Run:
-        run = opened(uri, storage)
-        read = type(run.store).get_range
+    def late(uri: str, storage: object) -> Store:
+        store = opened(uri, storage)
+        read = type(store).get_range
 
         def get_range(key: str, start: int, stop: int):
             if evict_now:
                 evict_now.pop()
                 evict(Register(sample.store), Retention(keep_last=1))
-                for item in list(sample.store.list_objects(object_keys.checkpoint_prefix(checkpoint.entry.key))):
+                for item in list(sample.store.list_objects(object_keys.checkpoint_prefix(checkpoint.key))):
                     sample.store.delete(item.key)
-            return read(run.store, key, start, stop)
+            return read(store, key, start, stop)
 
-        run.store.get_range = get_range
-        return run
+        store.get_range = get_range
+        return store
 
     evict_now = [1]
-    monkeypatch.setattr("raycheck.catalog.download_checkpoint.open_run", late)
+    monkeypatch.setattr("raycheck.catalog.download_checkpoint.open_store", late)
 
     with pytest.raises(NotFoundError, match="dropped by retention"):
         raycheck.catalog.download(sample.uri, tmp_path, at=4)
 
 
 def test_bytes_that_changed_on_their_way_are_asked_for_again(sample: Sample, tmp_path: Path, monkeypatch) -> None:
-    opened, flips = raycheck.catalog.download_checkpoint.open_run, [1]
+    opened, flips = raycheck.catalog.download_checkpoint.open_store, [1]
 
-    def flipping(uri: str, storage: object) -> raycheck.Run:
-        run = opened(uri, storage)
-        read = type(run.store).get_range
+    def flipping(uri: str, storage: object) -> Store:
+        store = opened(uri, storage)
+        read = type(store).get_range
 
         def get_range(key: str, start: int, stop: int) -> bytes:
-            data = bytearray(read(run.store, key, start, stop))
+            data = bytearray(read(store, key, start, stop))
             if flips and key.endswith("distcp"):
                 data[0] ^= flips.pop()
             return bytes(data)
 
-        run.store.get_range = get_range
-        return run
+        store.get_range = get_range
+        return store
 
-    monkeypatch.setattr("raycheck.catalog.download_checkpoint.open_run", flipping)
+    monkeypatch.setattr("raycheck.catalog.download_checkpoint.open_store", flipping)
 
     raycheck.catalog.download(sample.uri, tmp_path)
 

@@ -299,4 +299,4 @@ def test_a_source_that_says_where_to_go_is_only_noted(sample: Sample) -> None:
 
     raycheck.catalog.unpack(io.BytesIO(with_record(parts, record, parts[1][1])), new.uri)
 
-    assert raycheck.open_run(new.uri).head.read_manifest().restored_from == f"s3://evil/\x1b[31m {FOLDER}"
+    assert raycheck.open_run(new.uri).head.details().restored_from == f"s3://evil/\x1b[31m {FOLDER}"

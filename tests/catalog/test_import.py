@@ -89,7 +89,7 @@ def checked(uri: str) -> Any:
     run = open_run(uri)
     assert run.head is not None
     assert {finding.problem for finding in run.head.verify()} == {""}
-    assert_invariants(run.store, before=run.latest)
+    assert_invariants(run._store, before=run._latest)
     return run.head
 
 
@@ -110,9 +110,7 @@ def assert_has_weights(uri: str, net: Net) -> None:
     head.restore(into={"model": live})
 
     assert_equal(live.state_dict(), net.state_dict())
-    assert [name for name in head.read_index(head.read_manifest()).values if name not in ("assets", "progress")] == [
-        "model"
-    ]
+    assert [name for name in head.details(values=True).values if name not in ("assets", "progress")] == ["model"]
 
 
 def test_the_weights_of_a_dict_of_state_dicts_come_and_all_else_is_left_out_by_name(tmp_path: Path) -> None:
@@ -219,7 +217,7 @@ def test_tensors_are_cut_into_shards_that_memory_can_hold(tmp_path: Path, monkey
     import_checkpoint(str(tmp_path / "model.pt"), dest)
 
     head = checked(dest)
-    assert len(head.manifest().components[0].shards) > 7
+    assert len(head._stored.read_manifest().components[0].shards) > 7
     live = {"w": torch.zeros(100, 10), "b": torch.zeros(7, dtype=torch.int64)}
     module = torch.nn.Module()
     module.register_buffer("w", live["w"])
@@ -277,7 +275,7 @@ def test_names_that_begin_with_module_are_kept_on_request_in_the_optimizer_too(t
     assert "without it" not in done.stdout
     assert ("import with --keep-names" in "".join(bare.notes)) == has_model
     head = checked(f"{tmp_path}/runs/kept")
-    moments = {tensor.name for tensor in head.index(head.manifest()).tensors if "exp_avg." in f"{tensor.name}."}
+    moments = {tensor.name for tensor in head.tensors() if "exp_avg." in f"{tensor.name}."}
     assert len(moments) == 2
     assert all(".module." in name for name in moments)
     if has_model:
@@ -637,7 +635,7 @@ def test_what_follows_an_empty_dict_in_a_list_of_dcp_keeps_its_place(tmp_path: P
 
     assert "parts.1" in done.notes[0]
     head = checked(done.uri)
-    parts = head.read_index(head.read_manifest()).values["parts"]
+    parts = head.details(values=True).values["parts"]
     assert parts["$held"] == [{"$tensor": "parts.0"}, {}, {"$tensor": "parts.2"}]
 
 

@@ -43,7 +43,7 @@ def trained() -> tuple[str, Net]:
 def test_a_download_of_several_components_is_imported_whole(trained: tuple[str, Net], tmp_path: Path) -> None:
     uri, model = trained
     raycheck.catalog.download(uri, tmp_path / "here")
-    assert len(raycheck.open_run(uri).head.manifest().components) == 2
+    assert len(raycheck.open_run(uri).head._stored.read_manifest().components) == 2
 
     done = raycheck.catalog.import_checkpoint(str(tmp_path / "here"), f"memory://{uuid4().hex}")
 

@@ -99,11 +99,11 @@ def test_a_run_is_summed_up_as_its_latest_says(mixed) -> None:
 
     assert isinstance(run, raycheck.RunSummary)
     assert opened.head is not None
-    assert (run.step, run.run_id, run.num_checkpoints) == (20, opened.latest.run_id, 2)
+    assert (run.step, run.run_id, run.num_checkpoints) == (20, opened.run_id, 2)
     assert run.metrics == opened.head.metrics
-    assert run.committed_at == max(item.entry.committed_at for item in opened.checkpoints)
+    assert run.committed_at == max(item.committed_at for item in opened.checkpoints)
     assert run.age_s == pytest.approx(86400, abs=7200)  # the bucket is made when the tests are collected
-    assert run.size_bytes == run.max_size_bytes == sum(item.entry.size_bytes for item in opened.checkpoints)
+    assert run.size_bytes == run.max_size_bytes == sum(item.size_bytes for item in opened.checkpoints)
 
 
 def test_the_prefix_may_be_a_run_itself(mixed) -> None:
@@ -254,7 +254,7 @@ def test_a_run_of_any_name_is_listed_with_an_address_that_opens_it(uri) -> None:
 
     assert {run.name: run.run_id for run in found} == {name: f"run {i}" for i, name in enumerate(HOSTILE_NAMES)}
     for run in found:
-        assert open_run(run.uri).latest.run_id == run.run_id
+        assert open_run(run.uri).run_id == run.run_id
 
 
 @pytest.mark.parametrize("name", [".", "..", ""])

@@ -27,7 +27,7 @@ import json, os, resource, sys, time
 import raycheck, raycheck.catalog.archive.pack, raycheck.catalog.archive.unpack, raycheck.catalog.download_checkpoint
 from raycheck.run import open_run
 work, *arguments = sys.argv[1:]
-open_run(os.environ["WARM"]).head.read_manifest()  # the client is loaded
+open_run(os.environ["WARM"]).head.details()  # the client is loaded
 if "safetensors" in arguments:
     import torch, raycheck.catalog.download_safetensors
 def peak():

@@ -32,9 +32,9 @@ def test_cp_copies_a_run_and_says_what_it_did(run: Driver, tmp_path: Path) -> No
     assert everything(open_store(target)) == {}
     text, again = raycheck("cp", run.store.uri, target), raycheck("cp", run.store.uri, target, "--json")
 
-    assert len(json.loads(plan.stdout)["checkpoints"]) == 3
+    assert len(json.loads(plan.stdout)["copied"]) == 3
     assert "3 checkpoints copied" in text.stdout
-    assert (json.loads(again.stdout)["copied"], text.stderr) == ([], "")
+    assert (json.loads(again.stdout)["copied"], text.stderr) == ({}, "")
     assert assert_invariants(open_store(target)).head == run.look().head
     assert "mirror of" in raycheck("show", target).stdout
 

@@ -59,7 +59,7 @@ def test_the_kept_run_of_a_demo_can_be_resumed() -> None:
     assert "restored step 7" in second.stdout
     assert "Hugging Face directory" in second.stdout
     body = assert_invariants(open_store(uri))
-    assert raycheck.open_run(uri).head.entry.step == 10
+    assert raycheck.open_run(uri).head.step == 10
     assert body.attempt.number == 3
     assert Path(root.removeprefix("file://")).is_dir()
 

@@ -31,11 +31,14 @@ def base(tmp_path) -> str:
 def test_a_fork_is_restored_and_the_base_can_only_go_after_it(base, tmp_path) -> None:
     variant = f"file://{tmp_path}/variant"
     seen = json.loads(done_with(0, "fork", base, variant, "--dry-run", "--json").stdout)
-    assert seen["copies"] is False
+    assert not (tmp_path / "variant").exists()
+    copied = raycheck.catalog.fork_run(base, variant, copy=True, dry_run=True)
+    assert (copied.copied_bytes, copied.borrowed_bytes) == (seen["copied_bytes"] + seen["borrowed_bytes"], 0)
 
     done = json.loads(done_with(0, "fork", base, variant, "--json").stdout)
 
     assert done["is_new"]
+    assert seen == done | {"key": ""}
     assert json.loads(done_with(0, "fork", base, variant, "--dry-run", "--json").stdout)["is_new"] is False
     assert done["copied_bytes"] < done["borrowed_bytes"]
     model = torch.nn.Linear(300, 200)

@@ -85,7 +85,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     put_latest_tree(store, tree)
     for key in ("attempts/000001.json", "ray/pointer.json", "exports/step-000000001-a1-s1/config.json"):
         store.put(key, bomb)
-    return raycheck.open_run(store.uri).head
+    return raycheck.open_run(store.uri).head._stored
 
 
 def commanded(*arguments: str) -> None:
@@ -108,7 +108,7 @@ FACES: dict[str, Callable[[Checkpoint, Path], object]] = {
     "verify": lambda it, _: list(it.verify()),
     "ls": lambda it, _: commanded("ls", it.store.uri),
     "show": lambda it, _: commanded("show", it.store.uri),
-    "export": lambda it, folder: raycheck.export_hf(it, f"{folder}/hf"),
+    "export": lambda it, folder: raycheck.export_hf(it.store.uri, f"{folder}/hf"),
     "fork": lambda it, _: fork(it.store, open_store(f"memory://{uuid4().hex}"), run_id="a-forked-run"),
     "pack and unpack": lambda it, folder: packed_and_unpacked(it.store.uri, f"{folder}/a.tar"),
     "download": lambda it, folder: raycheck.catalog.download(it.store.uri, folder / "dcp"),

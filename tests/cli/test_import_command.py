@@ -36,7 +36,7 @@ def test_import_makes_a_run_and_says_what_is_in_it(source: Path, tmp_path: Path)
     assert done["left_out"] == ["opt", "step"]
     head = open_run(f"file://{tmp_path}/run").head
     assert head is not None
-    assert head.entry.key == done["checkpoint"] == "step-000000004-a0-s1"
+    assert head.key == done["checkpoint"] == "step-000000004-a0-s1"
 
 
 def test_import_tells_plainly_that_the_state_of_the_optimizer_is_left_out(source: Path, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_the_script_of_the_readme_trains_and_commits(tmp_path: Path) -> None:
             [sys.executable, str(path)], capture_output=True, text=True, check=False, timeout=200, env=environment
         )
         assert done.returncode == 0, done.stderr
-        heads.append(raycheck.open_run(f"{storage}/my-run").head.entry)
+        heads.append(raycheck.open_run(f"{storage}/my-run").head._stored.entry)
 
     assert heads[0] == heads[1], "the second had nothing to save"
     assert heads[0].step == 32

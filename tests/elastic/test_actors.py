@@ -55,7 +55,7 @@ def test_a_notice_that_an_actor_s_node_goes_brings_a_save_at_once_and_a_late_one
         step = driver.submit(train, nodes.address, uri, places).result(timeout=120)
 
     run = raycheck.open_run(uri)
-    first, last = [checkpoint.entry.step for checkpoint in run.checkpoints]
-    assert all(checkpoint.entry.by_notice for checkpoint in run.checkpoints)
+    first, last = [checkpoint.step for checkpoint in run.checkpoints]
+    assert all(checkpoint.is_by_notice for checkpoint in run.checkpoints)
     assert 10 < first < 10 + 3 / STEP_S
     assert step - 5 / STEP_S < last <= step

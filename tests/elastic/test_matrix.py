@@ -248,9 +248,9 @@ def test_downtime_does_not_count_as_time_since_the_last_save(nodes: Arena, drive
     again.reaches(1, attempt=2)
     again.reaches(again.story.attempts[2].start["step"] + 30, attempt=2)
     told = again.story.attempts[2]
-    saved = [item for item in raycheck.open_run(again.uri).checkpoints if "-a2-" in item.entry.key]
+    saved = [item for item in raycheck.open_run(again.uri).checkpoints if "-a2-" in item.key]
 
-    assert all(told.at[item.entry.step] - told.start["at"] > 6.0 for item in saved if item.entry.step in told.at)
+    assert all(told.at[item.step] - told.start["at"] > 6.0 for item in saved if item.step in told.at)
 
 
 @pytest.mark.slow
@@ -327,7 +327,7 @@ def test_a_coordinator_that_is_gone_costs_no_step(
         ends_well(driver, steps=40)
 
     assert list(driver.story.attempts) == [1], when
-    saved = [item.entry.step for item in raycheck.open_run(join_uri(join_uri(s3, tmp_path.name), "run")).checkpoints]
+    saved = [item.step for item in raycheck.open_run(join_uri(join_uri(s3, tmp_path.name), "run")).checkpoints]
     assert saved == list(range(EVERY, 41, EVERY))
 
 
@@ -343,7 +343,7 @@ def test_a_store_that_is_away_for_a_minute_ends_nothing(nodes: Arena, drive: Dri
         proxy.chaos(0, seed=1)
         there = driver.story.attempts[1].last_step
         run = join_uri(join_uri(s3, tmp_path.name), "run")
-        wait_for(lambda: raycheck.open_run(run).head.entry.step > there, within_s=90, why="a commit after it is back")
+        wait_for(lambda: raycheck.open_run(run).head.step > there, within_s=90, why="a commit after it is back")
 
     assert list(driver.story.attempts) == [1]
     assert_invariants(open_store(run))

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ign
 
 def head_of(driver: Driver) -> int:
     head = raycheck.open_run(driver.uri).head
-    return head.entry.step if head else 0
+    return head.step if head else 0
 
 
 def test_a_signal_saves_and_the_one_that_stops_a_job_ends_it_after_a_save(

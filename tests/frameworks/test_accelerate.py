@@ -132,7 +132,7 @@ def test_save_state_saves_the_step_at_its_end_under_the_last_part_of_a_path(tmp_
 
     run = raycheck.open_run(f"file://{tmp_path}/run")
     named = run.at("step_4")
-    assert (named.entry.step, run.head.entry.step) == (4, 6)
+    assert (named.step, run.head.step) == (4, 6)
     named.restore(into={"registered": [Counter()]})
     assert counter["steps"] == 4
     assert ckpt.checkpointer.is_closed

@@ -66,7 +66,7 @@ def test_a_worker_that_is_left_alone_does_all_steps(
             driver.wait()
 
     head = raycheck.open_run(uri).head
-    assert (head.step, head.manifest().world_size) == (steps, 1)
+    assert (head.step, head.details().world_size) == (steps, 1)
     first, *others = restored(uri)
     assert first is None
     assert None not in others

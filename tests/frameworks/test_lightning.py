@@ -341,8 +341,8 @@ def test_settings_see_the_metrics_of_their_own_step(tmp_path: Any) -> None:
     training.run(*group_of(memory(tmp_path)))
 
     run = raycheck.open_run(memory(tmp_path))
-    assert sorted({one.entry.step for one in run.checkpoints}) == [5, 10, 15, 20, 25, 30]
-    assert {"val_loss", "train_loss_epoch"} <= run.at(20).manifest().metrics.keys()
+    assert sorted({one.step for one in run.checkpoints}) == [5, 10, 15, 20, 25, 30]
+    assert {"val_loss", "train_loss_epoch"} <= run.at(20).details().metrics.keys()
 
 
 def test_a_save_at_the_end_of_an_epoch_counts_the_epoch(tmp_path: Any) -> None:
@@ -350,7 +350,7 @@ def test_a_save_at_the_end_of_an_epoch_counts_the_epoch(tmp_path: Any) -> None:
 
     training.run(*group_of(memory(tmp_path)))
 
-    saved = [one.index(one.manifest()).values["progress"] for one in raycheck.open_run(memory(tmp_path)).checkpoints]
+    saved = [one.details(values=True).values["progress"] for one in raycheck.open_run(memory(tmp_path)).checkpoints]
     progress = list(map(Progress.of, saved))
     assert [(at.step, at.epoch, at.epoch_step, at.samples) for at in progress] == [
         (10, 1, 0, 40),

@@ -53,5 +53,5 @@ def test_rays_example_survives_a_killed_worker_and_goes_on_with_another_world_si
     assert len(body.attempts) == 3
     head = raycheck.open_run(uri).head
     assert head is not None
-    assert Progress.of(head.index(head.manifest()).values["progress"]).samples == 512
-    assert (head.step, head.manifest().world_size) == (32, 1)
+    assert Progress.of(head.details(values=True).values["progress"]).samples == 512
+    assert (head.step, head.details().world_size) == (32, 1)

@@ -53,4 +53,4 @@ def test_a_killed_worker_changes_no_bit_and_one_worker_alone_goes_on(
     assert all(torch.equal(kept[name], expected[name]) for name in expected)
     more = assert_invariants(open_store(f"file://{tmp_path}/llama"))
     assert more.entry(more.head).step == 10
-    assert raycheck.open_run(f"file://{tmp_path}/llama").head.manifest().world_size == 1
+    assert raycheck.open_run(f"file://{tmp_path}/llama").head.details().world_size == 1

@@ -77,7 +77,7 @@ def cut_off(run: str, folder: Path, step: int, *more: Any, callbacks: tuple[Trai
 
 
 def steps_of(run: str) -> list[int]:
-    return [checkpoint.entry.step for checkpoint in raycheck.open_run(run).checkpoints]
+    return [checkpoint.step for checkpoint in raycheck.open_run(run).checkpoints]
 
 
 EVERY_3 = raycheck.SaveSettings(every_steps=3)
@@ -181,7 +181,7 @@ def test_the_best_model_of_before_a_restart_is_loaded_at_the_end(run: str, tmp_p
     assert steps_of(run) == [4, 12]
     assert trainer.state.best_global_step == 4
     assert trainer.state.best_metric == 0
-    assert trainer.state.best_model_checkpoint == f"{run}/checkpoints/{opened.at(4).entry.key}"
+    assert trainer.state.best_model_checkpoint == f"{run}/checkpoints/{opened.at(4).key}"
     for name, tensor in weights(best).items():
         assert torch.equal(weights(trainer.model)[name], tensor), name
     last = tiny_llama(seed=9)
@@ -201,7 +201,7 @@ def test_early_stopping_counts_on_and_stays_stopped(run: str, tmp_path: Path) ->
     finished.train()
 
     assert finished.state.global_step == 10
-    assert raycheck.open_run(run).head.entry.step == 10
+    assert raycheck.open_run(run).head.step == 10
 
 
 def test_an_argument_of_a_callback_that_the_script_has_changed_stays_changed(run: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import raycheck
+from raycheck.bucket.store import open_store
 from raycheck.errors import NotFoundError
 from tests.examples import hf_trainer_with_raycheck, trl_sft_with_raycheck
 from tests.on_ray.test_examples import train_workers
@@ -34,7 +35,7 @@ def wait_for_commit(uri: str, step: int, *, within_s: float = 240.0) -> None:
             head = raycheck.open_run(uri).head
         except NotFoundError:
             head = None
-        if head is not None and head.entry.step >= step:
+        if head is not None and head.step >= step:
             return
         time.sleep(0.05)
     raise TimeoutError(f"no commit of step {step} in {uri}")
@@ -52,7 +53,7 @@ def train_and_kill(module: ModuleType, storage: Path, name: str, **config: int) 
 
 
 def restored(uri: str) -> list[str | None]:
-    body = assert_invariants(raycheck.open_run(uri).store)
+    body = assert_invariants(open_store(uri))
     return [attempt.restore_key for attempt in body.attempts]
 
 
@@ -68,7 +69,7 @@ def test_the_example_of_transformers_survives_a_killed_worker(cluster: None, tmp
     attempts = restored(uri)
     assert len(attempts) == 2, attempts
     assert attempts[1] is not None
-    assert raycheck.open_run(uri).head.entry.step == 6 * 32
+    assert raycheck.open_run(uri).head.step == 6 * 32
 
 
 @pytest.mark.slow
@@ -90,7 +91,7 @@ def test_the_example_goes_on_with_another_number_of_workers(cluster: None, tmp_p
     hf_trainer_with_raycheck.main(str(tmp_path), workers=1, epochs=2)
 
     uri = f"file://{tmp_path}/trainer"
-    assert raycheck.open_run(uri).head.entry.step == 2 * 32
+    assert raycheck.open_run(uri).head.step == 2 * 32
     assert [key is None for key in restored(uri)] == [True, False]
 
 
@@ -99,4 +100,4 @@ def test_the_example_of_trl_survives_a_killed_worker(cluster: None, tmp_path: Pa
     uri = train_and_kill(trl_sft_with_raycheck, tmp_path, "sft", epochs=12)
 
     assert len(restored(uri)) == 2
-    assert raycheck.open_run(uri).head.entry.step == 12 * 32
+    assert raycheck.open_run(uri).head.step == 12 * 32

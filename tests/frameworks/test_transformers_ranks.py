@@ -140,7 +140,7 @@ def test_the_best_model_is_there_at_the_end(kind: str, ranks: Ranks, tmp_path: P
     found = ranks.run(train_for_best, 2, uri, str(tmp_path), kind)
 
     best = tiny_llama(seed=1)
-    assert raycheck.open_run(uri).at_step(found[0][0]).restore(into={"model": best}) == 3
+    assert raycheck.open_run(uri).at(found[0][0]).restore(into={"model": best}) == 3
     for step, state in found:
         assert step == 3
         assert all((state[name] == tensor.numpy()).all() for name, tensor in weights(best).items())

@@ -52,20 +52,20 @@ def test_the_catalog_lists_it_every_object_is_whole_and_reading_writes_nothing(f
 
     run = raycheck.open_run(f"file://{folder}")
 
-    assert run.latest.run_id == "run"
-    assert [checkpoint.entry.step for checkpoint in run.checkpoints] == list(golden.STEPS)
-    assert [checkpoint.entry.pinned for checkpoint in run.checkpoints] == [True, False]
+    assert run.run_id == "run"
+    assert [checkpoint.step for checkpoint in run.checkpoints] == list(golden.STEPS)
+    assert [checkpoint.is_pinned for checkpoint in run.checkpoints] == [True, False]
     assert run.head is not None
-    assert run.head.entry.metrics == {"loss": 0.25}
-    assert run.latest.is_finished is not is_of_version_1(folder)
+    assert run.head.metrics == {"loss": 0.25}
+    assert run._latest.is_finished is not is_of_version_1(folder)
     for checkpoint in run.checkpoints:
         findings = list(checkpoint.verify())
         assert len(findings) == 5 + golden.WORLD_SIZE
         assert [item.problem for item in findings] == [""] * len(findings)
-    first, second = (checkpoint.read_manifest() for checkpoint in run.checkpoints)
+    first, second = (checkpoint._stored.read_manifest() for checkpoint in run.checkpoints)
     assert [part.name for part in second.components] == ["reference.frozen", TRAIN]
     assert second.refs == (first.key,)
-    assert_invariants(run.store)
+    assert_invariants(run._store)
     assert sorted(folder.rglob("*")) == before
 
 
@@ -132,7 +132,7 @@ def is_of_version_1(folder: Path) -> bool:
 
 
 def checkpoint_of(folder: Path, step: int) -> Checkpoint:
-    return raycheck.open_run(f"file://{folder}").at_step(step)
+    return raycheck.open_run(f"file://{folder}").at(step)._stored
 
 
 def expected(tensors: fsdp_training.Tensors, step: int) -> fsdp_training.Tensors:

@@ -32,7 +32,7 @@ def run() -> Store:
     for number in (1, 2):
         save_state(store, {"model": model(number)}, save_number=number, step=number, metrics={"loss": 0.5})
     pin_and_evict.evict(Register(store), Retention(keep_last=1))
-    name = raycheck.open_run(store.uri).latest.head
+    name = raycheck.open_run(store.uri).head.key
     assert name is not None
     index = rewritten(store, object_keys.index_key(name), with_new_index_header)
 
@@ -119,7 +119,7 @@ def test_readers_ignore_them(run: Store) -> None:
 
 def test_a_swap_of_latest_keeps_them_in_every_document(run: Store) -> None:
     before = news_in(run)
-    key = raycheck.open_run(run.uri).latest.live[0].key
+    key = raycheck.open_run(run.uri).checkpoints[0].key
 
     pin_and_evict.pin(Register(run), key, pinned=True)
 

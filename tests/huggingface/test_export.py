@@ -336,9 +336,13 @@ def test_an_export_goes_to_any_store_in_parts(run: Store, tmp_path: Path, uri: s
     model = hf_models.llama(vocab_size=150_000)  # two tensors of 19 MB: more than one part on S3
     checkpoint = save_state(run, {"model": model})
 
-    written = raycheck.export_hf(checkpoint, uri, max_shard_bytes=30_000_000)
-
+    planned = raycheck.export_hf(run.uri, uri, max_shard_bytes=30_000_000, dry_run=True)
     store = open_store(uri)
+    assert list(store.list_objects("")) == []
+
+    written = raycheck.export_hf(run.uri, uri, max_shard_bytes=30_000_000)
+
+    assert planned == written
     assert {item.key: item.size_bytes for item in store.list_objects("")} == written.files
     index = json.loads(store.get(INDEX_FILE).data)
     tensors: dict[str, torch.Tensor] = {}
@@ -379,7 +383,7 @@ def test_the_run_s_head_or_a_step_is_exported(tmp_path: Path):
     with pytest.raises(NotFoundError, match="5"):
         raycheck.export_hf(run_uri, f"{tmp_path}/five", at=5)
     with pytest.raises(ConfigError, match="URI"):
-        raycheck.export_hf(checkpoint, f"{tmp_path}/five", at=3)
+        raycheck.export_hf(raycheck.CommittedCheckpoint(checkpoint), f"{tmp_path}/five", at=3)
 
 
 def test_a_relative_folder_is_one_here(run: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

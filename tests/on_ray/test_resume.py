@@ -184,5 +184,5 @@ def test_settings_that_were_changed_hold_and_are_named(cluster: None, tmp_path: 
     assert "settings since" not in caplog.text
     train(every_steps=2, keep_last=5, after_commit=())
 
-    assert [entry.step for entry in raycheck.open_run(uri).latest.live] == [3, 4, 6, 8]
+    assert [item.step for item in raycheck.open_run(uri).checkpoints] == [3, 4, 6, 8]
     assert "now=every_steps=2 before=every_steps=3 run=" in caplog.text

@@ -85,12 +85,12 @@ def editor(run: Path) -> Iterator[Editor]:
 
 
 def keys(run: Path) -> list[str]:
-    return [item.entry.key for item in raycheck.open_run(str(run)).checkpoints]
+    return [item.key for item in raycheck.open_run(str(run)).checkpoints]
 
 
 def test_a_page_without_edit_offers_nothing_and_does_nothing(run: Path) -> None:
     first, *_ = keys(run)
-    before = raycheck.open_run(str(run)).latest
+    before = raycheck.open_run(str(run))._latest
     with serve(str(run.parent)) as reader:
         view = reader.view(f"/checkpoint?name=real&at={first}")
         assert "act?" not in view
@@ -98,12 +98,12 @@ def test_a_page_without_edit_offers_nothing_and_does_nothing(run: Path) -> None:
         assert reader.act("pin", first)[0] in (404, 405)
         assert reader.ask(f"/act?name=real&kind=pin&at={first}")[0].status == 404
 
-    assert raycheck.open_run(str(run)).latest == before
+    assert raycheck.open_run(str(run))._latest == before
 
 
 def test_each_act_asks_first_with_its_command_line_and_changes_nothing_by_that(run: Path, editor: Editor) -> None:
     first, *_ = keys(run)
-    before = raycheck.open_run(str(run)).latest
+    before = raycheck.open_run(str(run))._latest
 
     view = editor.view(f"/checkpoint?name=real&at={first}")
 
@@ -116,24 +116,24 @@ def test_each_act_asks_first_with_its_command_line_and_changes_nothing_by_that(r
     assert "Nothing is dropped or expired" in editor.question("prune")
     assert "nothing would be deleted" in editor.question("sweep")
     assert "2 checkpoints of later steps" in editor.question("rewind", first)
-    assert raycheck.open_run(str(run)).latest == before
+    assert raycheck.open_run(str(run))._latest == before
 
 
 def test_acts_do_what_the_commands_do(run: Path, editor: Editor) -> None:
     first, second, third = keys(run)
 
     assert editor.act("pin", first) == (200, {"text": f"{first} is pinned."})
-    assert raycheck.open_run(str(run)).at(first).entry.pinned
+    assert raycheck.open_run(str(run)).at(first).is_pinned
     assert "kind=unpin" in editor.view(f"/checkpoint?name=real&at={first}")
     assert editor.act("unpin", first)[0] == 200
     assert editor.act("name", second, value="before-rlhf")[0] == 200
-    assert raycheck.open_run(str(run)).at("before-rlhf").entry.key == second
+    assert raycheck.open_run(str(run)).at("before-rlhf").key == second
     assert editor.done("rewind", second)["text"] == f"The head is {second}."
     assert editor.act("delete", third)[0] == 200
     assert "1 of them would be deleted now" not in editor.question("prune"), "readers of it have ten minutes"
 
     assert keys(run) == [first, second]
-    assert raycheck.open_run(str(run)).latest.head == second
+    assert raycheck.open_run(str(run)).head.key == second
     assert_invariants(open_store(str(run)))
 
 
@@ -154,7 +154,7 @@ def test_long_acts_go_on_in_the_background_and_say_what_came_of_them(run: Path, 
 
 def test_a_refusal_is_a_sentence_and_changes_nothing(run: Path, editor: Editor) -> None:
     first, _, third = keys(run)
-    before = raycheck.open_run(str(run)).latest
+    before = raycheck.open_run(str(run))._latest
 
     for kind, at, value, sentence in (
         ("delete", third, "", "rewind"),
@@ -172,7 +172,7 @@ def test_a_refusal_is_a_sentence_and_changes_nothing(run: Path, editor: Editor) 
     assert editor.act("pin", first, X_Raycheck_Act="")[0] == 403
     assert editor.act("pin", first, Cookie=f"raycheck-token-{editor.port}=wrong")[0] == 401
     assert editor.act("pin", first, Host="evil.example")[0] == 403
-    assert raycheck.open_run(str(run)).latest == before
+    assert raycheck.open_run(str(run))._latest == before
 
 
 def test_a_page_that_asks_for_no_token_takes_a_browser_that_has_one_of_another_page(run: Path) -> None:
@@ -188,7 +188,7 @@ def test_no_act_and_no_view_leads_out_of_the_prefix(run: Path, editor: Editor) -
     outside = run.parents[1] / "other"
     shutil.copytree(run, outside)
     first, *_ = keys(outside)
-    before = raycheck.open_run(str(outside)).latest
+    before = raycheck.open_run(str(outside))._latest
 
     for name in ("../other", "real/../../other", "%2e%2e/other", "%2E%2E%2Fother", "real\0"):
         for kind in ("pin", "delete", "rewind"):
@@ -196,7 +196,7 @@ def test_no_act_and_no_view_leads_out_of_the_prefix(run: Path, editor: Editor) -
             assert status == 404, (name, kind, found)
         assert editor.ask("/run?" + urlencode({"name": name}))[0].status == 404, name
 
-    assert raycheck.open_run(str(outside)).latest == before
+    assert raycheck.open_run(str(outside))._latest == before
 
 
 def test_a_run_is_changed_whatever_its_name_would_mean_in_an_address(run: Path, editor: Editor) -> None:
@@ -206,7 +206,7 @@ def test_a_run_is_changed_whatever_its_name_would_mean_in_an_address(run: Path, 
 
     assert editor.act("pin", first, name=name) == (200, {"text": f"{first} is pinned."})
 
-    assert raycheck.open_run(path_uri(str(run.parent / name))).at(first).entry.pinned
+    assert raycheck.open_run(path_uri(str(run.parent / name))).at(first).is_pinned
     assert f"kind=pin&amp;at={first}" in editor.view(f"/checkpoint?name=real&at={first}"), "another run was pinned"
     answer, _ = editor.ask("/of?" + urlencode({"run": folder_uri(run.parent.as_uri(), name)}))
     assert parse_qs(urlsplit(answer.headers["Location"]).query) == {"name": [name]}

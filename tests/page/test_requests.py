@@ -63,15 +63,15 @@ def test_each_view_reads_each_document_once(scope: PageScope, wire: FaultProxy) 
 
 def test_a_run_that_is_opened_again_shows_later_commits_by_one_request(scope: PageScope, wire: FaultProxy) -> None:
     run = scope.run("run")
-    save_state(open_store(run.store.uri), {"model": torch.nn.Linear(8, 4)}, save_number=3, step=3)
+    save_state(open_store(run.uri), {"model": torch.nn.Linear(8, 4)}, save_number=3, step=3)
     before = len(wire.heads)
 
     later = run.reopened()
 
     assert asked(wire, before) == Counter({"latest": 1})
-    assert (run.latest.head, later.latest.head) == (KEYS[1], "step-000000003-a1-s3")
-    assert later.store is run.store
-    assert scope.run("run").store is run.store, "the page goes on by its connections"
+    assert (run.head.key, later.head.key) == (KEYS[1], "step-000000003-a1-s3")
+    assert later._store is run._store
+    assert scope.run("run")._store is run._store, "the page goes on by its connections"
     assert later.read_at is not None
     assert run.read_at is not None
     assert later.read_at >= run.read_at

@@ -169,7 +169,7 @@ def test_a_call_that_is_repeated_makes_one_copy_and_another_call_another(
     body = {"source_path": path, "destination_project_id": PROJECT, "ttl_seconds": 3600}
 
     first = ask(server.url, "copy_weights", body, headers=ONE_KEY)
-    expires_at = run_of(bucket, first[1]["tinker_path"]).head.entry.expires_at
+    expires_at = run_of(bucket, first[1]["tinker_path"]).head.expires_at
     other = ask(server.url, "copy_weights", body, headers={"x-idempotency-key": "another"})
     tinker.RestClient(base_url=server.url, api_key=KEY).delete_checkpoint_from_tinker_path(path).result()
     with tinker_server(base, bucket, tmp_path / "new.sqlite") as elsewhere:
@@ -178,7 +178,7 @@ def test_a_call_that_is_repeated_makes_one_copy_and_another_call_another(
     assert repeated == [first, first]
     assert first[0] == other[0] == 200
     assert first != other
-    assert run_of(bucket, first[1]["tinker_path"]).head.entry.expires_at == expires_at
+    assert run_of(bucket, first[1]["tinker_path"]).head.expires_at == expires_at
 
 
 class Killed(BaseException):
@@ -228,7 +228,7 @@ def test_a_copy_that_was_killed_after_any_write_is_made_by_a_repetition(
         assert found.path == copied
         assert before in ([], [found])
         assert not found.is_public
-        assert raycheck.open_run(found.uri).latest.loans
+        assert raycheck.open_run(found.uri).borrowed
         number += 1
 
     assert number > 5  # the source's hold, the reserved name, manifest, `latest`, that it is not public, its name

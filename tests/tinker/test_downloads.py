@@ -164,13 +164,13 @@ def test_the_adapter_of_a_checkpoint_that_is_gone_goes_with_the_next_export(serv
     model.save_weights_for_sampler("first").result(TIMEOUT_S)
     model.save_weights_for_sampler("second").result(TIMEOUT_S)
     run = raycheck.open_run(f"{bucket}/{folder_of(model.model_id)}")
-    key = next(item.entry.key for item in run.checkpoints if item.name == "sampler_weights.first")
+    key = next(item.key for item in run.checkpoints if item.name == "sampler_weights.first")
     raycheck.catalog.delete_checkpoint(
         f"{bucket}/{folder_of(model.model_id)}", key
     )  # which leaves the export, as an expiry does
 
-    assert len(list(run.store.list_names("exports/"))) == 2
+    assert len(run.exports()) == 2
     model.save_weights_for_sampler("third").result(TIMEOUT_S)
 
-    names = sorted(name.partition("-")[0] for name in run.store.list_names("exports/"))
+    names = sorted(name.partition("-")[0] for name in run.exports())
     assert names == ["sampler_weights.second", "sampler_weights.third"]

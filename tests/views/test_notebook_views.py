@@ -83,7 +83,7 @@ def test_a_run_and_a_checkpoint_are_tables_without_any_time(run: raycheck.Run) -
         shown = Tags(html)
         assert shown.tags.count("table") == 1
         assert "step-000000001-a1-s1" in shown.texts
-        assert not TIME.search(html.replace(run.store.uri, "")), html
+        assert not TIME.search(html.replace(run.uri, "")), html
     rows = re.findall(r"<tr>(.*?)</tr>", run._repr_html_())[1:]
     assert [row.split("</td>")[0] for row in rows] == ["<td>2", "<td>1"], "the newest first"
     assert "head" in rows[0]

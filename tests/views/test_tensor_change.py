@@ -72,7 +72,7 @@ def by_rows(store: Store, checkpoint: CommittedCheckpoint, values: torch.Tensor,
     chunks, at = [], 0
     for rank, part in enumerate(values.chunk(parts), start=10):
         data = part.contiguous().numpy().tobytes()
-        store.put(shard_key(checkpoint.entry.key, "train", rank), data)
+        store.put(shard_key(checkpoint.key, "train", rank), data)
         chunks.append(
             Chunk(
                 tensor=0,
@@ -96,8 +96,8 @@ def test_another_world_size_is_compared_whole_or_refused(tmp_path: Path) -> None
     before, after = two(tmp_path, old, new)
     store = open_store(f"file://{tmp_path}/run")
     documents = [
-        (before.read_manifest(), by_rows(store, before, old, 4)),
-        (after.read_manifest(), by_rows(store, after, new, 3)),
+        (before._stored.read_manifest(), by_rows(store, before, old, 4)),
+        (after._stored.read_manifest(), by_rows(store, after, new, 3)),
     ]
 
     found = compare_tensor(store, *documents, "w")
@@ -127,7 +127,7 @@ def test_what_cannot_be_compared_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_changed_byte_is_damage(tmp_path: Path) -> None:
     before, after = two(tmp_path, torch.full((50,), 1.5), torch.full((50,), 2.5))
-    path = tmp_path / "run" / shard_key(after.entry.key, "train", 0)
+    path = tmp_path / "run" / shard_key(after.key, "train", 0)
     data = bytearray(path.read_bytes())
     data[data.index(torch.full((50,), 2.5).numpy().tobytes())] ^= 1
     path.write_bytes(data)

@@ -51,7 +51,7 @@ def test_only_what_was_trained_differs(tmp_path: Path, trained: dict[str, Any]) 
     assert [item.name for item in found.tensors if item.change != "equal"] == ["model.0.weight"]
     assert found.counts == {"equal": len(found.tensors) - 1, "changed": 1}
     assert set(found.values_changed) == {"note", "progress"}
-    assert (found.before, found.after) == (first.entry.key, "step-000000002-a1-s2")
+    assert (found.before, found.after) == (first.key, "step-000000002-a1-s2")
 
 
 def test_a_change_of_one_element_changes_one_block(tmp_path: Path) -> None:

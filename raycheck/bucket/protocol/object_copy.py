@@ -102,14 +102,16 @@ class CopiedCheckpoint:
     is_new: bool
 
 
-def copy_objects(source: Store, target: Store, name: str, jobs: list[Job]) -> None:
+def copy_objects(
+    source: Store, target: Store, name: str, jobs: list[Job], *, progress: Callable[[int], None] = lambda _: None
+) -> None:
     """Copy objects of checkpoint `name` whose new keys are free, several at a time.
 
     Raises DamagedError, which names the object, when its bytes twice in a row differ from its record or it is missing;
     NotFoundError when the source has dropped the checkpoint.
     """
     try:
-        ObjectCopier(source, target, stop=Event()).copy_objects(name, jobs, {})
+        ObjectCopier(source, target, stop=Event(), progress=progress).copy_objects(name, jobs, {})
     except DroppedError:
         raise NotFoundError(f"{source}: checkpoint {name} was dropped while it was copied") from None
 

@@ -14,14 +14,15 @@ from raycheck.bucket.protocol.claim import refuse_lost
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint
 from raycheck.errors import DamagedError, NotFoundError
+from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 
 
-def rewind(register: Register, key: str) -> Latest:
+def rewind(register: Register, key: str, *, progress: ShowProgress = show_nothing) -> Latest:
     """Make the live checkpoint `key` the head, by a new attempt without ranks. The next start restores it. Step 31.
 
-    A checkpoint that was marked as damaged is read completely first; if it is whole again, the mark is removed. Raises
-    NotFoundError when it is not live, DamagedError when it is still damaged, CorruptError when `latest` was lost or
-    rolled back.
+    A checkpoint that was marked as damaged is read completely first; if it is whole again, the mark is removed.
+    progress: called with the bytes that were read of it, and all. Raises NotFoundError when it is not live,
+    DamagedError when it is still damaged, CorruptError when `latest` was lost or rolled back.
     """
     owner = f"rewind-{uuid4().hex[:12]}"
 
@@ -43,22 +44,17 @@ def rewind(register: Register, key: str) -> Latest:
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], mine),
         )
 
-    verified = check_rewind(register, key)
+    refuse_lost(register)
+    verified = _verified(register, key, ProgressTally(progress))
     body = register.edit(change, what=f"rewind to {key}")
     for ended, mine in pairwise(body.attempts):
-        if mine.owner == owner:
+        if mine.owner == owner and not register.is_dry:
             record_end(register.store, ended, by=mine, cause=f"the run was rewound to {key}")
             record_end(register.store, mine, by=mine, cause=f"rewound the run to {key}")
     return body
 
 
-def check_rewind(register: Register, key: str) -> str | None:
-    """Raise what `rewind` would raise. Return the damage mark that no longer applies, None if there is none."""
-    refuse_lost(register)
-    return _verified(register, key)
-
-
-def _verified(register: Register, key: str) -> str | None:
+def _verified(register: Register, key: str, tally: ProgressTally) -> str | None:
     """Read all of a checkpoint that is marked as damaged. Return the mark, which no longer applies; None if there is
     none.
 
@@ -70,7 +66,9 @@ def _verified(register: Register, key: str) -> str | None:
         raise NotFoundError(f"{register.store}: checkpoint {key} is no longer live")
     if not entry.damaged:
         return None
+    tally.expect(entry.size_bytes)
     for finding in Checkpoint(register.store, entry).verify():
+        tally.add(finding.size_bytes)
         if finding.problem:
             raise DamagedError(f"{register.store}: {finding.key}: {finding.problem}")
     return entry.damaged

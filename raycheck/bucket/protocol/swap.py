@@ -32,13 +32,20 @@ class Register:
     time.
 
     is_crowded: hundreds of processes may be swapping it right now, so pauses are random and the deadline is later.
+    is_dry: decide and check as always, but write nothing. Use it for one swap: what that returns is not in the bucket.
     size_bytes: the size of the `latest` that this process last read or wrote.
     """
 
     def __init__(
-        self, store: Store, *, monotonic: Callable[[], float] = time.monotonic, is_crowded: bool = False
+        self,
+        store: Store,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        is_crowded: bool = False,
+        is_dry: bool = False,
     ) -> None:
         self.store = store
+        self.is_dry = is_dry
         self._is_crowded = is_crowded
         self._monotonic = monotonic
         self._lock = threading.Lock()
@@ -152,6 +159,8 @@ class Register:
 
     def _write(self, new: Latest, got: Got | None) -> Written:
         data = dump_latest(new)
+        if self.is_dry:
+            return Written(version="", at=got.at if got else time.time())
         try:
             if got is None:
                 written = self.store.put_if_absent(object_keys.LATEST_KEY, data)

@@ -14,7 +14,8 @@ from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.manifest import Blob, Manifest, load_manifest
 from raycheck.bucket.format.object_keys import MANIFEST
-from raycheck.bucket.reading import Checkpoint, missing_error
+from raycheck.bucket.reading import Checkpoint, missing_error, read_latest
+from raycheck.bucket.store import open_store
 from raycheck.bucket.store.interface import Buffer
 from raycheck.catalog.archive.files import Place, check_free, compressed, write_file
 from raycheck.catalog.archive.layout import (
@@ -29,7 +30,6 @@ from raycheck.catalog.archive.tar import TarStream
 from raycheck.catalog.read_ahead import Spans, checked, read_ahead
 from raycheck.catalog.stored_objects import StoredObject, checkpoint_at, stored_objects
 from raycheck.errors import ConfigError, NotFoundError
-from raycheck.run import Run, open_run
 from raycheck.show_progress import ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 
@@ -40,6 +40,7 @@ def pack(
     *,
     at: int | str | None = None,
     zstd: bool = False,
+    dry_run: bool = False,
     storage: StorageSettings | None = None,
     progress: ShowProgress = show_nothing,
 ) -> Archived:
@@ -50,17 +51,21 @@ def pack(
 
     source: a run's URI. to: a path or URI, of a file that is not there yet, or a binary stream that is open for
     writing. at: which checkpoint: a step, a checkpoint's name, or None for the head. zstd: compress the archive, for
-    a local file or a stream; needs the package zstandard. storage: how the source's bucket is reached, and `to` in
-    the same kind of store. progress: is told the bytes that are packed, and how many there are.
+    a local file or a stream; needs the package zstandard. dry_run: read what would be packed, and write nothing.
+    storage: how the source's bucket is reached, and `to` in the same kind of store. progress: called with the bytes
+    that are packed, and all.
 
     Raises NotFoundError if there is no such checkpoint or retention drops it in the meantime, and CorruptError if bytes
     differ from what was saved; then no file appears.
     """
-    run = open_run(source, storage)
+    store = open_store(source, storage)
+    body = read_latest(store)
     place = Place.of(to, storage, beside=source) if isinstance(to, str) else None
     if place is not None:
         check_free(place)
-    packing = _Packing.of(run, checkpoint_at(run, at))
+    packing = _Packing.of(checkpoint_at(store, body, at), run_id=body.run_id)
+    if dry_run:
+        return archived(packing.manifest, packing.record)
     size_bytes = packing.tar.size_bytes
 
     def write() -> None:
@@ -104,17 +109,17 @@ class _Packing:
     objects: tuple[StoredObject, ...]
 
     @staticmethod
-    def of(run: Run, checkpoint: Checkpoint) -> "_Packing":
+    def of(checkpoint: Checkpoint, *, run_id: str) -> "_Packing":
         data = checkpoint.read_manifest_bytes()
-        manifest = load_manifest(data, what=f"{run.store}: {checkpoint.entry.key}")
+        manifest = load_manifest(data, what=f"{checkpoint.store}: {checkpoint.entry.key}")
         record = ArchiveRecord(
-            uri=str(run.store),
-            run_id=run.latest.run_id,
+            uri=str(checkpoint.store),
+            run_id=run_id,
             checkpoint=manifest.key,
             members=members_of(
                 manifest,
                 Blob(size_bytes=len(data), crc32=crc32(data)),
-                what=f"{run.store}: the manifest of {manifest.key}",
+                what=f"{checkpoint.store}: the manifest of {manifest.key}",
             ),
         )
         text = dump(record)

@@ -28,6 +28,7 @@ def pack(  # noqa: PLR0917  typer makes options of them
     at: Which,
     file: Annotated[str, typer.Argument(help="A new file: a path, a URI in any store, or - for stdout.")],
     zstd: Annotated[bool, typer.Option("--zstd", help="Compress the archive; for a local file or stdout.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be packed.")] = False,
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
@@ -35,17 +36,21 @@ def pack(  # noqa: PLR0917  typer makes options of them
 
     `tar x` creates a stock DCP directory for each component, and `raycheck unpack` creates a new run.
     """
-    if file == "-" and as_json:
+    if file == "-" and as_json and not dry_run:
         raise ConfigError("--json prints to stdout, where the archive goes; name a file")
-    if file == "-" and sys.stdout.isatty():
+    if file == "-" and sys.stdout.isatty() and not dry_run:
         raise ConfigError("an archive cannot be written to a terminal; redirect stdout, or name a file")
     target: str | IO[bytes] = sys.stdout.buffer if file == "-" else file
     with progress_bar() as progress:
-        done = packing.pack(uri, target, at=at, zstd=zstd, storage=settings_of(storage), progress=progress)
+        done = packing.pack(
+            uri, target, at=at, zstd=zstd, dry_run=dry_run, storage=settings_of(storage), progress=progress
+        )
     if as_json:
-        print_json({"file": file} | asdict(done))
-    elif file != "-":
-        out.print(Text(f"{done.checkpoint}: {len(done.members)} members, {size(done.size_bytes)} in {shown_uri(file)}"))
+        print_json({"file": file, "dry_run": dry_run} | asdict(done))
+    elif file != "-" or dry_run:
+        what = f"{len(done.members)} members, {size(done.size_bytes)}"
+        place = "would be packed" if dry_run else f"in {shown_uri(file)}"
+        out.print(Text(f"{done.checkpoint}: {what} {place}"))
 
 
 def unpack(

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from raycheck.bucket.store.address import shown_uri
-from raycheck.catalog.copy import CopiedRun, copy_run, plan_copy
+from raycheck.catalog.copy import CopiedRun, copy_run
 from raycheck.catalog.follow import FollowNews, follow_run
 from raycheck.cli.closed_pipe import continue_without_reader
 from raycheck.cli.options import DryRun, Json, Text, Uri, out, print_json, settings_of
@@ -51,13 +51,14 @@ def cp(  # noqa: PLR0917  typer makes options of them
     if until_finished and not follow:
         raise ConfigError("--until-finished needs --follow")
     if dry_run:
-        plan = plan_copy(uri, to, at=at, from_storage=one, to_storage=other)
+        plan = copy_run(uri, to, at=at, dry_run=True, from_storage=one, to_storage=other)
         if as_json:
-            print_json({"uri": plan.uri, "checkpoints": dict(plan.sizes), "size_bytes": plan.size_bytes})
+            print_json(asdict(plan))
             return
-        for name, count in plan.sizes.items():
+        for name, count in plan.copied.items():
             out.print(Text(f"{name}  {size(count)}"))
-        out.print(Text(f"{len(plan.sizes)} checkpoints, at most {size(plan.size_bytes)}, would be copied"))
+        total = size(sum(plan.copied.values()))
+        out.print(Text(f"{len(plan.copied)} checkpoints, at most {total}, would be copied"))
         return
     with _stopped_by_signals() as stop, progress_bar() as show:
         if follow:

@@ -1,6 +1,7 @@
 """Commands that delete a checkpoint or a run."""
 
 import sys
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ from raycheck.catalog import deletes
 from raycheck.cli.options import At, DryRun, Grace, Json, Storage, Text, Uri, out, print_json, settings_of
 from raycheck.cli.progress_bar import progress_bar
 from raycheck.errors import ConfigError
+from raycheck.run import open_run
 from raycheck.views.in_words import size
 
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
@@ -27,17 +29,18 @@ def delete(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Delete one checkpoint, even a pinned or named one. The head cannot be deleted. Running training continues."""
     settings = settings_of(storage)
-    entry = deletes.plan_delete_checkpoint(uri, at, storage=settings)
-    kept_by = f"{', pinned' if entry.pinned else ''}{f', named {entry.name}' if entry.name else ''}"
+    item = open_run(uri, settings).at(at)
+    deletes.delete_checkpoint(uri, item.key, dry_run=True, storage=settings)
+    kept_by = f"{', pinned' if item.is_pinned else ''}{f', named {item.name}' if item.name else ''}"
+    what = f"{item.key} ({size(item.size_bytes)}{kept_by})"
     if not dry_run:
-        _confirm(f"{entry.key} ({size(entry.size_bytes)}{kept_by})", entry.name or str(entry.step), yes=yes)
+        _confirm(what, item.name or str(item.step), yes=yes)
         with progress_bar("objects") as progress:
-            deletes.delete_checkpoint(uri, entry.key, grace_s=grace, storage=settings, progress=progress)
+            deletes.delete_checkpoint(uri, item.key, grace_s=grace, storage=settings, progress=progress)
     if as_json:
-        facts = {"is_pinned": entry.pinned, "name": entry.name, "is_deleted": not dry_run}
-        print_json({"key": entry.key, "size_bytes": entry.size_bytes} | facts)
+        facts = {"is_pinned": item.is_pinned, "name": item.name, "is_deleted": not dry_run}
+        print_json({"key": item.key, "size_bytes": item.size_bytes} | facts)
     else:
-        what = f"{entry.key} ({size(entry.size_bytes)}{kept_by})"
         out.print(Text(f"{what}: {'would be deleted' if dry_run else 'deleted'}"))
 
 
@@ -55,24 +58,24 @@ def delete_run(  # noqa: PLR0917  typer makes options of them
     storage: Storage = None,
 ) -> None:
     """Delete a run. Data that other runs use is kept. Repeat the command after an interruption."""
-    settings = settings_of(storage)
+    delete_it = partial(
+        deletes.delete_run,
+        uri,
+        live=live,
+        keep_shared=keep_shared,
+        keep_exports=keep_exports,
+        lost=lost,
+        storage=settings_of(storage),
+    )
     if dry_run or not yes:  # otherwise nothing shows what is there
         with progress_bar("objects") as progress:
-            plan = deletes.plan_delete_run(
-                uri,
-                live=live,
-                keep_shared=keep_shared,
-                keep_exports=keep_exports,
-                lost=lost,
-                storage=settings,
-                progress=progress,
-            )
+            plan = delete_it(dry_run=True, progress=progress)
     if dry_run:
-        holds = [hold.holder for hold in plan.holds]
+        users = ", ".join(plan.used_by)
         if as_json:
-            print_json({"objects": plan.num_objects, "size_bytes": plan.size_bytes, "used_by": holds})
+            print_json({"objects": plan.num_objects, "size_bytes": plan.size_bytes, "used_by": list(plan.used_by)})
         else:
-            shared = f", except what {', '.join(holds)} use" if holds else ""
+            shared = f", except what {users} use" if users else ""
             out.print(
                 Text(f"{shown_uri(uri)}: {plan.num_objects} objects, {size(plan.size_bytes)} would be deleted{shared}")
             )
@@ -81,21 +84,13 @@ def delete_run(  # noqa: PLR0917  typer makes options of them
         word = shown_uri(uri).rstrip("/").rpartition("/")[2]
         _confirm(f"{shown_uri(uri)} ({plan.num_objects} objects, {size(plan.size_bytes)})", word, yes=yes)
     with progress_bar("objects") as progress:
-        done = deletes.delete_run(
-            uri,
-            live=live,
-            keep_shared=keep_shared,
-            keep_exports=keep_exports,
-            lost=lost,
-            storage=settings,
-            progress=progress,
-        )
+        done = delete_it(progress=progress)
     if as_json:
-        print_json({"is_gone": done.is_gone, "used_by": [hold.holder for hold in done.holds]})
+        print_json({"is_gone": done.is_gone, "used_by": list(done.used_by)})
     elif done.is_gone:
         out.print(Text(f"{shown_uri(uri)}: deleted"))
     else:
-        users = ", ".join(hold.holder for hold in done.holds)
+        users = ", ".join(done.used_by)
         out.print(
             Text(f"{shown_uri(uri)}: deleted, except what {users} still use; run this again when they have dropped it")
         )

@@ -5,13 +5,10 @@ from typing import Annotated
 
 import typer
 
-from raycheck.bucket.protocol.sharing.new_run import look_at_place
-from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog.forks import fork_run
 from raycheck.cli.options import DryRun, Json, Step, Storage, Text, Uri, out, print_json, settings_of
-from raycheck.run import open_run
+from raycheck.cli.progress_bar import progress_bar
 from raycheck.views.in_words import size
 
 
@@ -28,26 +25,14 @@ def fork(  # noqa: PLR0917  typer makes options of them
 
     The checkpoint is the head, or the one of --at.
     """
-    settings = settings_of(storage)
-    if dry_run:
-        run = open_run(source, settings)
-        checkpoint = run.head_or(at)
-        moves = copy or open_store(to, settings).way_to(run.store) is None
-        is_new = look_at_place(Register(open_store(to, settings)))[0] is None
-        found = {"source": checkpoint.entry.key, "size_bytes": checkpoint.entry.size_bytes, "copies": moves}
-        if as_json:
-            print_json(found | {"is_new": is_new})
-        elif not is_new:
-            out.print(Text(f"{shown_uri(to)} already exists; nothing would be done"))
-        else:
-            how = "would be copied" if moves else "would stay where they are"
-            out.print(Text(f"{checkpoint.entry.key}: {size(checkpoint.entry.size_bytes)} {how}"))
-        return
-    done = fork_run(source, to, at, copy=copy, storage=settings)
+    with progress_bar() as progress:
+        done = fork_run(source, to, at, copy=copy, dry_run=dry_run, storage=settings_of(storage), progress=progress)
     if as_json:
         print_json(asdict(done))
     elif not done.is_new:
-        out.print(Text(f"{shown_uri(to)} already exists, with {done.key}; nothing was done"))
+        nothing = "nothing would be done" if dry_run else "nothing was done"
+        out.print(Text(f"{shown_uri(to)} already exists, with {done.key}; {nothing}"))
     else:
         sizes = f"{size(done.copied_bytes)} copied, {size(done.borrowed_bytes)} used where they are"
-        out.print(Text(f"{shown_uri(to)} starts with {done.key}, from {done.source}: {sizes}"))
+        starts = "would start" if dry_run else f"starts with {done.key},"
+        out.print(Text(f"{shown_uri(to)} {starts} from {done.source}: {sizes}"))

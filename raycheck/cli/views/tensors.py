@@ -34,7 +34,7 @@ def tensors(  # noqa: PLR0917  typer makes options of them
 
     The checkpoint is the head, or the one of --at. No tensor is read, except some values of TENSOR with --values.
     """
-    checkpoint = open_run(uri, settings_of(storage)).head_or(at)
+    checkpoint = open_run(uri, settings_of(storage)).at(at)
     if values is not None:
         _print_sample(checkpoint.sample(values, max_bytes=max_bytes), as_json=as_json)
         return
@@ -45,13 +45,13 @@ def tensors(  # noqa: PLR0917  typer makes options of them
     rows = []
     for item, moments in with_moments(found):
         for indent, row in [("", item), *(("  ", moment) for moment in moments)]:
-            places = ", ".join("here" if place == checkpoint.entry.key else place for place in row.directories)
+            places = ", ".join("here" if place == checkpoint.key else place for place in row.directories)
             ranks = ", ".join(map(str, row.ranks[:8])) + (", ..." if len(row.ranks) > 8 else "")
             form = (row.dtype, list(row.shape), size(row.size_bytes), row.boxes)
             rows.append((indent + row.name, *form, ranks, places))
     print_table(("tensor", "type", "shape", "size", "boxes", "ranks", "lies in"), rows)
     total = size(sum(item.size_bytes for item in found))
-    out.print(Text(f"\n{len(found)} tensors, {total}, of {checkpoint.entry.key}"))
+    out.print(Text(f"\n{len(found)} tensors, {total}, of {checkpoint.key}"))
 
 
 def _print_sample(found: "TensorSample", *, as_json: bool) -> None:

@@ -123,7 +123,7 @@ def _facts(seen: LiveRun) -> dict[str, Any]:
         "now": history.status.now,
         "save": None if seen.save is None else asdict(seen.save) | {"share": seen.save.share},
         "attempts": [
-            {name: value for name, value in asdict(item).items() if name != "commits"}
+            {name: value for name, value in asdict(item).items() if name not in ("commits", "resume")}
             | {"commits": [commit.key for commit in item.commits]}
             for item in history.attempts
         ],

@@ -149,10 +149,9 @@ class FitSession:
 
     def _read_weights(self, checkpoint: Any) -> dict[str, Any]:
         """Read the saved weights into new tensors, under the names of the live module's state_dict()."""
-        index = checkpoint.index(checkpoint.manifest(), values=False)
         saved = {
             tensor.name.removeprefix("model."): torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-            for tensor in index.tensors
+            for tensor in checkpoint.tensors()
             if tensor.name.startswith("model.")
         }
         checkpoint.restore(into={"model": ShapedModule(saved)}, strict=False)

@@ -72,7 +72,7 @@ def _fill(tensors: dict[str, torch.Tensor], run: Run) -> None:
     there = {tensor.name for tensor in run.head.tensors()}
     if missing := sorted(name for name in tensors if f"model.{name}" not in there):
         raise ConfigError(
-            f"initial_load_in_hf: {run.head.entry.key} of {run.store} has no model.{missing[0]}. Give a run that "
+            f"initial_load_in_hf: {run.head.key} in initial_load_path has no model.{missing[0]}. Give a run that "
             "'raycheck import' created from Hugging Face files, or leave initial_load_in_hf out for a run saved by "
             "torchtitan"
         )

@@ -220,10 +220,10 @@ class TrainerRun:
         if best_step is None:
             return
         ckpt.wait()
-        best = open_run(ckpt.uri).at_step(best_step)
+        best = open_run(ckpt.uri).at(best_step)
         best.restore(into={"model": trainer.model})
-        trainer.state.best_model_checkpoint = f"{ckpt.uri}/checkpoints/{best.entry.key}"
-        logger.info("the model is now the best one, of step %d (%s)", best_step, best.entry.key)
+        trainer.state.best_model_checkpoint = f"{ckpt.uri}/checkpoints/{best.key}"
+        logger.info("the model is now the best one, of step %d (%s)", best_step, best.key)
 
     def _live(self) -> Checkpointer:
         assert self.ckpt is not None, "called during train()"

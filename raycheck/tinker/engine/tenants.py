@@ -151,4 +151,4 @@ def _own_note(uri: str) -> dict[str, NoteValue] | None:
         head = open_run(uri).head
     except NotFoundError:
         return None
-    return None if head is None or is_borrowed(head.entry.key) else dict(head.read_manifest().note)
+    return None if head is None or is_borrowed(head.key) else dict(head.note())

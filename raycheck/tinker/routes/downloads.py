@@ -19,9 +19,10 @@ from aiohttp import web
 from raycheck.catalog import TarStream
 from raycheck.tinker.access import DOWNLOADS
 from raycheck.tinker.checkpoint_paths import CheckpointPath
-from raycheck.tinker.checkpoint_store import AdapterFiles, CheckpointStore
+from raycheck.tinker.checkpoint_store import CheckpointStore
 from raycheck.tinker.routes.requests import SERVICE
 from raycheck.tinker.wire.fields import RefusedRequestError
+from raycheck.values import StoredExport
 
 VALID_S = 3600
 ARCHIVE = "archive.tar"
@@ -83,11 +84,11 @@ async def _download(request: web.Request) -> web.StreamResponse:
     files = await asyncio.to_thread(_adapter, request.app[SERVICE].checkpoints, path)
     if found["file"] == ARCHIVE:
         tar = TarStream(sizes=files.sizes)
-        chunks = tar.chunks(files.chunks(name) for name in files.sizes)
+        chunks = tar.chunks(files.read(name) for name in files.sizes)
         return await _stream(request, chunks, tar.size_bytes, "application/x-tar", called=f"{path.run}_{path.name}.tar")
     if found["file"] not in files.sizes:
         raise RefusedRequestError(f"{path.text} has no file {found['file'][:100]!r}", 404)
-    chunks, size = files.chunks(found["file"]), files.sizes[found["file"]]
+    chunks, size = files.read(found["file"]), files.sizes[found["file"]]
     return await _stream(request, chunks, size, "application/octet-stream", called=found["file"])
 
 
@@ -109,7 +110,7 @@ async def _stream(
     return answer
 
 
-def _adapter(store: CheckpointStore, path: CheckpointPath) -> AdapterFiles:
+def _adapter(store: CheckpointStore, path: CheckpointPath) -> StoredExport:
     """Return the files of a checkpoint's adapter, exporting it if necessary."""
     found = store.find(path)
     store.export_adapter(found)

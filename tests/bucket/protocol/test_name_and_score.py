@@ -37,7 +37,7 @@ def names(ann: Driver) -> dict[int, str]:
 
 
 def key_of(ann: Driver, step: int) -> str:
-    return open_run(ann.store.uri).at(step).entry.key
+    return open_run(ann.store.uri).at(step).key
 
 
 # --- by hand ---

@@ -55,7 +55,7 @@ def test_a_second_driver_fences_the_first_which_ends_and_stays_ended(job, s3: st
     assert isinstance(final_error(ended.value), raycheck.errors.FencedError)
     assert len(story(folders[0], "start")) == 1, "the fenced driver restarted its workers"
     assert story(folders[1], "start")[0]["at"] >= 8
-    assert raycheck.open_checkpoint(second.checkpoint).entry.step == 360
+    assert raycheck.open_checkpoint(second.checkpoint).step == 360
     body = assert_invariants(open_store(uri))
     assert [attempt.owner for attempt in body.attempts] == list(body.owners)
     assert body.entry(body.head).step == 360

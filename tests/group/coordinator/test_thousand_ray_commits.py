@@ -128,10 +128,10 @@ def test_latest_stays_small_over_a_thousand_commits(ended: Ended) -> None:
 def test_rays_result_is_the_newest_of_a_thousand_commits(ended: Ended) -> None:
     checkpoint = raycheck.open_checkpoint(ended.result.checkpoint)
 
-    assert checkpoint.entry.step == STEPS
+    assert checkpoint.step == STEPS
     assert [finding.problem for finding in checkpoint.verify() if finding.problem] == []
     assert len(ended.pointers_ray_keeps()) == NUM_TO_KEEP
-    assert f"ray/{checkpoint.entry.key}" in ended.pointers_ray_keeps()
+    assert f"ray/{checkpoint.key}" in ended.pointers_ray_keeps()
 
 
 def test_only_the_pointers_that_ray_keeps_are_left_of_a_thousand(ended: Ended) -> None:
@@ -145,7 +145,7 @@ def test_a_run_of_a_thousand_commits_goes_on_where_it_was(ended: Ended) -> None:
     result = fit(ended.folder, STEPS + 3)
 
     assert ended.starts()[-1] == {"at": STEPS, "ray": f"step-{STEPS:09d}-a1-s{STEPS}"}
-    assert raycheck.open_checkpoint(result.checkpoint).entry.step == STEPS + 3
+    assert raycheck.open_checkpoint(result.checkpoint).step == STEPS + 3
     body = assert_invariants(open_store(f"file://{ended.run}"))
     assert body is not None
     assert body.attempt.number == 2

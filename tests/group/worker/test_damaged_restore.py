@@ -8,6 +8,7 @@ import torch
 
 import raycheck
 from raycheck.bucket.format import object_keys
+from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.group.coordinator.messages import RankRestore
@@ -39,27 +40,26 @@ def trained(uri: str, steps: int = 6) -> None:
 
 def damage(store: Store, step: int, tensor: str) -> str:
     """Flip a bit of a tensor. Returns the checkpoint's name."""
-    checkpoint = raycheck.open_run(store.uri).at_step(step)
-    manifest = checkpoint.read_manifest()
-    index = checkpoint.read_index(manifest)
+    checkpoint = raycheck.open_run(store.uri).at(step)
+    manifest, index = checkpoint._read()
     chunk = next(chunk for chunk in index.chunks if index.tensors[chunk.tensor].name == tensor and chunk.payload_size)
     key = manifest.prefixes()[chunk.component] + object_keys.shard_file(chunk.rank)
     data = bytearray(store.get(key).data)
     data[chunk.payload_offset] ^= 1
     store.put(key, bytes(data))
-    return checkpoint.entry.key
+    return checkpoint.key
 
 
 def test_damage_that_one_rank_finds_takes_all_ranks_to_the_one_before(uri: str) -> None:
     trained(uri)
     store = open_store(uri)
     bad = damage(store, 6, OWN)
-    before = raycheck.open_run(uri).latest
+    before = read_latest(open_store(uri))
 
     pair = pair_of(uri, "bob")
     at = on_all(pair, "restore")
     weights = on_all(pair, "weights")
-    after = raycheck.open_run(uri).latest
+    after = read_latest(open_store(uri))
     on_all(pair, "train", 4)
     on_all(pair, "close")
 
@@ -91,7 +91,7 @@ def test_a_user_who_asked_for_it_gets_the_error_and_an_untouched_run(uri: str) -
     for restore in restores:
         with pytest.raises(raycheck.errors.DamagedError, match=OWN):
             restore.join()
-    assert [(entry.step, entry.damaged) for entry in raycheck.open_run(uri).latest.live] == [(2, None), (4, None)]
+    assert [(entry.step, entry.damaged) for entry in read_latest(open_store(uri)).live] == [(2, None), (4, None)]
 
 
 def test_with_nothing_whole_left_it_is_an_error_and_never_step_0(uri: str) -> None:
@@ -107,7 +107,7 @@ def test_with_nothing_whole_left_it_is_an_error_and_never_step_0(uri: str) -> No
                 restore.join()
         on_all(pair, "fail")
 
-    live = raycheck.open_run(uri).latest.live
+    live = read_latest(open_store(uri)).live
     assert [(entry.step, bool(entry.damaged)) for entry in live] == [(2, False), (4, True)]
 
 

@@ -333,8 +333,8 @@ def test_i11_one_rank_s_whole_state_is_kept_where_the_user_chose_so_and_marked(u
     assert steps_of(uri) == [1, 2]
     newest = raycheck.open_run(uri).head
     assert newest is not None
-    assert newest.entry.drifted
-    assert {"tensor model.0.weight", "state['optimizer']"} <= set(newest.manifest().drifted)
+    assert newest.is_drifted
+    assert {"tensor model.0.weight", "state['optimizer']"} <= set(newest.details().drifted)
     (said,) = [record.message for record in caplog.records if "drifted apart" in record.message]
     assert "tensor model.1.weight is not the same on ranks 0 and 2" in said
     again = Run(uri, [replica(), replica(), replica()])
@@ -349,4 +349,4 @@ def test_i11_one_rank_s_whole_state_is_kept_where_the_user_chose_so_and_marked(u
     again.save()  # equal again, after the restart
     newest = raycheck.open_run(uri).head
     assert newest is not None
-    assert (newest.step, newest.entry.drifted) == (3, False)
+    assert (newest.step, newest.is_drifted) == (3, False)

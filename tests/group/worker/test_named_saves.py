@@ -38,8 +38,8 @@ def test_a_step_that_is_saved_already_is_saved_again_under_a_name_but_only_once(
     named = raycheck.open_run(uri).at("before-rlhf")
 
     assert kept(uri) == [(1, "before-rlhf", False), (2, None, False)]
-    assert named.entry.key.endswith("-s2"), "the save of the step's end was the first"
-    assert (named.manifest().name, named.manifest().note) == ("before-rlhf", {"data": "v3"})
+    assert named.key.endswith("-s2"), "the save of the step's end was the first"
+    assert (named._stored.read_manifest().name, named.note()) == ("before-rlhf", {"data": "v3"})
 
 
 def test_a_restored_checkpoint_that_has_the_name_is_not_saved_again() -> None:

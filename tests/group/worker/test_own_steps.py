@@ -39,7 +39,7 @@ def test_saves_have_the_scripts_steps_and_a_restart_continues_there(uri: str) ->
     second.close()
 
     body = assert_invariants(open_store(uri))
-    manifests = [raycheck.open_run(uri).at(str(step)).manifest() for step in (10, 25, 40)]
+    manifests = [raycheck.open_run(uri).at(str(step))._stored.read_manifest() for step in (10, 25, 40)]
     assert at.step == 25
     assert known.key == at.checkpoint, "it is saved already"
     assert [(entry.step, dict(entry.metrics)) for entry in body.live] == [

@@ -59,7 +59,7 @@ class Late:
     def wait(self, timeout_s: float | None = None) -> list[int]:
         """Returns the steps that are committed then."""
         self.ckpt.wait(timeout_s)
-        return [entry.step for entry in raycheck.open_run(self.ckpt._group.uri).latest.live]
+        return [item.step for item in raycheck.open_run(self.ckpt._group.uri).checkpoints]
 
     def look(self) -> tuple[float, float, int]:
         return self.early["best"], self.model.weight.sum().item(), len(self.optimizer.state)
@@ -95,7 +95,7 @@ def test_a_script_learns_the_step_before_there_is_anything_to_fill(uri: str) -> 
 
     pair = pair_of(uri, "bob")
     answers = on_all(pair, "peek")
-    untouched = raycheck.open_run(uri).latest.attempt.last_save
+    untouched = raycheck.open_run(uri)._latest.attempt.last_save
     assert on_all(pair, "peek_twice") == [True, True]
     at = on_all(pair, "restore")
 
@@ -145,7 +145,7 @@ def test_an_entry_comes_once_and_a_state_must_not_stay_empty(uri: str) -> None:
 
 def test_damage_that_one_rank_peeks_takes_all_ranks_to_the_one_before(uri: str) -> None:
     trained(uri)
-    bad = raycheck.open_run(uri).head.entry.key
+    bad = raycheck.open_run(uri).head.key
     flip(open_store(uri), f"checkpoints/{bad}/index")
 
     pair = pair_of(uri, "bob")
@@ -188,13 +188,13 @@ def test_a_restore_that_finds_damage_after_a_peek_starts_again_and_peeks_anew(ur
 
 def test_a_user_who_asked_for_it_gets_the_error_of_a_peek_and_an_untouched_run(uri: str) -> None:
     trained(uri)
-    flip(open_store(uri), f"checkpoints/{raycheck.open_run(uri).head.entry.key}/index")
+    flip(open_store(uri), f"checkpoints/{raycheck.open_run(uri).head.key}/index")
 
     for answer in start_on_all(pair_of(uri, "bob"), "peek", on_corrupt="raise"):
         with pytest.raises(raycheck.errors.DamagedError, match=r"rank \d: peek at .*index"):
             answer.join()
 
-    assert [entry.damaged for entry in raycheck.open_run(uri).latest.live] == [None, None]
+    assert [item.damaged for item in raycheck.open_run(uri).checkpoints] == [None, None]
 
 
 def test_a_rank_that_does_not_peek_while_another_does_is_named_and_nobody_waits(uri: str) -> None:

@@ -109,8 +109,13 @@ def test_a_save_by_notice_is_marked_in_its_manifest_and_in_latest(tmp_path: Path
             ckpt.wait()
 
     run = raycheck.open_run(uri)
-    assert {item.step: item.entry.by_notice for item in run.checkpoints} == {2: False, 3: True, 4: False, 5: False}
-    assert {item.step: item.manifest().by_notice for item in run.checkpoints} == {2: False, 3: True, 4: False, 5: False}
+    assert {item.step: item.is_by_notice for item in run.checkpoints} == {2: False, 3: True, 4: False, 5: False}
+    assert {item.step: item._stored.read_manifest().by_notice for item in run.checkpoints} == {
+        2: False,
+        3: True,
+        4: False,
+        5: False,
+    }
     assert {item.step: item.is_by_notice for item in run.history().commits} == {2: False, 3: True, 4: False, 5: False}
     forked = raycheck.catalog.fork_run(uri, f"file://{tmp_path}/fork", at=3)
-    assert not raycheck.open_run(f"file://{tmp_path}/fork").at(forked.key).entry.by_notice
+    assert not raycheck.open_run(f"file://{tmp_path}/fork").at(forked.key).is_by_notice

@@ -45,7 +45,7 @@ def test_an_epochs_end_after_the_save_of_its_last_step_takes_that_saves_place(se
     kept = saved(uri, lambda ckpt: ckpt.end_epoch(), **settings)
 
     assert names(kept) == ["s1", "s2", "s4"]
-    assert raycheck.open_run(uri).at("3").manifest().epoch == 1
+    assert raycheck.open_run(uri).at("3").details().epoch == 1
     assert kept[-1].metrics == {"loss": pytest.approx(1 / 3)}
 
 

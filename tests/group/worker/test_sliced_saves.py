@@ -137,7 +137,7 @@ def test_a_shard_larger_than_the_memory_is_saved_within_it_while_training_waits(
     assert len(of_slices(told)) == 1, "it is said once"
     assert_saved(uri, 1, size_bytes=size_bytes)
     for checkpoint, waited_s in zip(raycheck.open_run(uri).checkpoints, told["blocked_s"], strict=True):
-        (rank,) = checkpoint.read_manifest().ranks
+        (rank,) = checkpoint._stored.read_manifest().ranks
         assert 0 < rank.blocked_s <= waited_s
         assert rank.staged_s == rank.blocked_s
 
@@ -194,7 +194,7 @@ def test_what_is_frozen_is_written_once_and_only_that_save_waits(tmp_path: Path)
     told = trained(uri, size_bytes=size_bytes, left_bytes=990 * MIB, frozen=True)
 
     assert told["problems"] == []
-    first, second = (checkpoint.read_manifest() for checkpoint in raycheck.open_run(uri).checkpoints)
+    first, second = (checkpoint._stored.read_manifest() for checkpoint in raycheck.open_run(uri).checkpoints)
     assert {part.name: part.checkpoint for part in second.components}["model.frozen"] == first.key
     assert ["model.frozen" in line for line in of_slices(told)] == [True]
 

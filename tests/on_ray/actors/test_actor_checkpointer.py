@@ -367,11 +367,11 @@ def test_a_driver_saves_at_step_0_at_listed_steps_and_when_its_function_says_so_
     ) as ckpt:
         ckpt.restore()
         ckpt.wait()
-        at_first = [entry.step for entry in raycheck.open_run(uri).latest.live]
+        at_first = [item.step for item in raycheck.open_run(uri).checkpoints]
         for step in range(1, 6):
             ckpt.end_step({"loss": 1 / step})
         ckpt.wait()
-        at_last = [entry.step for entry in raycheck.open_run(uri).latest.live]
+        at_last = [item.step for item in raycheck.open_run(uri).checkpoints]
 
     assert (at_first, at_last) == ([0], [0, 2, 5])
     assert asked == [(step, 1 / step) for step in range(1, 6)]
@@ -390,7 +390,7 @@ def test_a_driver_saves_at_step_0_what_the_checkpoint_of_step_0_has_not(actors: 
             actors, lambda actor: {"model": actor.model}, uri, settings, state=state
         ) as ckpt:
             ckpt.restore()
-        return [entry.key for entry in raycheck.open_run(uri).latest.live]
+        return [item.key for item in raycheck.open_run(uri).checkpoints]
 
     first = saves_of({"own": {"seen": 1}})
     again = saves_of({"own": {"seen": 1}})

@@ -102,13 +102,13 @@ def test_a_function_of_the_script_scores_commits_in_ray_tasks(cluster: None, tmp
     assert len(set(names(result))) == len(result.best_checkpoints), "no pointer is listed twice"
     assert raycheck.open_checkpoint(result.checkpoint).step == 6
     run = raycheck.open_run(f"file://{tmp_path}/runs/run")
-    assert {item.step: dict(item.entry.scores) for item in run.checkpoints if item.entry.scores} == {
+    assert {item.step: dict(item.scores) for item in run.checkpoints if item.scores} == {
         2: {"weight": 40.0, "seen": 2.0},
         4: {"weight": 80.0, "seen": 4.0},
         5: {"weight": 100.0, "seen": 5.0},
         6: {"weight": 120.0, "seen": 6.0},
     }, "scores, by which keep_best chooses and which ls shows"
-    assert [Path(tmp_path, item.key).exists() for item in run.latest.live] == [False, False, True, False]
+    assert [Path(tmp_path, item.key).exists() for item in run.checkpoints] == [False, False, True, False]
 
 
 def test_a_validation_that_nobody_would_do_is_refused_at_once(cluster: None, tmp_path: Path) -> None:

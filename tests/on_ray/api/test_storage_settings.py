@@ -33,9 +33,9 @@ def test_settings_given_to_fit_reach_workers_coordinator_and_ray(job, s3: str) -
             assert head.headers.get("x-amz-server-side-encryption") == "AES256", head.target
             assert head.headers.get("x-amz-request-payer") == "requester", head.target
         checkpoint = raycheck.open_checkpoint(result.checkpoint)
-        assert checkpoint.entry.step == 12
-        assert "encryption=AES256" in checkpoint.store.uri
-        assert raycheck.open_run(join_uri(storage, "run"), settings).head.entry == checkpoint.entry
+        assert checkpoint.step == 12
+        assert "encryption=AES256" in checkpoint.uri
+        assert raycheck.open_run(join_uri(storage, "run"), settings).head._stored.entry == checkpoint._stored.entry
         assert_invariants(open_store(join_uri(storage, "run")))
 
 
@@ -51,7 +51,7 @@ def test_a_file_system_that_can_be_read_is_as_good_as_its_uri_also_without_fit(j
 
         result = trainer.fit()
 
-        assert raycheck.open_checkpoint(result.checkpoint).entry.step == 12
+        assert raycheck.open_checkpoint(result.checkpoint).step == 12
         assert refused("trainer", proxy.requests) == []
     assert_invariants(open_store(join_uri(join_uri(s3, root), "run")))
 
@@ -63,7 +63,7 @@ def test_a_local_file_system_is_read_too(job, tmp_path) -> None:
 
     result = raycheck.fit(trainer)
 
-    assert raycheck.open_checkpoint(result.checkpoint).entry.step == 12
+    assert raycheck.open_checkpoint(result.checkpoint).step == 12
     assert_invariants(open_store(f"{tmp_path}/my runs/run"))
 
 

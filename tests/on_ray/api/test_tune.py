@@ -158,11 +158,11 @@ def test_population_based_training_clones_a_trial_by_a_fork_that_moves_no_tensor
     for name, run in clones.items():
         own, _, better = name.partition("-from-")
         assert {own, better.rpartition("-")[0]} <= runs.keys()
-        assert run.latest.loans, "it uses the other run's tensors where they are"
-        first = next(attempt.restore_key for attempt in run.latest.attempts if attempt.restore_key)
+        assert run.borrowed, "it uses the other run's tensors where they are"
+        first = next(attempt.restored for attempt in run.history().attempts if attempt.restored)
         objects = Path(folder, "runs", name, "checkpoints", first)
         assert objects.exists()
         assert list(objects.rglob("*.distcp")) == [], "no tensor was copied"
         assert min(result.metrics["weight"] for result in results) > 1.0, "the worse one has the better one's weights"
     for run in runs.values():
-        assert_invariants(run.store)
+        assert_invariants(run._store)

@@ -135,7 +135,7 @@ def test_what_changes_without_a_gradient_is_in_memory_too_and_the_next_save_uplo
     assert [checkpoint.step for checkpoint in run.checkpoints] == [4, 8, 10]
     for checkpoint in run.checkpoints:
         assert not [finding for finding in checkpoint.verify() if finding.problem]
-        assert checkpoint.read_manifest().prefixes().keys() == {"train", "model.frozen"}
+        assert checkpoint.details().components.keys() == {"train", "model.frozen"}
 
 
 def test_a_group_that_leaves_a_node_at_once_leaves_a_memory_checkpoint_of_its_last_step(

@@ -97,7 +97,7 @@ def test_ranks_upload_themselves_what_a_dead_actor_had(job, s3: str, tmp_path: P
 
         assert [event["at"] for event in story(tmp_path, "start")] == [0], "no attempt was lost"
         run = raycheck.open_run(join_uri(storage, "run"))
-        assert 8 in [checkpoint.entry.step for checkpoint in run.checkpoints]
+        assert 8 in [checkpoint.step for checkpoint in run.checkpoints]
         assert_invariants(open_store(join_uri(storage, "run")))
 
 

@@ -35,11 +35,11 @@ def test_a_checkpoint_is_pinned_unpinned_and_verified(editing: tuple[Watched, st
         expect(page.locator("h1")).to_have_text(f"{label} {KEYS[0]}?")
         expect(page.locator("pre")).to_contain_text(f"raycheck {label.lower()} ")
         assert watched.serious() == []
-        assert raycheck.open_run(run).at(KEYS[0]).entry.pinned is not is_pinned, "nothing is done by the question"
+        assert raycheck.open_run(run).at(KEYS[0]).is_pinned is not is_pinned, "nothing is done by the question"
         tab_to(page, label)
         page.keyboard.press("Enter")
         expect(page.get_by_role("status")).to_contain_text("is pinned" if is_pinned else "follows the retention rules")
-        assert raycheck.open_run(run).at(KEYS[0]).entry.pinned is is_pinned
+        assert raycheck.open_run(run).at(KEYS[0]).is_pinned is is_pinned
 
     page.goto(f"{address}act?name={REAL}&kind=verify&at={KEYS[0]}")
     assert walk(page) >= 4

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Hold, Latest
+from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Latest
 from raycheck.bucket.protocol.pin_and_evict import with_evicted
 from raycheck.bucket.protocol.removal.prune_and_sweep import delete_objects, prune
 from raycheck.bucket.protocol.rewind import attempt_by_hand
@@ -25,13 +25,16 @@ from raycheck.show_progress import ProgressTally
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeletedRun:
-    """The result of deleting a run.
+    """The result of deleting a run, or its preview.
 
-    is_gone: nothing of it is left. holds: the runs that still use directories of it, which stay.
+    is_gone: nothing of it is left. num_objects, size_bytes: what there was to delete, at most. used_by: the ways to the
+    runs ("../fork") that use directories of it, which stay.
     """
 
     is_gone: bool
-    holds: tuple[Hold, ...] = ()
+    num_objects: int
+    size_bytes: int
+    used_by: tuple[str, ...] = ()
 
 
 def delete_checkpoint(register: Register, key: str) -> Latest:
@@ -78,7 +81,7 @@ def delete_run(
     inside its folder. In these cases nothing was changed.
     """
     store = register.store
-    check_folder(store)
+    num_objects, size_bytes = check_folder(store, keeps_exports=keeps_exports)
     owner = f"delete-{uuid4().hex[:12]}"
 
     def change(body: Latest, now: float) -> Latest | None:
@@ -104,13 +107,14 @@ def delete_run(
     prune(register, grace_s=0.0, tally=tally)
     body = register.read_existing()[0]
     if body.holds:
-        return DeletedRun(is_gone=False, holds=body.holds)
+        users = tuple(hold.holder for hold in body.holds)
+        return DeletedRun(is_gone=False, num_objects=num_objects, size_bytes=size_bytes, used_by=users)
     keys = [item.key for item in objects_of(store, keeps_exports=keeps_exports)]
     delete_objects(store, [key for key in keys if key != object_keys.LATEST_KEY], tally=tally)
     for upload in list(store.list_uploads(object_keys.CHECKPOINTS_PREFIX)):
         store.abort_upload(upload)
     store.delete(object_keys.LATEST_KEY)
-    return DeletedRun(is_gone=True)
+    return DeletedRun(is_gone=True, num_objects=num_objects, size_bytes=size_bytes)
 
 
 def mark_lost(register: Register) -> None:
@@ -154,31 +158,35 @@ def check_lost(store: Store) -> int:
     return names[-1].attempt
 
 
-def check_folder(store: Store) -> None:
-    """Raise ConfigError when another run is inside the folder of this one, at any depth. This lists all objects."""
+def check_folder(store: Store, *, keeps_exports: bool = False, tally: ProgressTally | None = None) -> tuple[int, int]:
+    """Return the number of objects in the run's folder that a delete removes, and their bytes. This lists all objects.
+
+    Raises ConfigError when another run is inside the folder, at any depth. tally: counts what was listed.
+    """
+    num_objects = size_bytes = 0
     for item in store.list_objects(""):
-        check_in_run(store, item.key)
+        if (inside := object_keys.run_inside(item.key)) is not None:
+            raise ConfigError(f"{store}: another run is in its folder {inside!r}; delete or move that one first")
+        if tally is not None:
+            tally.add(1)
+        if not (keeps_exports and item.key.startswith(object_keys.EXPORTS_PREFIX)):
+            num_objects, size_bytes = num_objects + 1, size_bytes + item.size_bytes
+    return num_objects, size_bytes
 
 
-def check_in_run(store: Store, key: str) -> None:
-    """Raise ConfigError when an object in the run's folder is part of another run inside it."""
-    if (inside := object_keys.run_inside(key)) is not None:
-        raise ConfigError(f"{store}: another run is in its folder {inside!r}; delete or move that one first")
-
-
-def users_of(store: Store, body: Latest) -> tuple[Hold, ...]:
-    """Return the holds of other runs on this one, without the run's own reservation."""
-    return without_reservation(store, body).holds
+def users_of(store: Store, body: Latest) -> tuple[str, ...]:
+    """Return the ways to the runs that hold directories of this one, without the run's own reservation."""
+    return tuple(hold.holder for hold in without_reservation(store, body).holds)
 
 
 def check_users(store: Store, body: Latest, *, keeps_shared: bool) -> None:
     """Raise ConfigError when other runs use checkpoints of the run, unless what they use is kept."""
-    holds = users_of(store, body)
-    if holds and not keeps_shared:
-        names = ", ".join(hold.holder for hold in holds[:5])
+    users = users_of(store, body)
+    if users and not keeps_shared:
+        names = ", ".join(users[:5])
         raise ConfigError(
-            f"{store}: {'another run uses' if len(holds) == 1 else f'{len(holds)} other runs use'} checkpoints of "
-            f"it ({names}). Delete {'that one' if len(holds) == 1 else 'them'} first, or give "
+            f"{store}: {'another run uses' if len(users) == 1 else f'{len(users)} other runs use'} checkpoints of "
+            f"it ({names}). Delete {'that one' if len(users) == 1 else 'them'} first, or give "
             "--keep-shared: then what they use stays until they have dropped it"
         )
 

@@ -40,7 +40,7 @@ class Deletion:
     """What a prune or sweep deletes of one checkpoint or upload, and why.
 
     name: the checkpoint's name, or the upload's key. wait_s: seconds until the readers' grace period ends, by the
-    bucket's clock.
+    bucket's clock. is_deleted: False in a dry run, during that period, and while others refer to its objects.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Deletion:
     size_bytes: int
     reason: str
     wait_s: float = 0.0
+    is_deleted: bool = False
 
 
 def prune(
@@ -111,22 +112,22 @@ def plan_prune(
     return tuple(found)
 
 
-def sweep(store: Store, *, also_whole: bool = False) -> tuple[Deletion, ...]:
+def sweep(store: Store, *, also_whole: bool = False, tally: ProgressTally | None = None) -> tuple[Deletion, ...]:
     """Delete what failed saves of earlier attempts left, and abort their uploads. Steps 22 and 23.
 
     Returns what was deleted. After a crash at any point the next sweep continues. also_whole: also delete directories
     that have a manifest and an index. They could be restored; if `latest` was put back to an older state unnoticed,
-    only a person can decide whether they are checkpoints. Raises NotFoundError without a run, CorruptError when
-    `latest` is older than a directory; then nothing is deleted.
+    only a person can decide whether they are checkpoints. tally: counts the objects. Raises NotFoundError without a
+    run, CorruptError when `latest` is older than a directory; then nothing is deleted.
     """
     drop_orphans(Register(store))
     swept, uploads = _garbage(store, also_whole=also_whole)
     for item in swept:
-        _delete_checkpoint(store, item.name, is_held=False)
+        _delete_checkpoint(store, item.name, is_held=False, tally=tally)
     aborted = [_unfinished(store, upload) for upload in uploads]
     for upload in uploads:
         store.abort_upload(upload)
-    return (*swept, *aborted)
+    return tuple(replace(item, is_deleted=True) for item in (*swept, *aborted))
 
 
 def plan_sweep(store: Store, *, also_whole: bool = False) -> tuple[Deletion, ...]:

@@ -16,7 +16,6 @@ from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.object_copy import Job, copy_objects
 from raycheck.bucket.protocol.sharing.holds import Lenders, borrow, confirm, directory_from
 from raycheck.bucket.protocol.sharing.new_run import (
-    NOTHING_BORROWED,
     Origin,
     begin_run,
     first_entry,
@@ -30,6 +29,7 @@ from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.address import bare_uri
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
+from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 
 MAX_FIRST_MANIFEST = 1024 * 1024
 """A larger manifest is not read to find a fork's origin, which is for listings of very many runs."""
@@ -39,10 +39,11 @@ _OWNER = "fork-"  # new_run.py makes it of the verb
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forked:
-    """The result of a fork.
+    """The result of a fork, or its preview.
 
-    key: the new run's checkpoint. is_new: False when the run existed before. source: the checkpoint's name in the other
-    run. copied_bytes, borrowed_bytes: how much was copied, and how much stays where it is.
+    key: the new run's checkpoint; "" in the preview of a new run. is_new: False when the run existed before. source:
+    the checkpoint's key in the other run. copied_bytes, borrowed_bytes: how much is copied, and how much stays where it
+    is.
     """
 
     key: str
@@ -59,14 +60,16 @@ def fork(
     run_id: str,
     key: str | Callable[[Latest], str] | None = None,
     copies: bool = False,
+    is_dry: bool = False,
+    progress: ShowProgress = show_nothing,
 ) -> Forked:
     """Start a new run at `target` from a checkpoint of the run at `source`.
 
     Does nothing if that run already exists, so a script may be submitted twice. The source's `latest` is read once.
     run_id: the new run's. key: the checkpoint, or a function that chooses it from the source's body; None: the head.
-    copies: copy all bytes, even within one bucket. Raises NotFoundError when the source has no such checkpoint,
-    CorruptError when its bytes differ from their checksums, and ConfigError when the new run has started without a
-    checkpoint.
+    copies: copy all bytes, even within one bucket. is_dry: write nothing. progress: called with the bytes that are
+    copied, and all. Raises NotFoundError when the source has no such checkpoint, CorruptError when its bytes differ
+    from their checksums, and ConfigError when the new run has started without a checkpoint.
     """
     register = Register(target)
     existing, save = look_at_place(register)
@@ -78,30 +81,36 @@ def fork(
     lenders = Lenders(target)
     body, way = _body_of(source, lenders, way)
     entry = _wanted(source, body, key(body) if callable(key) else key)
-    checkpoint = Checkpoint(source, entry)
-    old = checkpoint.read_manifest()
-    loans: tuple[Loan, ...] = ()
-    borrowed = NOTHING_BORROWED
-    if way is not None:
-        directories = {component.checkpoint for component in old.components}
-        loans = borrow(target, way, directories, run_id=run_id, lenders=lenders)
-        borrowed = {directory: directory_from(target, way, directory) for directory in directories}
+    old = Checkpoint(source, entry).read_manifest()
+    directories = set() if way is None else {component.checkpoint for component in old.components}
+    borrowed = {directory: directory_from(target, str(way), directory) for directory in directories}
     origin = Origin(run_id=run_id, uri=bare_uri(source.uri), source_run_id=body.run_id, checkpoint=old.key)
-    name = reserve_name(target, origin, step=entry.step, save=save)
+    loans: tuple[Loan, ...] = ()
+    if way is not None and not is_dry:
+        loans = borrow(target, way, directories, run_id=run_id, lenders=lenders)
+    if is_dry:
+        name = CheckpointName(step=entry.step, attempt=0, save=max(1, save))
+    else:
+        name = reserve_name(target, origin, step=entry.step, save=save)
     manifest = first_manifest(old, name, restored_from=f"{origin.uri} {old.key}", borrowed=borrowed)
-    copied_bytes = _copy(checkpoint, old, target, manifest, borrowed)
-    data = write_manifest(target, manifest)
-    made = begin_run(register, first_entry(manifest, data, of=entry), manifest, run_id=run_id, verb="fork", loans=loans)
-    confirm(target, made, lenders)
-    if made.run_id != run_id:
-        return Forked(key=str(made.head), is_new=False)
-    return Forked(
-        key=manifest.key,
+    jobs = _jobs(old, manifest, borrowed)
+    copied_bytes = sum(job.record.size_bytes for job in jobs)
+    done = Forked(
+        key="" if is_dry else manifest.key,
         is_new=True,
         source=entry.key,
         copied_bytes=copied_bytes,
         borrowed_bytes=manifest.size_bytes - copied_bytes,
     )
+    if is_dry:
+        return done
+    copy_objects(source, target, old.key, jobs, progress=ProgressTally(progress, total=copied_bytes).add)
+    data = write_manifest(target, manifest)
+    made = begin_run(register, first_entry(manifest, data, of=entry), manifest, run_id=run_id, verb="fork", loans=loans)
+    confirm(target, made, lenders)
+    if made.run_id != run_id:
+        return Forked(key=str(made.head), is_new=False)
+    return done
 
 
 def _body_of(source: Store, lenders: Lenders, way: str | None) -> tuple[Latest, str | None]:
@@ -125,14 +134,12 @@ def _wanted(source: Store, body: Latest, key: str | None) -> Entry:
     return entry
 
 
-def _copy(checkpoint: Checkpoint, old: Manifest, target: Store, manifest: Manifest, borrowed: Mapping[str, str]) -> int:
-    """Copy what is not borrowed into the new run. Return the number of bytes copied."""
+def _jobs(old: Manifest, manifest: Manifest, borrowed: Mapping[str, str]) -> list[Job]:
+    """Return the copies that bring what is not borrowed into the new run."""
     stays = tuple(object_keys.checkpoint_prefix(directory) for directory in borrowed.values())
     pairs = zip(old.objects(), manifest.objects(), strict=True)
     jobs = [Job(key=key, new_key=new_key, record=record) for (key, record), (new_key, _) in pairs]
-    jobs = [job for job in jobs if not job.new_key.startswith(stays)]
-    copy_objects(checkpoint.store, target, old.key, jobs)
-    return sum(job.record.size_bytes for job in jobs)
+    return [job for job in jobs if not job.new_key.startswith(stays)]
 
 
 def origin_of(store: Store, body: Latest) -> str | None:

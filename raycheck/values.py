@@ -1,0 +1,93 @@
+"""Has the types of the values that public calls take and return, for annotations. Everything loads on first use.
+
+The types that a training script names are in `raycheck`, and the results of `raycheck.catalog` are there.
+"""
+
+from typing import TYPE_CHECKING
+
+from raycheck.public_names import on_first_use
+
+if TYPE_CHECKING:
+    from raycheck.bucket.attempt_records import ResumeRecord
+    from raycheck.bucket.protocol.removal.prune_and_sweep import Deletion
+    from raycheck.bucket.run_status import Status
+    from raycheck.bucket.stored_export import StoredExport
+    from raycheck.bucket.verify import Finding
+    from raycheck.data.batch_loader import BatchLoader
+    from raycheck.data.step_samples import StepSamples
+    from raycheck.group.worker.save_queue import SaveStatus
+    from raycheck.on_ray.actors.actor_checkpointer import ActorSaveHandle
+    from raycheck.settings import HFExport, KeepBest, Retention
+    from raycheck.show_progress import ShowProgress
+    from raycheck.state.preview import Preview
+    from raycheck.state.restore_result import RestoreReport
+    from raycheck.state.restore_selection import Selection
+    from raycheck.views.attempts import AttemptHistory, Commit
+    from raycheck.views.details import CheckpointDetails
+    from raycheck.views.difference import CheckpointDifference, TensorDifference
+    from raycheck.views.history import RunHistory
+    from raycheck.views.kept import KeptCheckpoint, KeptCheckpoints
+    from raycheck.views.notebook import Picture
+    from raycheck.views.tensor_change import TensorChange
+    from raycheck.views.tensor_sample import TensorSample
+    from raycheck.views.tensors import TensorSummary
+
+__all__ = [
+    "ActorSaveHandle",
+    "AttemptHistory",
+    "BatchLoader",
+    "CheckpointDetails",
+    "CheckpointDifference",
+    "Commit",
+    "Deletion",
+    "Finding",
+    "HFExport",
+    "KeepBest",
+    "KeptCheckpoint",
+    "KeptCheckpoints",
+    "Picture",
+    "Preview",
+    "RestoreReport",
+    "ResumeRecord",
+    "Retention",
+    "RunHistory",
+    "SaveStatus",
+    "Selection",
+    "ShowProgress",
+    "Status",
+    "StepSamples",
+    "StoredExport",
+    "TensorChange",
+    "TensorDifference",
+    "TensorSample",
+    "TensorSummary",
+]
+
+__getattr__, __dir__ = on_first_use(
+    __name__,
+    {
+        "raycheck.bucket.attempt_records": ("ResumeRecord",),
+        "raycheck.bucket.protocol.removal.prune_and_sweep": ("Deletion",),
+        "raycheck.bucket.run_status": ("Status",),
+        "raycheck.bucket.stored_export": ("StoredExport",),
+        "raycheck.bucket.verify": ("Finding",),
+        "raycheck.data.batch_loader": ("BatchLoader",),
+        "raycheck.data.step_samples": ("StepSamples",),
+        "raycheck.group.worker.save_queue": ("SaveStatus",),
+        "raycheck.on_ray.actors.actor_checkpointer": ("ActorSaveHandle",),
+        "raycheck.settings": ("HFExport", "KeepBest", "Retention"),
+        "raycheck.show_progress": ("ShowProgress",),
+        "raycheck.state.preview": ("Preview",),
+        "raycheck.state.restore_result": ("RestoreReport",),
+        "raycheck.state.restore_selection": ("Selection",),
+        "raycheck.views.attempts": ("AttemptHistory", "Commit"),
+        "raycheck.views.details": ("CheckpointDetails",),
+        "raycheck.views.difference": ("CheckpointDifference", "TensorDifference"),
+        "raycheck.views.history": ("RunHistory",),
+        "raycheck.views.kept": ("KeptCheckpoint", "KeptCheckpoints"),
+        "raycheck.views.notebook": ("Picture",),
+        "raycheck.views.tensor_change": ("TensorChange",),
+        "raycheck.views.tensor_sample": ("TensorSample",),
+        "raycheck.views.tensors": ("TensorSummary",),
+    },
+)

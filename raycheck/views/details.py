@@ -1,0 +1,81 @@
+"""Describes how a checkpoint was saved and what is in it, from its manifest and its index."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raycheck.bucket.format.index import Index
+from raycheck.bucket.format.label import NoteValue
+from raycheck.bucket.format.manifest import Manifest, RankRecord
+
+_PER_RANK = re.compile(r"\.rank\d+\..*")  # FORMAT.md: <entry>.rank<r>.<path>
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointDetails:
+    """What the documents of a checkpoint say of it.
+
+    note: the user's, of its save. drifted: what differed between replicas. restored_from: the checkpoint from which its
+    attempt began, None for a fresh start. trained_s: seconds of training in its state. settings: those of the training
+    that differ from the defaults, as text. blocked_s: how long its save kept training waiting. upload_s, upload_bytes:
+    of the rank whose upload took longest. own_bytes: the size of the tensors that it shares with no other checkpoint.
+    entries: the names in the state. components: the checkpoint whose directory has each of them. objects: the size in
+    bytes of each of its objects but the manifest, by key. values, rank_values: what is not a tensor, by entry, of all
+    ranks and of each rank; empty unless asked for.
+    """
+
+    note: Mapping[str, NoteValue]
+    epoch: int
+    samples: int
+    metrics: Mapping[str, float]
+    drifted: tuple[str, ...]
+    attempt: int
+    world_size: int
+    restored_from: str | None
+    trained_s: float
+    settings: tuple[str, ...]
+    blocked_s: float
+    upload_s: float
+    upload_bytes: int
+    own_bytes: int
+    num_tensors: int
+    entries: tuple[str, ...]
+    components: Mapping[str, str]
+    objects: Mapping[str, int]
+    values: Mapping[str, Any]
+    rank_values: Sequence[Mapping[str, Any]]
+
+
+def details_of(manifest: Manifest, index: Index) -> CheckpointDetails:
+    """Return what a checkpoint's documents say of it."""
+    slowest: RankRecord | None = max(manifest.ranks, key=lambda rank: rank.upload_s, default=None)
+    own = [part for part in manifest.components if part.checkpoint == manifest.key]
+    return CheckpointDetails(
+        note=manifest.note,
+        epoch=manifest.epoch,
+        samples=manifest.samples,
+        metrics=manifest.metrics,
+        drifted=manifest.drifted,
+        attempt=manifest.attempt,
+        world_size=manifest.world_size,
+        restored_from=manifest.restored_from,
+        trained_s=manifest.trained_s,
+        settings=manifest.settings,
+        blocked_s=max((rank.blocked_s for rank in manifest.ranks), default=0.0),
+        upload_s=slowest.upload_s if slowest else 0.0,
+        upload_bytes=slowest.size_bytes if slowest else 0,
+        own_bytes=sum(shard.size_bytes for part in own for shard in part.shards),
+        num_tensors=len(index.tensors),
+        entries=tuple(sorted(_entries(index))),
+        components={part.name: part.checkpoint for part in manifest.components},
+        objects={key: record.size_bytes for key, record in manifest.objects()},
+        values=index.values,
+        rank_values=index.rank_values,
+    )
+
+
+def _entries(index: Index) -> set[str]:
+    """Return the names of the state's entries from the paths of its tensors and other leaves. No value is read."""
+    paths = [*(tensor.path for tensor in index.tensors), *(leaf.path for leaf in index.leaves)]
+    return {_PER_RANK.sub("", str(path[0])) for path in paths if path} - {"progress"}
