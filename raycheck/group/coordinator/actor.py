@@ -97,7 +97,7 @@ class Coordinator:
         )
         self._base = BaseCalls(register, self._protocol.me, self._table)
         self._node_agents = NodeAgents(cluster)
-        self._memory = MemoryCheckpoints(self._store, self._node_agents, self._run_log)
+        self._memory = MemoryCheckpoints(self._store, self._node_agents, self._run_log, self._plans)
         self._last_uploads: dict[str, asyncio.Task[None]] = {}  # the wait for them, by the group that claims
 
     # --- calls of a worker group's ranks ---
@@ -143,6 +143,7 @@ class Coordinator:
                     )
                 self._claims = {group: claim}
                 self._table.claimed(group)
+                self._plans.forget_senders()
                 self._deletes.claimed()
             return self._claims[group]
 
@@ -216,16 +217,17 @@ class Coordinator:
     async def report(self, report: Report, patience_s: float = WAIT_S) -> Outcome | PlanWanted | Pending:
         """Record a rank's report of its upload, and wait a while for the outcome of the save."""
         await self._adopt(report.group)
+        if not report.is_in_memory and report.save <= self._adopted.get(report.group, 0):
+            return await asyncio.to_thread(self._protocol.past_outcome, report)
+        if report.section is not None:
+            section = self._plans.complete(report.section, (report.rank, report.is_in_memory))
+            if section is None:
+                return PlanWanted()
+            report = replace(report, section=section)
         if report.is_in_memory:
             if report.failure:
                 self._agreement_of(report).fail(_save_failed(report, report.failure))
-            if report.section is not None and not self._memory.plans.remember(report.section):
-                return PlanWanted()
             return await self._memory.report(report, min(WAIT_S, patience_s))
-        if report.save <= self._adopted.get(report.group, 0):
-            return await asyncio.to_thread(self._protocol.past_outcome, report)
-        if report.section is not None and not self._plans.remember(report.section):
-            return PlanWanted()
         if (claim := self._claims.get(report.group)) and claim.documents:
             # The restore is long over: a rank that still asks reads the documents itself.
             self._claims[report.group] = replace(claim, documents=[])
@@ -421,7 +423,6 @@ class Coordinator:
             self._next_save = asyncio.create_task(self._requested.wait())
         if outcome.kind == "committed":
             self._memory.committed(outcome.key, next(iter(reports.values())).progress.step)
-            self._memory.plans.components = self._plans.components
         return outcome
 
     async def _adopt(self, group: str) -> None:

@@ -50,8 +50,8 @@ class MemoryCheckpoints:
     problem: why there is none of the newest step at which one was wanted; "" when there is.
     """
 
-    def __init__(self, store: Store, agents: NodeAgents, run_log: RunLog) -> None:
-        self.plans = PlanCache()
+    def __init__(self, store: Store, agents: NodeAgents, run_log: RunLog, plans: PlanCache) -> None:
+        self._plans = plans
         self._store = store
         self._cluster = agents.cluster
         self._agents = agents
@@ -176,7 +176,7 @@ class MemoryCheckpoints:
             return Outcome(kind="failed", key=name, message="; ".join(failures))
         in_order = [reports[rank] for rank in sorted(reports)]
         try:
-            made = await asyncio.to_thread(assemble, self._store, in_order, self.plans)
+            made = await asyncio.to_thread(assemble, self._store, in_order, self._plans)
         except RaycheckError as error:
             return Outcome(kind="failed", key=name, message=str(error))
         lost = await self._copy(name, in_order)

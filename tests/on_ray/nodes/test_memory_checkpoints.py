@@ -17,6 +17,7 @@ import ray
 import torch
 
 import raycheck
+from raycheck.bucket.assembly.plan_cache import PlanCache
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.attempt_records import read_resumes
 from raycheck.bucket.format.checksum import crc32
@@ -210,11 +211,7 @@ def memory(cluster: None, tmp_path: Path) -> Iterator[tuple[MemoryCheckpoints, A
     """Yields the list of memory checkpoints of two ranks on this node, and the node's actor."""
     store, agents = open_store(f"file://{tmp_path}"), NodeAgents(RayCluster())
     actor = agents.of(ray.get_runtime_context().get_node_id(), HoldingAgent)
-    found = MemoryCheckpoints(store, agents, RunLog(store))
-    for report in reports_of(0):
-        assert report.section is not None
-        found.plans.remember(report.section)
-    yield found, actor
+    yield MemoryCheckpoints(store, agents, RunLog(store), PlanCache()), actor
     ray.kill(actor)
 
 

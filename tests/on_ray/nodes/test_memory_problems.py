@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import raycheck
+from raycheck.bucket.assembly.plan_cache import PlanCache
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.attempt_records import ResumeRecord, read_resumes
 from raycheck.bucket.format.document import dump
@@ -28,7 +29,7 @@ WHY = "rank 1: model.frozen, which gets no gradient, is not in the bucket as it 
 
 def test_the_reason_of_the_newest_failure_is_kept_for_the_next_start(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     store = open_store(f"file://{tmp_path}/run")
-    memory = MemoryCheckpoints(store, NodeAgents(Cluster()), RunLog(store))
+    memory = MemoryCheckpoints(store, NodeAgents(Cluster()), RunLog(store), PlanCache())
     report = Report(
         group="g", rank=1, world_size=2, attempt=1, save=0, progress=Progress(step=4), failure=WHY, is_in_memory=True
     )
@@ -48,7 +49,7 @@ def test_the_reason_of_the_newest_failure_is_kept_for_the_next_start(tmp_path: P
 @pytest.mark.parametrize(("step", "problem"), [(3, f"rank 1: {WHY}"), (4, ""), (5, "")])
 def test_a_reason_is_over_once_the_bucket_has_the_step(tmp_path: Path, step: int, problem: str) -> None:
     store = open_store(f"file://{tmp_path}/run")
-    memory = MemoryCheckpoints(store, NodeAgents(Cluster()), RunLog(store))
+    memory = MemoryCheckpoints(store, NodeAgents(Cluster()), RunLog(store), PlanCache())
     report = Report(
         group="g", rank=1, world_size=2, attempt=1, save=0, progress=Progress(step=4), failure=WHY, is_in_memory=True
     )
