@@ -50,9 +50,10 @@ class Assembled:
 def assemble(store: Store, reports: Sequence[Report], plans: PlanCache | None = None) -> Assembled:
     """Make index, `.metadata` and manifest of the reports, and copy what they refer to and has to lie here. Step 16.
 
-    reports: those of all ranks, in order of rank. plans: the plans of earlier saves. Raises SaveFailedError when
-    replicas differ, when the shards leave a hole or overlap, when the reports are of different saves, or when a shard
-    that was not uploaded again differs from its record; ConfigError when ranks disagree on a tensor.
+    reports: those of all ranks, in order of rank, with complete sections. plans: the plans of earlier saves. Raises
+    SaveFailedError when replicas differ, when the shards leave a hole or overlap, when the reports are of different
+    saves, or when a shard that was not uploaded again differs from its record; ConfigError when ranks disagree on a
+    tensor.
     """
     try:
         return _assemble(store, reports, plans or PlanCache())
@@ -65,10 +66,10 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> Asse
     _refuse_other_saves(reports)
     sections = [report.section for report in reports if report.section is not None]
     assert len(sections) == len(reports), "a report without a failure has a section"
-    replicas = plans.replicas(sections)
+    replicas = [section.replicas for section in sections]
     whole = _whole_components(reports)
     in_shards = {shard.component for report in reports for shard in report.shards}
-    merged = plans.merge(sections, sorted(in_shards | whole.keys()))
+    merged = plans.merge(sections, sorted(in_shards | whole.keys()), is_in_memory=first.is_in_memory)
     names = plans.replica_names
     found = with_copies(differences(replicas, names), merged.differing_copies(sections), replicas, names)
     _refuse_drift(reports, found)

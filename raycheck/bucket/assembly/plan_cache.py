@@ -9,7 +9,7 @@ import hashlib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from threading import Lock
+from itertools import chain
 
 from raycheck.bucket.assembly.dcp_metadata import dcp_metadata
 from raycheck.bucket.assembly.plan_merge import MergedPlan, merge_plans, uncovered
@@ -117,53 +117,51 @@ class CachedPlan:
 class PlanCache:
     """Remembers the plans of the ranks' last saves, by hash, and what was made of them.
 
-    A plan that no report has named since the save before the last is forgotten. components: those of the newest commit,
-    as far as they are known. replica_names: those of the ranks' replicas at the last save.
+    Saves to the bucket and memory checkpoints share it: their plans are mostly equal. Each may be assembled in its own
+    thread. components: those of the newest commit, as far as they are known. replica_names: those of the ranks'
+    replicas at the last save.
     """
 
     def __init__(self) -> None:
         self.components: tuple[Component, ...] = ()
         self.replica_names = DecodedNames()
-        self._lock = Lock()  # reports come in while a save is concluded in a thread
-        self._named: dict[bytes, bytes] = {}  # since the last save was concluded
-        self._known: dict[bytes, bytes] = {}
-        self._merged: tuple[object, CachedPlan] | None = None
+        self._sent: dict[bytes, bytes] = {}  # plans and names, by hash
+        self._named: dict[object, tuple[bytes, bytes]] = {}  # the hashes in the last section of each sender
+        self._merged: dict[bool, tuple[object, CachedPlan]] = {}  # the last one to the bucket, and in memory
 
-    def remember(self, section: Section) -> bool:
-        """Keep the plan, and the names, of a rank's section for this save. Returns False when one of them is unknown
-        and was not sent."""
-        sent = {section.plan_hash: section.plan}
-        if section.names_hash:
-            sent[section.names_hash] = section.replicas.names
-        with self._lock:
-            found = {digest: data or self._plan(digest) for digest, data in sent.items()}
-            self._named |= {digest: data for digest, data in found.items() if data}
-            return all(found.values())
+    def complete(self, section: Section, sender: object) -> Section | None:
+        """Return a section with the plan and the names that were sent before. None when one of them is unknown.
 
-    def replicas(self, sections: Sequence[Section]) -> list[RankDigests]:
-        """Return what the ranks report of their replicas, with names. sections: each of them remembered."""
-        with self._lock:
-            return [replace(own.replicas, names=own.replicas.names or self._plan(own.names_hash)) for own in sections]
+        sender: who sends one section after the other. What no sender's last section has is forgotten some time later.
+        """
+        plan = section.plan or self._sent.get(section.plan_hash, b"")
+        names = section.replicas.names or self._sent.get(section.names_hash, b"")
+        if not plan or (section.names_hash and not names):
+            return None
+        self._named[sender] = section.hashes
+        self._sent |= {section.plan_hash: plan, section.names_hash: names}
+        if len(self._sent) > 4 * len(self._named):  # each names two at most
+            in_use = set(chain.from_iterable(self._named.values()))
+            self._sent = {digest: data for digest, data in self._sent.items() if digest in in_use}
+        return replace(section, plan=plan, replicas=replace(section.replicas, names=names))
 
-    def _plan(self, digest: bytes) -> bytes:
-        return self._named.get(digest) or self._known.get(digest, b"")
+    def forget_senders(self) -> None:
+        """Forget who has sent what, since other ranks send from now on."""
+        self._named = {}
 
-    def merge(self, sections: Sequence[Section], components: Sequence[str]) -> CachedPlan:
-        """Merge the ranks' plans, or return what the last save made of equal ones. Forgets plans that are out of use.
+    def merge(
+        self, sections: Sequence[Section], components: Sequence[str], *, is_in_memory: bool = False
+    ) -> CachedPlan:
+        """Merge the ranks' plans, or return what the last save made of equal ones.
 
-        sections: those of all ranks, in order, each of them remembered. components: the names of all components. Raises
-        ConfigError when ranks disagree on a tensor.
+        sections: those of all ranks, in order, each of them complete. components: the names of all components.
+        is_in_memory: for a memory checkpoint. Raises ConfigError when ranks disagree on a tensor.
         """
         form = (tuple(section.plan_hash for section in sections), tuple(components))
-        before = self._merged
-        if before is None or before[0] != form:
-            with self._lock:
-                plans = [section.plan or self._plan(section.plan_hash) for section in sections]
-            before = (form, _merge(plans, components))
-            self._merged = before
-        with self._lock:
-            self._known, self._named = self._named, {}
-        return before[1]
+        merged = next((merged for known, merged in self._merged.values() if known == form), None)
+        merged = merged or _merge([section.plan for section in sections], components)
+        self._merged = self._merged | {is_in_memory: (form, merged)}
+        return merged
 
 
 def _merge(encoded: Sequence[bytes], components: Sequence[str]) -> CachedPlan:

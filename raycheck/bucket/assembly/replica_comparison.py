@@ -95,7 +95,7 @@ def load_names(data: bytes) -> list[Replica]:
 
 class DecodedNames:
     """Remembers the decoded names of the last comparison, which hardly ever change: where ranks hold different shards,
-    to decode them takes longer than to compare."""
+    to decode them takes longer than to compare. Several threads may call it."""
 
     def __init__(self) -> None:
         self._last: dict[bytes, list[Replica]] = {}
@@ -104,21 +104,21 @@ class DecodedNames:
     def are_of_two_kinds(self, ranks: Sequence[RankDigests]) -> bool:
         """Return whether ranks report the same box by numbers of two kinds, which cannot be compared: one of them has
         moved it to the host since the ranks agreed."""
-        encoded = frozenset(own.names for own in ranks)
-        if encoded != self._are_mixed[0]:
+        encoded, last = frozenset(own.names for own in ranks), self._are_mixed
+        if encoded != last[0]:
             kinds: dict[str, set[str]] = {}
             for replica in chain.from_iterable(self.of(ranks).values()):
                 kind, _, box = replica.key.partition(" ")
                 if kind in BOX_KINDS:
                     kinds.setdefault(box, set()).add(kind)
-            self._are_mixed = encoded, any(len(own) > 1 for own in kinds.values())
-        return self._are_mixed[1]
+            last = self._are_mixed = encoded, any(len(own) > 1 for own in kinds.values())
+        return last[1]
 
     def of(self, ranks: Sequence[RankDigests]) -> Mapping[bytes, list[Replica]]:
         """Return the names that these ranks report, decoded, by their encoded form."""
         last, encoded = self._last, {own.names for own in ranks}
-        self._last = {names: last[names] if names in last else load_names(names) for names in encoded}
-        return self._last
+        found = self._last = {names: last[names] if names in last else load_names(names) for names in encoded}
+        return found
 
 
 def differences(ranks: Sequence[RankDigests], known: DecodedNames | None = None) -> list[Difference]:

@@ -4,7 +4,8 @@ What happens, and which module does it:
 
     a save        actor.report gathers the ranks' reports (rendezvous.py); protocol_calls.conclude assembles and commits
                   them; run_log.py logs the commit; background_deletes.py prunes; commit_tasks.py runs
-                  the tasks that follow it (export_task.py), in Ray tasks if there is Ray.
+                  the tasks that follow it (export_task.py), in Ray tasks if there is Ray. The reports of a memory
+                  checkpoint take the same way, and memory_checkpoints.conclude lists it.
                   Before the first save, and after a failed one, actor.agree has the ranks compare their replicas.
     a restore     actor.claim makes the group the live attempt (protocol_calls.claim), which names one checkpoint.
                   actor.restored waits until all ranks have restored it, or goes back when it is damaged. base_calls.py
@@ -17,6 +18,6 @@ What happens, and which module does it:
                   of the driver: the coordinator dies too; the next driver's claim fences it (bucket/protocol).
     the end       actor.finish waits for all ranks, and writes into `latest` that the run has finished.
 
-messages.py defines what is sent; cluster.py is what there may be of Ray; memory_checkpoints.py lists those. Nothing
-here is the source of truth: only `latest` is.
+messages.py defines what is sent; cluster.py is what there may be of Ray. Nothing here is the source of truth: only
+`latest` is.
 """

@@ -95,7 +95,7 @@ class Coordinator:
         )
         self._base = BaseCalls(register, self._protocol.me, self._table)
         self._node_agents = NodeAgents(cluster)
-        self._memory = MemoryCheckpoints(self._store, self._node_agents, self._run_log)
+        self._memory = MemoryCheckpoints(self._store, self._node_agents, self._run_log, self._plans, self._table)
         self._last_uploads: dict[str, asyncio.Task[None]] = {}  # the wait for them, by the group that claims
 
     # --- calls of a worker group's ranks ---
@@ -141,6 +141,7 @@ class Coordinator:
                     )
                 self._claims = {group: claim}
                 self._table.claimed(group)
+                self._plans.forget_senders()
                 self._deletes.claimed()
             return self._claims[group]
 
@@ -204,7 +205,7 @@ class Coordinator:
         await self._adopt(report.group)
         rendezvous = self._agreement_of(report)
         # If there is a report, its rank got its agreement from an earlier start of this actor.
-        if self._table.find(report.group, "save", report.save):
+        if self._table.find(report.group, *_which(report)):
             rendezvous.fail(_save_failed(report, NOT_COMPARED))
         if rendezvous.is_open:
             self._compare(report, holdings, rendezvous)
@@ -213,33 +214,34 @@ class Coordinator:
     async def report(self, report: Report, patience_s: float = WAIT_S) -> Outcome | PlanWanted | Pending:
         """Record a rank's report of its upload, and wait a while for the outcome of the save."""
         await self._adopt(report.group)
-        if report.is_in_memory:
-            if report.failure:
-                self._agreement_of(report).fail(_save_failed(report, report.failure))
-            if report.section is not None and not self._memory.plans.remember(report.section):
-                return PlanWanted()
-            return await self._memory.report(report, patience_s)
-        if report.save <= self._adopted.get(report.group, 0):
+        if not report.is_in_memory and report.save <= self._adopted.get(report.group, 0):
             return await asyncio.to_thread(self._protocol.past_outcome, report)
-        if report.section is not None and not self._plans.remember(report.section):
-            return PlanWanted()
+        if report.section is not None:
+            section = self._plans.complete(report.section, (report.rank, report.is_in_memory))
+            if section is None:
+                return PlanWanted()
+            report = replace(report, section=section)
+        if report.is_in_memory and (ended := self._memory.overtaken(report)):
+            return ended
         if (claim := self._claims.get(report.group)) and claim.documents:
             # The restore is long over: a rank that still asks reads the documents itself.
             self._claims[report.group] = replace(claim, documents=[])
         if report.failure:
             self._agreement_of(report).fail(_save_failed(report, report.failure))
-        elif agreement := self._table.find(report.group, "agreement", report.save):
+        elif agreement := self._table.find(report.group, "agreement", _which(report)):
             agreement.fail(_save_failed(report, NOT_COMPARED))
         rendezvous: Rendezvous[Report, Outcome]
         size = report.world_size
-        rendezvous = self._table.meet(report.group, "save", report.save, world_size=size, awaited="reported")
+        rendezvous = self._table.meet(report.group, *_which(report), world_size=size, awaited="reported")
         rendezvous.arrive(report.rank, report)
         if rendezvous.is_open and (report.failure or rendezvous.is_complete):
             rendezvous.decide_later(self._conclude(dict(rendezvous.arrivals)))
         outcome = await rendezvous.answer(patience_s)
+        if report.is_in_memory:
+            return outcome
         if rendezvous.is_decided:
             self._node_agents.ended((report.group, report.save))
-            self._table.forget_saves_before(report.group, report.save - 2)
+            self._table.end_before(report.group, "save", report.save - 2)
         if isinstance(outcome, Outcome) and outcome.kind == "committed":
             # Not the sum: an upload in slices is part of the time for which training is blocked.
             self._requested.committed(report.progress.step, save_s=max(report.blocked_s, report.upload_s))
@@ -392,7 +394,7 @@ class Coordinator:
         return self._table.meet(
             report.group,
             "agreement",
-            -report.progress.step if report.is_in_memory else report.save,
+            _which(report),
             world_size=report.world_size,
             awaited="brought their replicas' checksums",
         )
@@ -411,13 +413,23 @@ class Coordinator:
             rendezvous.decide(lambda arrivals: agree([held for _, held in arrivals]))
 
     async def _conclude(self, reports: dict[int, Report]) -> Outcome:
-        outcome = await asyncio.to_thread(self._protocol.conclude, reports)
+        """Make a checkpoint of the ranks' reports, in the bucket or in memory, unless a rank has failed."""
+        first = next(iter(reports.values()))
+        if failures := [f"rank {rank}: {report.failure}" for rank, report in sorted(reports.items()) if report.failure]:
+            outcome = Outcome(kind="failed", key=first.checkpoint, message="; ".join(failures))
+        elif first.is_in_memory:
+            outcome = await self._memory.conclude([reports[rank] for rank in sorted(reports)])
+        else:
+            outcome = await asyncio.to_thread(self._protocol.conclude, reports)
+        if first.is_in_memory:
+            if outcome.kind == "failed":
+                self._memory.note_problem(outcome.message, step=first.progress.step)
+            return outcome
         self._deletes.start()
         if outcome.is_cured_by_next:
             self._next_save = asyncio.create_task(self._requested.wait())
         if outcome.kind == "committed":
-            self._memory.committed(outcome.key, next(iter(reports.values())).progress.step)
-            self._memory.plans.components = self._plans.components
+            self._memory.committed(outcome.key, first.progress.step)
         return outcome
 
     async def _adopt(self, group: str) -> None:
@@ -467,6 +479,11 @@ class Coordinator:
         """Step 7: before a new claim, wait a while until the saves that all ranks have reported are committed."""
         running = [save.answer(LAST_COMMITS_S) for save in self._table.of_kind("save") if save.is_deciding]
         await asyncio.gather(*running, return_exceptions=True)
+
+
+def _which(report: Report) -> tuple[Kind, int]:
+    """Return the kind of a save, and what tells it from others of that kind: memory checkpoints have no numbers."""
+    return ("memory", report.progress.step) if report.is_in_memory else ("save", report.save)
 
 
 def _save_failed(report: Report, why: str) -> SaveFailedError:

@@ -20,10 +20,10 @@ from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import index_key, shard_key
 from raycheck.bucket.reading import Documents
 from raycheck.bucket.store import Store
-from raycheck.errors import NotFoundError, RaycheckError, SaveFailedError, StoreError
-from raycheck.group.coordinator.messages import HeldShard, Holder, MemoryOffer, Outcome, Pending
+from raycheck.errors import NotFoundError, RaycheckError, StoreError
+from raycheck.group.coordinator.messages import HeldShard, Holder, MemoryOffer, Outcome
 from raycheck.group.coordinator.node_agents import NodeAgents
-from raycheck.group.coordinator.rendezvous import Rendezvous
+from raycheck.group.coordinator.rendezvous import RendezvousTable
 from raycheck.group.coordinator.run_log import RunLog
 from raycheck.log import event, logger
 
@@ -50,36 +50,36 @@ class MemoryCheckpoints:
     problem: why there is none of the newest step at which one was wanted; "" when there is.
     """
 
-    def __init__(self, store: Store, agents: NodeAgents, run_log: RunLog) -> None:
-        self.plans = PlanCache()
+    def __init__(
+        self, store: Store, agents: NodeAgents, run_log: RunLog, plans: PlanCache, table: RendezvousTable
+    ) -> None:
+        self._plans = plans
+        self._table = table
         self._store = store
         self._cluster = agents.cluster
         self._agents = agents
         self._run_log = run_log
         self._newest: _Listed | None = None
         self._head: tuple[str, int] | None = None  # key and step of the bucket's newest checkpoint, as known here
-        self._saves: dict[tuple[str, int], Rendezvous[Report, Outcome]] = {}  # by group and step
         self._attempt = self._last_step = 0
         self._is_used = self._is_warned = False
         self.problem = ""
         self._problem_step: int | None = None  # None: it holds for all steps to come
 
-    async def report(self, report: Report, up_to_s: float) -> Outcome | Pending:
-        """Record that a rank's shard is sealed in its node's memory, or why not, and wait a while for the outcome."""
-        at = (report.group, report.progress.step)
+    def overtaken(self, report: Report) -> Outcome | None:
+        """Return what became of the memory checkpoint of a rank's report if a later one was begun since.
+
+        Else this one is the newest: no missing rank will report an earlier one any more.
+        """
+        step = report.progress.step
         self._is_used = True
-        if at not in self._saves:
-            if at[1] < self._last_step:
-                if report.checkpoint == self._newest_key:  # this rank must not stage the next one over it
-                    return Outcome(kind="committed", key=report.checkpoint)
-                return Outcome(kind="failed", key=report.checkpoint, message="a later memory checkpoint was begun")
-            self._end_those_before(at)
-        self._last_step = at[1]
-        rendezvous = self._saves.setdefault(at, Rendezvous(report.world_size, awaited="sealed their shards"))
-        rendezvous.arrive(report.rank, report)
-        if rendezvous.is_open and (report.failure or rendezvous.is_complete):
-            rendezvous.decide_later(self._conclude(dict(rendezvous.arrivals)))
-        return await rendezvous.answer(up_to_s)
+        if step < self._last_step and not self._table.find(report.group, "memory", step):
+            if report.checkpoint == self._newest_key:  # this rank must not stage the next one over it
+                return Outcome(kind="committed", key=report.checkpoint)
+            return Outcome(kind="failed", key=report.checkpoint, message="a later memory checkpoint was begun")
+        self._last_step = max(step, self._last_step)
+        self._table.end_before(report.group, "memory", self._last_step)
+        return None
 
     def committed(self, key: str, step: int) -> None:
         """Record that the bucket has a new checkpoint: shards of earlier steps are freed."""
@@ -119,13 +119,13 @@ class MemoryCheckpoints:
         self._agents.keep(None, (self._attempt, -1))
 
     async def claimed(self, attempt: int, head: Entry | None) -> MemoryOffer | None:
-        """Ends what earlier groups had begun. Returns what the new group can restore from memory; None for nothing.
+        """Return what the new group can restore from memory; None for nothing. What earlier groups had begun is over.
 
         attempt: the new group's. head: the checkpoint of the bucket that the claim names.
         """
-        deciding = [save.answer(LAST_COPIES_S) for save in self._saves.values() if save.is_deciding]
+        deciding = [save.answer(LAST_COPIES_S) for save in self._table.of_kind("memory") if save.is_deciding]
         await asyncio.gather(*deciding, return_exceptions=True)
-        self._saves, self._attempt, self._last_step = {}, attempt, 0
+        self._attempt, self._last_step = attempt, 0
         known, self._head = self._head, (head.key, head.step) if head is not None else None
         newest = self._newest
         if not self._is_used:
@@ -153,34 +153,18 @@ class MemoryCheckpoints:
         logger.info(event(f"restoring {newest.entry.key} from the memory of the nodes instead", run=self._store.uri))
         return MemoryOffer(entry=newest.entry, documents=documents, holders=holders)
 
-    def _end_those_before(self, at: tuple[str, int]) -> None:
-        """Fails the saves of earlier steps of a group, which no missing rank will report any more."""
-        for earlier in [key for key in self._saves if key[0] == at[0] and key[1] < at[1]]:
-            if self._saves[earlier].is_open:
-                self._saves[earlier].fail(SaveFailedError("a later memory checkpoint was begun"))
-            if self._saves[earlier].is_decided:
-                del self._saves[earlier]
+    async def conclude(self, reports: Sequence[Report]) -> Outcome:
+        """List a save of which all ranks have sealed their shards, once other nodes have copies of them.
 
-    async def _conclude(self, reports: dict[int, Report]) -> Outcome:
-        """Lists a save, or notes why not."""
-        outcome = await self._outcome_of(reports)
-        if outcome.kind == "failed":
-            self.note_problem(outcome.message, step=next(iter(reports.values())).progress.step)
-        return outcome
-
-    async def _outcome_of(self, reports: dict[int, Report]) -> Outcome:
-        """Lists a save of which all ranks have sealed their shards, once other nodes have copies of them."""
-        name = next(iter(reports.values())).checkpoint
-        failures = [f"rank {rank}: {report.failure}" for rank, report in sorted(reports.items()) if report.failure]
-        if failures:
-            return Outcome(kind="failed", key=name, message="; ".join(failures))
-        in_order = [reports[rank] for rank in sorted(reports)]
+        reports: those of all ranks, in order of rank.
+        """
+        name = reports[0].checkpoint
         try:
-            made = await asyncio.to_thread(assemble, self._store, in_order, self.plans)
+            made = await asyncio.to_thread(assemble, self._store, reports, self._plans)
         except RaycheckError as error:
             return Outcome(kind="failed", key=name, message=str(error))
-        lost = await self._copy(name, in_order)
-        if (in_order[0].group, in_order[0].progress.step) not in self._saves:  # another group has claimed the run
+        lost = await self._copy(name, reports)
+        if reports[0].attempt < self._attempt:  # another group has claimed the run
             return Outcome(kind="superseded", key=name)
         if lost:  # the one before has copies, if this node is the first to go
             text = f"node {lost[0]} lost its shards before another one had a copy"

@@ -1,22 +1,24 @@
 """A rendezvous collects a value from each rank, makes one decision, and tells it to all ranks.
 
 There is one for the first claim, the comparison of the ranks' data, each peek or restore (how far each rank came), what
-a base offers and what matches it, each agreement before a save (their replica checksums), each save (the ranks'
-reports), and the end of training. Each lives in the coordinator's event loop. A rank gets the decision or `Pending`,
-never just a confirmation that its call arrived; on `Pending` it asks again (`group.ask_until_decided`).
+a base offers and what matches it, each agreement before a save (their replica checksums), each save and each memory
+checkpoint (the ranks' reports), and the end of training. Each lives in the coordinator's event loop. A rank gets the
+decision or `Pending`, never just a confirmation that its call arrived; on `Pending` it asks again
+(`group.ask_until_decided`).
 """
 
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Literal, TypeVar
 
+from raycheck.errors import SaveFailedError
 from raycheck.group.coordinator.messages import Pending, RankFailure
 
 Arrived = TypeVar("Arrived")
 Decision = TypeVar("Decision")
 WAIT_S = 10.0
 """How long a rank's call waits for the decision before it is answered with `Pending` and repeated."""
-Kind = Literal["claim", "data", "peek", "restore", "base offer", "base match", "agreement", "save", "end"]
+Kind = Literal["claim", "data", "peek", "restore", "base offer", "base match", "agreement", "save", "memory", "end"]
 
 
 class Rendezvous(Generic[Arrived, Decision]):
@@ -109,9 +111,7 @@ class Rendezvous(Generic[Arrived, Decision]):
 
 
 class RendezvousTable:
-    """All rendezvous of one coordinator for which training waits, in one place so that none is left out when a rank
-    fails. Those of memory checkpoints are in memory_checkpoints.py: a thread waits for them, for a limited time.
-    """
+    """All rendezvous of one coordinator, in one place so that none is left out when a rank fails."""
 
     def __init__(self) -> None:
         self._all: dict[tuple[str, Kind, Any], Rendezvous[Any, Any]] = {}
@@ -120,7 +120,8 @@ class RendezvousTable:
     def meet(self, group: str, kind: Kind, key: Any = None, *, world_size: int, awaited: str) -> Rendezvous[Any, Any]:
         """Return the rendezvous, a new one at the first call. It has failed if a rank that failed will not come.
 
-        key: distinguishes those of one kind; for a save, its number in the group. awaited: see Rendezvous.
+        key: distinguishes those of one kind; for a save, its number in the group, and for a memory
+            checkpoint, its step. awaited: see Rendezvous.
         """
         at = group, kind, key
         if at not in self._all:
@@ -147,9 +148,13 @@ class RendezvousTable:
         for at in self._all:
             self._fail_if_lost(at)
 
-    def forget_saves_before(self, group: str, save: int) -> None:
-        for at in [at for at in self._all if at[:2] == (group, "save") and at[2] < save]:
-            del self._all[at]
+    def end_before(self, group: str, kind: Kind, key: int) -> None:
+        """Fail the saves of a kind before this one that are open, and forget them. Those that are decided are too."""
+        for at in [at for at in self._all if at[:2] == (group, kind) and at[2] < key]:
+            if self._all[at].is_open:
+                self._all[at].fail(SaveFailedError("a later one was begun before all ranks had reported this one"))
+            if self._all[at].is_decided:
+                del self._all[at]
 
     def claimed(self, group: str) -> None:
         """Forget those of the groups before this one, and those of this group from before its claim."""
@@ -159,6 +164,8 @@ class RendezvousTable:
     def _fail_if_lost(self, at: tuple[str, Kind, Any]) -> None:
         group, kind, key = at
         failure, found = self._failures.get(group), self._all[at]
-        # A save that the rank had begun before it failed may still end well.
-        if failure is not None and found.is_open and (kind != "save" or key > failure.saves):
+        if failure is None or not found.is_open:
+            return
+        # What the rank had begun before it failed may still end well.
+        if kind != "memory" and (kind != "save" or key > failure.saves):
             found.fail(failure.told)

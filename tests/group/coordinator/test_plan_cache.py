@@ -6,7 +6,7 @@ import sys
 from typing import Any
 from uuid import uuid4
 
-from raycheck.bucket.assembly.plan_cache import Section
+from raycheck.bucket.assembly.plan_cache import PlanCache, Section
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.manifest import ShardRecord
@@ -123,3 +123,18 @@ def test_a_save_is_concluded_without_torch() -> None:
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
 
     assert found.stdout.strip() == "False"
+
+
+def test_what_one_kind_of_save_has_sent_is_known_to_the_other_and_stays_while_either_names_it() -> None:
+    plans, (section, _) = PlanCache(), simulated(2, tensors=5)
+    others = [simulated(2, tensors=number)[1] for number in range(6, 40)]
+
+    assert plans.complete(section.without_plan(), "bucket") is None
+    assert plans.complete(section, "memory") == section
+    assert plans.complete(section.without_plan(), "bucket") == section
+    for other in others:
+        assert plans.complete(other, "memory") == other
+
+    assert plans.complete(section.without_plan(), "bucket") == section
+    assert plans.complete(others[-1].without_plan(), "bucket") == others[-1]
+    assert plans.complete(others[0].without_plan(), "bucket") is None, "nobody has named it for long"

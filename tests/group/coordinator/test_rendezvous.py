@@ -8,7 +8,7 @@ import pytest
 
 from raycheck.errors import SaveFailedError
 from raycheck.group.coordinator.messages import Pending
-from raycheck.group.coordinator.rendezvous import Rendezvous
+from raycheck.group.coordinator.rendezvous import Rendezvous, RendezvousTable
 
 
 def run(story: Callable[[Rendezvous[str, str]], Awaitable[None]], *, world_size: int = 2) -> None:
@@ -84,3 +84,28 @@ def test_an_error_is_told_to_all_ranks(how: str) -> None:
             await rendezvous.answer(0.0)
 
     run(story)
+
+
+def test_a_save_before_a_later_one_is_over_unless_all_ranks_have_reported_it() -> None:
+    async def story() -> None:
+        table, go = RendezvousTable(), asyncio.Event()
+
+        def save(number: int) -> Rendezvous[Any, Any]:
+            return table.meet("group", "memory", number, world_size=2, awaited="reported")
+
+        async def work() -> str:
+            await go.wait()
+            return "done"
+
+        missing, deciding, other = save(1), save(2), table.meet("group", "save", 1, world_size=2, awaited="reported")
+        deciding.decide_later(work())
+        table.end_before("group", "memory", 3)
+
+        with pytest.raises(SaveFailedError, match="a later one was begun"):
+            await missing.answer(0.0)
+        assert (table.find("group", "memory", 1), save(2), table.find("group", "save", 1)) == (None, deciding, other)
+        assert other.is_open
+        go.set()
+        assert await save(2).answer(5.0) == "done"
+
+    asyncio.run(asyncio.wait_for(story(), timeout=60.0))

@@ -25,10 +25,8 @@ from raycheck.bucket.format.object_keys import shard_key
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.group.coordinator.memory_checkpoints import MemoryCheckpoints
-from raycheck.group.coordinator.messages import Holder, Outcome
-from raycheck.group.coordinator.node_agents import NodeAgents
-from raycheck.group.coordinator.run_log import RunLog
+from raycheck.group.coordinator.actor import Coordinator
+from raycheck.group.coordinator.messages import Holder, Outcome, Pending
 from raycheck.on_ray.nodes.memory_shards import CHUNK_BYTES, CHUNKS_IN_FLIGHT, MemoryReader, send
 from raycheck.on_ray.nodes.node_uploads import NodeAgent
 from raycheck.on_ray.ray_cluster import RayCluster
@@ -206,16 +204,20 @@ def reports_of(step: int) -> list[Report]:
 
 
 @pytest.fixture
-def memory(cluster: None, tmp_path: Path) -> Iterator[tuple[MemoryCheckpoints, Any]]:
-    """Yields the list of memory checkpoints of two ranks on this node, and the node's actor."""
-    store, agents = open_store(f"file://{tmp_path}"), NodeAgents(RayCluster())
-    actor = agents.of(ray.get_runtime_context().get_node_id(), HoldingAgent)
-    found = MemoryCheckpoints(store, agents, RunLog(store))
-    for report in reports_of(0):
-        assert report.section is not None
-        found.plans.remember(report.section)
+def memory(cluster: None, tmp_path: Path) -> Iterator[tuple[Coordinator, Any]]:
+    """Yield the coordinator of two ranks on this node, which has to be asked for the claim, and the node's actor."""
+    found = Coordinator(f"file://{tmp_path}", "driver", cluster=RayCluster())
+    actor = found._node_agents.of(ray.get_runtime_context().get_node_id(), HoldingAgent)
     yield found, actor
     ray.kill(actor)
+
+
+async def told(coordinator: Coordinator, report: Report) -> Outcome:
+    """Report until there is an outcome."""
+    while isinstance(answer := await coordinator.report(report), Pending):
+        pass
+    assert isinstance(answer, Outcome)
+    return answer
 
 
 def hold(actor: Any, reports: list[Report]) -> None:
@@ -230,11 +232,12 @@ def test_a_rank_that_asks_late_hears_that_its_memory_checkpoint_is_listed(memory
     hold(actor, reports)
 
     async def kinds() -> list[str]:
-        listed = await asyncio.gather(*(found.report(report, 60) for report in reports))
-        await found.report(reports_of(20)[0], 0)
-        late = await found.report(reports[1], 60)
-        failed = await found.report(replace(reports[1], progress=Progress(step=9)), 60)
-        return [outcome.kind for outcome in (*listed, late, failed) if isinstance(outcome, Outcome)]
+        await found.claim("group", 2)
+        listed = await asyncio.gather(*(told(found, report) for report in reports))
+        assert isinstance(await found.report(reports_of(20)[0], 0), Pending)
+        late = await told(found, reports[1])
+        failed = await told(found, replace(reports[1], progress=Progress(step=9)))
+        return [outcome.kind for outcome in (*listed, late, failed)]
 
     assert asyncio.run(kinds()) == ["committed", "committed", "committed", "failed"]
 
@@ -242,15 +245,16 @@ def test_a_rank_that_asks_late_hears_that_its_memory_checkpoint_is_listed(memory
 def test_what_a_node_takes_with_it_before_it_is_copied_does_not_replace_what_has_copies(memory: Any) -> None:
     found, actor = memory
 
-    async def report(step: int) -> Outcome | Any:
-        outcomes = await asyncio.gather(*(found.report(each, 60) for each in reports_of(step)))
+    async def report(step: int) -> Outcome:
+        outcomes = await asyncio.gather(*(told(found, each) for each in reports_of(step)))
         return outcomes[0]
 
     async def both() -> list[Any]:
+        await found.claim("group", 2)
         hold(actor, reports_of(10))
         first = await report(10)
         ray.kill(actor, no_restart=False)  # what it held is gone with it
-        return [first, await report(20), found._newest_key]
+        return [first, await report(20), found._memory._newest_key]
 
     first, second, newest = asyncio.run(both())
 

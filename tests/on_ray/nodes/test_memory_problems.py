@@ -13,11 +13,8 @@ from raycheck.bucket.attempt_records import ResumeRecord, read_resumes
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import open_store
-from raycheck.group.coordinator.cluster import Cluster
-from raycheck.group.coordinator.memory_checkpoints import MemoryCheckpoints
+from raycheck.group.coordinator.actor import Coordinator
 from raycheck.group.coordinator.messages import Outcome
-from raycheck.group.coordinator.node_agents import NodeAgents
-from raycheck.group.coordinator.run_log import RunLog
 from raycheck.group.worker.group_restore import RestoreResult
 from tests.support.processes.background_call import InThread
 from tests.support.processes.command_line import raycheck as command
@@ -27,17 +24,17 @@ WHY = "rank 1: model.frozen, which gets no gradient, is not in the bucket as it 
 
 
 def test_the_reason_of_the_newest_failure_is_kept_for_the_next_start(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    store = open_store(f"file://{tmp_path}/run")
-    memory = MemoryCheckpoints(store, NodeAgents(Cluster()), RunLog(store))
+    coordinator = Coordinator(f"file://{tmp_path}/run", "driver")
     report = Report(
         group="g", rank=1, world_size=2, attempt=1, save=0, progress=Progress(step=4), failure=WHY, is_in_memory=True
     )
 
     async def failed() -> list[str]:
-        answers = [await memory.report(replace(report, progress=Progress(step=step)), 60) for step in (4, 6)]
+        await coordinator.claim("g", 2)
+        answers = [await coordinator.report(replace(report, progress=Progress(step=step))) for step in (4, 6)]
         assert all(isinstance(answer, Outcome) and answer.kind == "failed" for answer in answers)
-        assert await memory.claimed(2, None) is None
-        return [memory.take_problem(), memory.take_problem()]
+        assert await coordinator._memory.claimed(2, None) is None
+        return [coordinator._memory.take_problem(), coordinator._memory.take_problem()]
 
     found = asyncio.run(failed())
 
@@ -47,16 +44,16 @@ def test_the_reason_of_the_newest_failure_is_kept_for_the_next_start(tmp_path: P
 
 @pytest.mark.parametrize(("step", "problem"), [(3, f"rank 1: {WHY}"), (4, ""), (5, "")])
 def test_a_reason_is_over_once_the_bucket_has_the_step(tmp_path: Path, step: int, problem: str) -> None:
-    store = open_store(f"file://{tmp_path}/run")
-    memory = MemoryCheckpoints(store, NodeAgents(Cluster()), RunLog(store))
+    coordinator = Coordinator(f"file://{tmp_path}/run", "driver")
     report = Report(
         group="g", rank=1, world_size=2, attempt=1, save=0, progress=Progress(step=4), failure=WHY, is_in_memory=True
     )
 
     async def failed() -> str:
-        await memory.report(report, 60)
-        memory.committed("key", step)
-        return memory.take_problem()
+        await coordinator.claim("g", 2)
+        await coordinator.report(report)
+        coordinator._memory.committed("key", step)
+        return coordinator._memory.take_problem()
 
     assert asyncio.run(failed()) == problem
 
