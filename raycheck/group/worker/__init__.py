@@ -27,7 +27,8 @@ What is uploaded when: as soon as this rank's shards are copied, the save thread
 save after the other, by the rank itself or by its node's actor (ports.NodeSink). Whichever uploads them also reports
 them to the coordinator (upload_and_report), which commits the checkpoint once all ranks have reported
 (group/coordinator). Only then does rank 0's save thread write the small pointer object by which Ray knows the
-checkpoint (ports.Reporter).
+checkpoint (ports.Reporter). A memory checkpoint (memory_saves) is a save with another sink, and takes the same way
+through a second save thread, so that neither waits for the other.
 
 `Checkpointer.close` saves the last step if it is not saved, waits for its commit, and writes into `latest` that the run
 has finished. periodic.py is separate: it decides when the script's own work is due.

@@ -182,6 +182,7 @@ class LiveAttempt:
             return
         if is_by_notice:
             self._memory.hurry()
+        self._memory.poll()
         is_first_commit_awaited = self._queue.newest is None and bool(self._state.frozen_components())
         is_busy = is_first_commit_awaited or self._memory.is_busy
         if self._triggers.decide_on_memory(self._counter.step, is_busy=is_busy):
@@ -344,10 +345,10 @@ class LiveAttempt:
         """End the attempt for on_preempt="restart": Ray restarts the workers on nodes that stay."""
         self._note_commit(self._queue.wait())
         if self._memory is not None:
-            self._memory.wait(MEMORY_COPY_S)
+            self._memory.poll(MEMORY_COPY_S)
             if self._triggers.must_reach_memory:  # it could not begin while the previous one was in progress
                 self._save_to_memory(None)
-                self._memory.wait(MEMORY_COPY_S)
+                self._memory.poll(MEMORY_COPY_S)
         step = self._counter.step
         saved = f"step {step} is saved" if self._queue.saved_step == step else f"step {step} is not saved"
         self._watch.over = SupersededError(

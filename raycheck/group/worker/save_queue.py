@@ -10,21 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 from raycheck.bucket.assembly.replica_agreement import Agreement
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.label import NO_LABEL, Label
 from raycheck.bucket.format.progress import Progress
-from raycheck.errors import ConfigError, RaycheckError, SaveFailedError, StoreError
+from raycheck.errors import ConfigError, SaveFailedError, StoreError
 from raycheck.group.coordinator.messages import Outcome
 from raycheck.group.group import Group, ask_until_decided
 from raycheck.group.ports import Reporter, UnreportedCommit
 from raycheck.group.worker.memory_saves import MemorySaves
 from raycheck.group.worker.save_handle import CheckpointInfo, SaveHandle
 from raycheck.group.worker.save_kind import SaveKind
-from raycheck.group.worker.save_thread import UploadThread
+from raycheck.group.worker.save_thread import SaveThread
 from raycheck.group.worker.training_progress import numbers_of
+from raycheck.group.worker.upload_and_report import Uploader
 from raycheck.log import event, logger
 from raycheck.settings import HFExport, SaveSettings
 from raycheck.state.rank_buffers import advice_on
@@ -71,17 +73,16 @@ class SaveStatus:
 class _UnderWay:
     """A save in progress.
 
-    is_agreed: the ranks agreed on their replicas before it. is_reported: it will be reported to Ray. has_name: it asks
-    for a name. outcome: how it ended, and when this rank learned of it.
+    is_agreed: the ranks agreed on their replicas before it. is_reported: it will be reported to Ray. outcome: how it
+    ended, and when this rank learned of it.
     """
 
-    number: int
+    report: Report
     began: float
     is_agreed: bool
     is_reported: bool
-    has_name: bool
-    staged: StagedState
     commit: UnreportedCommit
+    staged: StagedState
     outcome: Future[tuple[Outcome, float]]
 
 
@@ -119,7 +120,7 @@ class SaveQueue:
         self.unnamed = ""
         self._reporter = reporter
         self._newest_commit: UnreportedCommit | None = None  # of this attempt
-        self._has_agreed = group.world_size == 1
+        self._has_agreed = self._has_agreed_for_memory = group.world_size == 1
         self._has_named_buffers = False
         self._must_agree_after: dict[int, bool] = {}  # by the number of a save that has ended
         self._state = state
@@ -146,7 +147,12 @@ class SaveQueue:
         self._last_failure = ""
         self._last_failed = 0  # the number of that save
         self._pending: deque[_UnderWay] = deque()
-        self._uploads = UploadThread(group, timeout_s=settings.save_timeout_s, by_node=settings.upload_by == "node")
+        own = Uploader(group, timeout_s=settings.save_timeout_s)
+        node = group.node_sink(timeout_s=settings.save_timeout_s) if settings.upload_by == "node" else None
+        sinks = [own] if node is None else [node, own]
+        self._thread = SaveThread(group, sinks, timeout_s=settings.save_timeout_s, name="raycheck-save")
+        if node is not None:
+            self._thread.do_next(node.prepare)
 
     @property
     def is_busy(self) -> bool:
@@ -185,7 +191,6 @@ class SaveQueue:
         this save can soon be reported to Ray. tasks: see Report.
         """
         began = time.monotonic()
-        last_to_await = self._last_to_await()
         self.saves += 1  # counted even when nothing is saved: the ranks' counts must stay equal
         report = replace(
             self._report,
@@ -202,51 +207,52 @@ class SaveQueue:
         info = CheckpointInfo(uri=self._group.uri, key=report.checkpoint, step=progress.step, epoch=progress.epoch)
         self.begun = SaveHandle(info, rank=report.rank, longest_s=self.longest_s)
         try:
-            self._check_buffer(report, last_to_await)
-            self.saved_step = progress.step
-            must_agree = self._take_doubt(report.save) and self._group.world_size > 1
-            if self._is_crowded:
-                self._ask_for_room(report)
-            if must_agree:
-                self._agree(report)
-            staged = self._state.stage(progress)
-        except Exception as error:
-            text = str(error) if isinstance(error, RaycheckError) else f"{type(error).__name__}: {error}"
-            self._group.tell("report", replace(report, failure=text))  # the others must not wait for this rank
-            self.begun.fail(error)
-            if not isinstance(error, SaveFailedError | StoreError):
-                raise
+            staged = self._begin(report, began, is_reported=is_reported)
+        except (SaveFailedError, StoreError) as error:
             self._note_failure(report.save, str(error))
-            return report.checkpoint
-        report = replace(report, blocked_s=time.monotonic() - began)
-        self._upload(staged, report, began=began, is_agreed=must_agree, is_reported=is_reported)
-        staged.wait_for_slices(began + self._settings.save_timeout_s)
+        else:
+            staged.wait_for_slices(began + self._settings.save_timeout_s)
         return report.checkpoint
 
-    def _upload(self, staged: StagedState, report: Report, *, began: float, is_agreed: bool, is_reported: bool) -> None:
-        """Hand a staged save to the save thread."""
+    def _begin(self, report: Report, began: float, *, is_reported: bool) -> StagedState:
+        """Stage the state and hand it to the save thread. Return what is staged."""
+        must_agree = self._take_doubt(report.save) and self._group.world_size > 1
         is_reported = is_reported and not any(save.is_reported for save in self._pending)
         counts = {"step": report.progress.step, "epoch": report.progress.epoch}
         commit = UnreportedCommit(key=report.checkpoint, metrics={**counts, **report.metrics})  # the user's `step` wins
-        outcome = self._uploads.save(
-            staged,
-            report,
-            deadline=began + self._settings.save_timeout_s,
-            committed=lambda: self._reporter.point_to(commit) if is_reported else None,
-        )
+        try:
+            staged, outcome = self._thread.begin(
+                report,
+                partial(self._stage, report, must_agree=must_agree),
+                began=began,
+                committed=lambda: self._reporter.point_to(commit) if is_reported else None,
+            )
+        except Exception as error:
+            self.begun.fail(error)
+            raise
         self.begun.follow(outcome)
         outcome.add_done_callback(lambda _: staged.let_slices_go())  # also if it ends before the upload begins
         save = _UnderWay(
-            number=report.save,
+            report=report,
             began=began,
-            is_agreed=is_agreed,
+            is_agreed=must_agree,
             is_reported=is_reported,
-            has_name=report.label.name is not None,
-            staged=staged,
             commit=commit,
+            staged=staged,
             outcome=outcome,
         )
         self._pending.append(save)
+        return staged
+
+    def _stage(self, report: Report, *, must_agree: bool) -> StagedState:
+        """Copy the state, if there are a buffer, room in `latest`, and an agreement where one is needed."""
+        self._check_buffer(report)
+        self.saved_step = report.progress.step
+        if self._is_crowded:
+            self._ask_for_room(report)
+        if must_agree:
+            self._agree(report)
+        return self._state.stage(report.progress)
 
     def poll(self) -> str | None:
         """Return the name of the checkpoint that was committed since the last call, if there is one. It never waits.
@@ -257,16 +263,16 @@ class SaveQueue:
 
     def wait_for_buffer(self) -> str | None:
         """Wait until the next save can be staged, for at most the save timeout. Returns and raises as `poll` does."""
-        return self.wait(up_to=self._last_to_await())
+        return self.wait(up_to=self._last_to_await(self.saves + 1))
 
-    def _last_to_await(self) -> int:
-        """Return the number of the last save that must have ended before the next one begins.
+    def _last_to_await(self, number: int) -> int:
+        """Return the number of the last save that must have ended before the one with this number begins.
 
         Its buffer is needed. An agreement, or the place of a frozen component, is uncertain until the save that brought
         it has ended; in that case only one save may be in progress.
         """
         is_alone = any(save.is_agreed or save.staged.written for save in self._pending)
-        return self.saves if is_alone else self.saves + 1 - self._state.components.buffers
+        return number - 1 if is_alone else number - self._state.components.buffers
 
     def wait(self, timeout_s: float | None = None, *, up_to: int | None = None) -> str | None:
         """Wait until the saves in flight have ended, for at most the save timeout. Returns and raises as `poll` does.
@@ -276,7 +282,7 @@ class SaveQueue:
         last = self.saves if up_to is None else up_to
         deadline = time.monotonic() + (self._settings.save_timeout_s if timeout_s is None else timeout_s)
         newest = None
-        while self._pending and (self._pending[0].number <= last or self._pending[0].outcome.done()):
+        while self._pending and (self._pending[0].report.save <= last or self._pending[0].outcome.done()):
             save = self._pending[0]
             try:
                 outcome, ended = save.outcome.result(max(0.0, deadline - time.monotonic()))
@@ -290,14 +296,14 @@ class SaveQueue:
                 self._has_agreed &= not save.is_agreed  # perhaps not all ranks got the agreement
                 if outcome.forgets_references:
                     self._state.components.forget(referred=True)
-                self._note_failure(save.number, outcome.message, is_cured_by_next=outcome.is_cured_by_next)
+                self._note_failure(save.report.save, outcome.message, is_cured_by_next=outcome.is_cured_by_next)
             elif outcome.kind == "committed":
                 self._failures_in_a_row, self.is_cured_by_next = 0, False
-                self._must_agree_after[save.number] = outcome.agree_anew
+                self._must_agree_after[save.report.save] = outcome.agree_anew
                 self.save_s = ended - save.began
                 self._state.components.committed(save.staged, outcome.places)
                 newest = self.newest = outcome.key
-                if save.has_name:
+                if save.report.label.name is not None:
                     self.unnamed = outcome.unnamed
                 self._newest_commit = save.commit
         return newest
@@ -320,7 +326,7 @@ class SaveQueue:
         to wait, some of them already knew the outcome of earlier saves, and some did not.
         """
         if self._pending:
-            names = ", ".join(str(save.number) for save in self._pending)
+            names = ", ".join(str(save.report.save) for save in self._pending)
             return f"save(s) {names} of this attempt have not ended in time; they go on"
         if self._last_failed > max(0, self.saves - self._settings.buffers):
             return f"not every save was committed: {self._last_failure}"
@@ -338,37 +344,34 @@ class SaveQueue:
 
     def after_saves(self, call: Callable[[], object]) -> None:
         """Call a function in the background once the saves begun so far have ended."""
-        self._uploads.do_next(call)
+        self._thread.do_next(call)
 
     def point_to_newest(self) -> None:
         """Make the newest commit one that the host can be told of, so that it becomes Ray's Result.checkpoint."""
-        self._uploads.wait_until_idle(self._settings.save_timeout_s)
+        self._thread.wait_until_idle(self._settings.save_timeout_s)
         if self._newest_commit is not None:
             self._reporter.point_to(self._newest_commit)
 
     def memory_saves(self) -> MemorySaves:
         """Return what makes this rank's memory checkpoints."""
-
-        has_agreed = self._group.world_size == 1
-
-        def agree(report: Report, anew: bool) -> None:
-            """Have the ranks agree for memory alone until the first save to the bucket, which has its own agreement."""
-            nonlocal has_agreed
-            if self._group.world_size == 1:
-                return
-            if not self.saves and not self._has_agreed:
-                if anew or not has_agreed:
-                    self._state.use_agreement(self._agreement(report, timeout_s=MEMORY_AGREEMENT_S))
-                    has_agreed = True
-            elif anew or not self._has_agreed:
-                raise SaveFailedError("the replicas are in doubt; the next save to the bucket compares them")
-
         timeout_s = self._settings.save_timeout_s
-        return MemorySaves(self._state, self._group, self._report, agree=agree, timeout_s=timeout_s)
+        return MemorySaves(self._state, self._group, self._report, agree=self._agree_for_memory, timeout_s=timeout_s)
+
+    def _agree_for_memory(self, report: Report, is_in_doubt: bool) -> None:
+        """Have the ranks agree for memory alone until the first save to the bucket, which has its own agreement.
+
+        is_in_doubt: a memory checkpoint has shown since that they have to agree again.
+        """
+        self._has_agreed_for_memory &= not is_in_doubt
+        if self.saves and not (self._has_agreed and self._has_agreed_for_memory):
+            raise SaveFailedError("the replicas are in doubt; the next save to the bucket compares them")
+        if not self._has_agreed_for_memory:
+            self._state.use_agreement(self._agreement(report, timeout_s=MEMORY_AGREEMENT_S))
+            self._has_agreed_for_memory = True
 
     def stop(self) -> None:
         """Let the save thread end when its save has ended."""
-        self._uploads.stop()
+        self._thread.stop()
 
     def _take_doubt(self, number: int) -> bool:
         """Return whether it is uncertain that the replicas are equal, and that one rank writes each.
@@ -378,9 +381,9 @@ class SaveQueue:
         """
         return self._must_agree_after.pop(number - self._settings.buffers, False) or not self._has_agreed
 
-    def _check_buffer(self, report: Report, last_to_await: int) -> None:
+    def _check_buffer(self, report: Report) -> None:
         """Raise SaveFailedError when the save whose buffer this one needs has not ended."""
-        if self._pending and self._pending[0].number <= last_to_await:
+        if self._pending and self._pending[0].report.save <= self._last_to_await(report.save):
             raise SaveFailedError(
                 f"rank {report.rank}: step {report.progress.step}: the save before it has not ended within "
                 f"{self._settings.save_timeout_s:.0f} s"
@@ -405,7 +408,7 @@ class SaveQueue:
         self._has_agreed = False
         agreement = self._agreement(report, timeout_s=self._settings.save_timeout_s)
         self._state.use_agreement(agreement)
-        self._has_agreed = True
+        self._has_agreed = self._has_agreed_for_memory = True
         if agreement.differing and not self._has_named_buffers and not report.rank:
             self._has_named_buffers = True
             logger.warning(event(advice_on(agreement.differing), run=self._group.uri))

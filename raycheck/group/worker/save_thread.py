@@ -1,50 +1,67 @@
-"""The save thread of a rank: it has one staged save after the other uploaded and reported, while training goes on."""
+"""The way of one rank's saves to their sink: staged in the training thread, then kept and reported in the background.
+
+Saves to the bucket have one, and memory checkpoints another, so that neither waits for the other.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
+from dataclasses import replace
 
 from raycheck.bucket.assembly.save_report import Report
+from raycheck.errors import RaycheckError
 from raycheck.group.coordinator.messages import Outcome
 from raycheck.group.group import Group
-from raycheck.group.worker.upload_and_report import Uploader
+from raycheck.group.ports import Sink
 from raycheck.transfer.incremental_upload import StagedState
 
+StagedSave = tuple[StagedState, Future[tuple[Outcome, float]]]
+"""What was staged, and in the future its outcome, and when that was received by time.monotonic."""
 
-class UploadThread:
-    """Run the uploads and reports of one rank in a background thread, in the order in which they are given."""
 
-    def __init__(self, group: Group, *, timeout_s: float, by_node: bool) -> None:
-        """timeout_s: how long a save may take; errors name it. by_node: let the node's actor upload, if it can."""
-        self._own = Uploader(group, timeout_s=timeout_s)
-        self._by_node = group.node_sink(timeout_s=timeout_s) if by_node else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="raycheck-save")
-        if self._by_node is not None:
-            self._thread.submit(self._by_node.prepare)
+class SaveThread:
+    """Stage one rank's saves, and have them kept and reported in a background thread, in the order they begin in."""
 
-    def save(
-        self, staged: StagedState, report: Report, *, deadline: float, committed: Callable[[], None]
-    ) -> Future[tuple[Outcome, float]]:
-        """Upload and report a save in the background. Return its outcome, and when it was received by time.monotonic.
+    def __init__(self, group: Group, sinks: Sequence[Sink], *, timeout_s: float, name: str) -> None:
+        """sinks: a save goes to the first one that takes it. timeout_s: how long one may take. name: the thread's."""
+        self._group = group
+        self._sinks = sinks
+        self._timeout_s = timeout_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
-        deadline: by time.monotonic. committed: called in the save thread when the save was committed.
+    def begin(
+        self, report: Report, stage: Callable[[], StagedState], *, began: float, committed: Callable[[], object]
+    ) -> StagedSave:
+        """Stage a save, and have it kept and reported. An error of `stage` is raised once the other ranks are told.
+
+        began: by time.monotonic. committed: called in the thread when the save was committed.
         """
+        try:
+            staged = stage()
+        except Exception as error:
+            text = str(error) if isinstance(error, RaycheckError) else f"{type(error).__name__}: {error}"
+            self._group.tell("report", replace(report, failure=text))  # the others must not wait for this rank
+            raise
+        report = replace(report, blocked_s=time.monotonic() - began)
+        return staged, self._thread.submit(self._keep, staged, report, began + self._timeout_s, committed)
 
-        def run() -> tuple[Outcome, float]:
-            by_node = self._by_node if not staged.slices else None  # another process cannot read live tensors
-            outcome = by_node.save(staged, report, deadline) if by_node is not None else None
-            if outcome is None:
-                outcome = self._own.save(staged, report, deadline)
-            if outcome.kind == "committed":
-                committed()
-            return outcome, time.monotonic()
-
-        return self._thread.submit(run)
+    def _keep(
+        self, staged: StagedState, report: Report, deadline: float, committed: Callable[[], object]
+    ) -> tuple[Outcome, float]:
+        outcomes = (sink.save(staged, report, deadline) for sink in self._sinks)
+        outcome = next((outcome for outcome in outcomes if outcome is not None), None)
+        if outcome is None:
+            problem = "its node does not take it"
+            self._group.tell("report", replace(report, failure=problem))
+            outcome = Outcome(kind="failed", key=report.checkpoint, message=f"rank {report.rank}: {problem}")
+        if outcome.kind == "committed":
+            committed()
+        return outcome, time.monotonic()
 
     def do_next(self, call: Callable[[], object]) -> None:
-        """Call a function in the save thread, after the saves that it was given before."""
+        """Call a function in the thread, after the saves that have begun."""
         self._thread.submit(call)
 
     def wait_until_idle(self, timeout_s: float) -> None:

@@ -189,7 +189,7 @@ class NodeUploads:
 
         Returns None when the rank has to upload it itself. Raises what `Uploader` does.
         """
-        if self._is_given_up:
+        if self._is_given_up or staged.slices:  # another process cannot read live tensors
             return None
         began = time.monotonic()
         try:

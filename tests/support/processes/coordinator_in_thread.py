@@ -36,11 +36,11 @@ class CoordinatorThread:
     Else a process would have hundreds of loops by its last test, and together they take all of its time.
     """
 
-    def __init__(self, uri: str, owner: str) -> None:
+    def __init__(self, uri: str, owner: str, cluster: Cluster | None = None) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=run_until_stopped, args=(self._loop,), daemon=True).start()
         weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop).atexit = False
-        self._coordinator = Coordinator(uri, owner, cluster=OneProcess())
+        self._coordinator = Coordinator(uri, owner, cluster=cluster or OneProcess())
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(getattr(self._coordinator, method)(*args), self._loop)
