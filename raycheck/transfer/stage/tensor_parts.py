@@ -9,7 +9,7 @@ is one-dimensional and the whole is not, a local offset is the number of the box
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import torch
@@ -85,13 +85,10 @@ def flat_part(memory: torch.Tensor, shape: Sequence[int], start: int) -> torch.T
             f"{list(shape)}; give one-dimensional memory of at most {math.prod(shape)} elements"
         )
     boxes = list(boxes_of_range(shape, start, start + len(memory)))
-    local: list[Numbers] = []
-    at = 0
-    for _, sizes in boxes:
-        local.append((at,))
-        at += math.prod(sizes)
-    offsets, sizes = tuple(box[0] for box in boxes), tuple(box[1] for box in boxes)
-    return _describe(memory.detach().view(-1), shape, offsets, tuple(local), sizes)
+    ends = accumulate((math.prod(sizes) for _, sizes in boxes), initial=0)
+    local = tuple((first,) for first, _ in zip(ends, boxes, strict=False))
+    offsets, sizes = (tuple(box[number] for box in boxes) for number in (0, 1))
+    return _describe(memory.detach().view(-1), shape, offsets, local, sizes)
 
 
 def _describe(tensor: torch.Tensor, *description: Any) -> torch.Tensor:
