@@ -45,7 +45,7 @@ def test_what_the_save_has_digested_is_taken_and_what_it_has_not_is_digested() -
     sources = [torch.ones(3), torch.arange(3)]
     replicas = ReplicaDigests(boxes, sources)
 
-    replicas.release({"known": (7,)})
+    replicas.release({"known@0": (7,)})
     replicas.wait()
 
     found = replicas.report([]).digests

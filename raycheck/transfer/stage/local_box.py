@@ -109,7 +109,8 @@ def boxes_of(
         parts = described_parts(name, tensor) if is_described(tensor) else [Part.whole(shape)]
     if not parts and shape:
         nothing = (0,) * len(shape)
-        parts, own = [Part(nothing, nothing, nothing)], own.new_empty(nothing)
+        sizes = tuple(own.shape) if isinstance(tensor, DTensor) else shape if 0 in shape else nothing
+        parts, own = [Part(nothing, sizes, nothing)], own.new_empty(sizes)
     return [
         LocalBox(
             name=name,
