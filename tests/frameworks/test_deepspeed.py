@@ -66,7 +66,9 @@ def test_the_same_engine_resumes_as_if_nothing_had_happened(kind: str, saved: An
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", ["bf16-1", "bf16-2", "bf16-3"])
-def test_another_stage_has_every_weight_and_moment_to_the_bit(kind: str, stage: int, saved: Any, tmp_path: Path) -> None:
+def test_another_stage_has_every_weight_and_moment_to_the_bit(
+    kind: str, stage: int, saved: Any, tmp_path: Path
+) -> None:
     training, before = saved(kind)
 
     check(resumed(training, tmp_path, stage=stage), before, tolerance=2e-3)
@@ -80,3 +82,53 @@ def test_another_world_size_has_every_weight_and_moment_to_the_bit(
     training, before = saved(kind)
 
     check(resumed(training, tmp_path, stage=stage, world_size=world_size), before, tolerance=5e-3)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"is_tied": True}, {"zero": {"offload_optimizer": {"device": "cpu"}}}, {"zero": {"round_robin_gradients": True}}],
+    ids=["tied", "offload", "round robin"],
+)
+@pytest.mark.parametrize("kind", ["bf16-2", "bf16-3"])
+def test_tied_weights_and_offloaded_state_are_restored(
+    kind: str, more: dict[str, Any], saved: Any, tmp_path: Path
+) -> None:
+    training, before = saved(kind, **more)
+
+    check(resumed(training, tmp_path, world_size=1), before, tolerance=5e-3)
+
+
+@pytest.mark.parametrize("kind", ["fp32-2", "bf16-3"])
+def test_plain_ddp_continues_from_an_engine(kind: str, saved: Any, tmp_path: Path) -> None:
+    training, before = saved(kind)
+
+    check(resumed(training, tmp_path, stage=None, is_strict=False, is_cast=True), before, tolerance=2e-2)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "bf16"), (3, "bf16"), (2, "fp32"), (0, "bf16")])
+def test_an_engine_continues_from_plain_ddp(stage: int, dtype: str, tmp_path: Path) -> None:
+    plain = Training(uri=f"file://{tmp_path}/plain", world_size=2, stage=None, is_strict=False)
+    before = plain.run()
+
+    check(resumed(plain, tmp_path, stage=stage, dtype=dtype, is_cast=True), before, tolerance=2e-2)
+
+
+def test_a_parameter_is_one_tensor_of_its_own_shape_and_no_16_bit_copy_is_stored(saved: Any) -> None:
+    training, _ = saved("bf16-3")
+
+    found = {tensor.name: tensor for tensor in raycheck.open_run(training.uri).at(4).tensors()}
+
+    assert tuple(found["engine.model.hidden.weight"].shape) == (8, 6)
+    assert tuple(found["engine.optimizer.state.hidden.weight.exp_avg"].shape) == (8, 6)
+    trained = [tensor for name, tensor in found.items() if "frozen" not in name]
+    assert {tensor.dtype for tensor in trained} == {"float32"}
+
+
+def test_what_was_not_tried_is_refused_by_name_before_the_first_step(tmp_path: Path) -> None:
+    zero = {"zero_hpz_partition_size": 2}
+    odd = Training(uri=f"file://{tmp_path}/run", world_size=2, stage=3, dtype="bf16", zero=zero)
+
+    with pytest.raises(
+        RuntimeError, match=r"ConfigError: state\['engine'\] is an engine of DeepSpeed with zero_hpz_partition_size"
+    ):
+        odd.run()

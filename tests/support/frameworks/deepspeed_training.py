@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,8 @@ def prepare() -> None:
 class Training:
     """A training over all ranks.
 
-    stage: of ZeRO; None: plain DDP. zero: more of ZeRO's settings. saves_at: the step of the only save. until: the last
-    step. lora: freeze the first layer, and train two small factors beside it. seed: of the fresh weights.
+    stage: of ZeRO; None: plain DDP without DeepSpeed. zero: more of ZeRO's settings. saves_at: the step of the only
+    save. until: the last step. is_tied: the head is the embedding. is_strict, is_cast: see restore. seed: of the fresh weights.
     """
 
     uri: str
@@ -46,15 +45,34 @@ class Training:
     saves_at: int = 4
     until: int = STEPS
     is_tied: bool = False
+    is_strict: bool = True
+    is_cast: bool = False
     seed: int = 0
 
     def run(self, within_s: float = 180.0) -> dict[str, Any]:
         """Train in processes of their own, and return what rank 0 has printed."""
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(self.world_size), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "LOCAL_SIZE": str(self.world_size),
+            "OMP_NUM_THREADS": "1",
+        }
         environment["PYTHONPATH"] = str(Path(__file__).parents[3])
-        command = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.world_size}", __file__]
+        command = [
+            PYTHON,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={self.world_size}",
+            __file__,
+        ]
         done = subprocess.run(
-            [*command, json.dumps(asdict(self))], env=environment, capture_output=True, text=True, timeout=within_s, check=False
+            [*command, json.dumps(asdict(self))],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=within_s,
+            check=False,
         )
         lines = [line for line in done.stdout.splitlines() if line.startswith('{"losses"')]
         if done.returncode or not lines:
@@ -137,7 +155,9 @@ def train(training: Training) -> None:
 
     def step(number: int) -> float:
         generator = torch.Generator().manual_seed(number)
-        tokens = torch.randint(11, (BATCH, 2), generator=generator)[rank * BATCH // world_size : (rank + 1) * BATCH // world_size]
+        tokens = torch.randint(11, (BATCH, 2), generator=generator)[
+            rank * BATCH // world_size : (rank + 1) * BATCH // world_size
+        ]
         logits = wrapped(tokens[:, 0]).float()
         loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1])
         if engine is None:
@@ -156,7 +176,7 @@ def train(training: Training) -> None:
     settings = raycheck.SaveSettings(every_steps=None, at_steps=[training.saves_at])
     losses = []
     with raycheck.Checkpointer(state, settings, group=raycheck.torchrun_group(training.uri)) as ckpt:
-        at = ckpt.restore(strict=engine is not None)
+        at = ckpt.restore(strict=training.is_strict, cast=training.is_cast)
         digests = digests_of(engine, model, optimizer)
         for number in range(at.step, training.until):
             losses.append(step(number))
@@ -164,7 +184,9 @@ def train(training: Training) -> None:
             if number + 1 == training.saves_at:
                 digests = digests_of(engine, model, optimizer)
     if rank == 0:
-        print(json.dumps({"losses": losses, "start": at.step, "digests": digests, "scale": scale_of(engine)}), flush=True)
+        print(
+            json.dumps({"losses": losses, "start": at.step, "digests": digests, "scale": scale_of(engine)}), flush=True
+        )
 
 
 def scale_of(engine: Any) -> float | None:
@@ -183,7 +205,9 @@ def digests_of(engine: Any, model: Any, optimizer: Any) -> dict[str, str]:
             if not parameter.requires_grad:
                 continue
             for slot, value in slots_of(engine, parameter, optimizer).items():
-                found[f"{name}.{slot}"] = hashlib.sha256(value.float().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
+                found[f"{name}.{slot}"] = hashlib.sha256(
+                    value.float().cpu().contiguous().numpy().tobytes()
+                ).hexdigest()[:12]
     return found
 
 
@@ -199,7 +223,7 @@ def slots_of(engine: Any, parameter: Any, optimizer: Any) -> dict[str, Any]:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     found = {"weight": safe_get_full_fp32_param(parameter)}
-    if engine.global_steps:
+    if any(engine.optimizer.optimizer.state.values()):
         if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):  # it has linked the first group's alone
             engine.optimizer._hp_optimizer_states_linked = False
             engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -211,5 +235,4 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         prepare()
     else:
-        with nullcontext():
-            train(Training(**json.loads(sys.argv[1])))
+        train(Training(**json.loads(sys.argv[1])))

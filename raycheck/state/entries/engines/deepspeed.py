@@ -47,7 +47,9 @@ class Range(NamedTuple):
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the range's part of the memory, or of optimizer state that is laid out like it."""
-        return flat_part(flat.detach().reshape(-1)[self.at : self.at + self.count], shape_of(self.parameter), self.start)
+        return flat_part(
+            flat.detach().reshape(-1)[self.at : self.at + self.count], shape_of(self.parameter), self.start
+        )
 
 
 def shape_of(parameter: Any) -> tuple[int, ...]:
@@ -279,7 +281,10 @@ class EngineOptimizer(Optimizer):
         groups = [
             {**group, "params": [number_of[parameter] for parameter in group["params"]]} for group in self.param_groups
         ]
-        return {"state": {number_of[parameter]: slots for parameter, slots in self.state.items()}, "param_groups": groups}
+        return {
+            "state": {number_of[parameter]: slots for parameter, slots in self.state.items()},
+            "param_groups": groups,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         flat = [parameter for group in self._parameters for parameter in group]
