@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from raycheck.bucket.format.values import encode
 from raycheck.errors import ConfigError
-from raycheck.state.entries.engines.deepspeed import EngineModel, EngineModelEntry, is_engine, parts_of_engine
-from raycheck.state.entries.engines.refusals import refuse_engine
+from raycheck.state.entries.deepspeed_engine import EngineModel, EngineModelEntry, is_engine, parts_of_engine
+from raycheck.state.entries.engines import refuse_engine
 from raycheck.state.entries.fill_in_place import is_container
 from raycheck.state.entries.hf_assets import FilesEntry, has_files
 from raycheck.state.entries.metric_entry import MetricsEntry, is_metrics, refuse_metrics_inside

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from raycheck.errors import ConfigError
-from raycheck.state.entries.engines.refusals import refuse_engine
+from raycheck.state.entries.engines import refuse_engine
 
 INNER = {
     ("accelerate.optimizer", "AcceleratedOptimizer"): "optimizer",

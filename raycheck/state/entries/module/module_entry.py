@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from raycheck.errors import ConfigError
-from raycheck.state.entries.engines.refusals import refuse_parts_of_engines
+from raycheck.state.entries.engines import refuse_parts_of_engines
 from raycheck.state.entries.meta_tensors import ADVICE, give_memory, is_on_meta, untied_views
 from raycheck.state.entries.module.merged_adapters import adapted_layers, differences, merged_adapters
 from raycheck.state.entries.module.parameter_names import plain_names, unwrapped

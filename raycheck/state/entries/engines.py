@@ -45,7 +45,8 @@ DEEPSPEED = TrainingEngine(
     ),
     ("ds_id", "ds_tensor", "_hp_mapping"),
     "the engine keeps the weights that it trains, and their optimizer state, in its own buffers",
-    f"Save it with engine.save_checkpoint() and load it with engine.load_checkpoint(), or {FSDP2}",
+    'Make the engine itself an entry of the state, as in {"engine": engine}, or save with engine.save_checkpoint() and '
+    f"load with engine.load_checkpoint(), or {FSDP2}",
 )
 MEGATRON = TrainingEngine(
     "Megatron",

@@ -10,7 +10,8 @@ versions that were tried are accepted.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from raycheck.errors import ConfigError
-from raycheck.state.entries.engines.refusals import FSDP2
+from raycheck.state.entries.engines import FSDP2
 from raycheck.state.entries.module.module_entry import ModuleEntry
 from raycheck.state.entries.module.parameter_names import plain_names
 from raycheck.state.entries.module.tensor_locations import is_plain
@@ -32,24 +33,23 @@ _LINKED = "_hp_mapping"
 """ZeRO 1 and 2 set it on a parameter: where this rank's range of it is, or None."""
 
 
-class Range(NamedTuple):
+class ParameterRange(NamedTuple):
     """This rank's range of a parameter.
 
-    parameter: the engine's own. memory: the flat memory that the base optimizer trains. at, count: the place of the range
-    in it, in elements. start: the place of the range in the parameter.
+    parameter: the engine's own. memory: the flat memory that the base optimizer trains. at, size: where the
+    range is in it, in elements. start: the number of its first element in the parameter.
     """
 
     parameter: Any
     memory: torch.Tensor
     at: int
-    count: int
+    size: int
     start: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the range's part of the memory, or of optimizer state that is laid out like it."""
-        return flat_part(
-            flat.detach().reshape(-1)[self.at : self.at + self.count], shape_of(self.parameter), self.start
-        )
+        own = flat.detach().reshape(-1)[self.at : self.at + self.size]
+        return flat_part(own, shape_of(self.parameter), self.start)
 
 
 def shape_of(parameter: Any) -> tuple[int, ...]:
@@ -83,17 +83,26 @@ def parts_of_engine(name: str, engine: Any) -> dict[str, object]:
 def refuse_untried(path: str, engine: Any) -> None:
     """Raise ConfigError for a version or a feature of DeepSpeed that was not tried."""
     version = str(getattr(sys.modules.get("deepspeed"), "__version__", "unknown"))
-    config = engine._config.zero_config  # noqa: SLF001
+    odd = f"version {version}" if not version.startswith(VERSIONS) else _odd_feature(engine)
+    if odd is not None:
+        raise ConfigError(
+            f"{path} is an engine of DeepSpeed with {odd}, which raycheck cannot save. Versions "
+            f"{', '.join(f'{tried}x' for tried in VERSIONS)} were tried with ZeRO 0 to 3, bf16, fp16 and offload to "
+            f"the CPU. Save it with engine.save_checkpoint() and load it with engine.load_checkpoint(), or {FSDP2}"
+        )
+
+
+def _odd_feature(engine: Any) -> str | None:
+    """Return the first feature of an engine that was not tried."""
     optimizer = engine.optimizer
     base = type(getattr(optimizer, "optimizer", optimizer))
     offloads = (engine.zero_offload_optimizer(), engine.zero_offload_param())
     found = {
-        f"version {version}": not version.startswith(VERSIONS),
         "offload to NVMe": any(str(getattr(offload, "device", "")).endswith("nvme") for offload in offloads),
         "experts (MoE)": engine.has_moe_layers,
         "the pipeline engine": type(engine).__module__.startswith("deepspeed.runtime.pipe"),
         "zero_hpz_partition_size": engine.zero_hpz_partition_size() > 1,
-        "mics_shard_size": getattr(config, "mics_shard_size", -1) > 0,
+        "round_robin_gradients": engine.zero_round_robin_gradients(),
         "zenflow": bool(getattr(engine, "zenflow", False)),
         "super_offload": bool(engine.super_offload()),
         "autotp": engine.autotp_size() > 1,
@@ -101,16 +110,10 @@ def refuse_untried(path: str, engine: Any) -> None:
         f"the optimizer {base.__qualname__}": ".onebit." in f"{base.__module__}.",
         "training without an optimizer": optimizer is None or base.__name__ in ("DummyOptim", "DeepSpeedZeRoOffload"),
     }
-    odd = next((what for what, is_there in found.items() if is_there), None)
-    if odd is not None:
-        raise ConfigError(
-            f"{path} is an engine of DeepSpeed with {odd}, which raycheck cannot save. Tried were versions "
-            f"{', '.join(f'{version}x' for version in VERSIONS)} with ZeRO 0 to 3, bf16, fp16 and offload to the CPU. Save "
-            f"it with engine.save_checkpoint() and load it with engine.load_checkpoint(), or {FSDP2}"
-        )
+    return next((what for what, is_there in found.items() if is_there), None)
 
 
-def ranges_of(path: str, engine: Any) -> Iterator[Range]:
+def ranges_of(path: str, engine: Any) -> Iterator[ParameterRange]:
     """Yield this rank's range of each parameter that is trained, an empty one of those that other ranks have."""
     own = engine.optimizer
     if hasattr(own, "fp32_partitioned_groups_flat"):  # ZeRO 3
@@ -123,45 +126,45 @@ def ranges_of(path: str, engine: Any) -> Iterator[Range]:
         for group, memory in zip(own.fp16_groups, own.fp32_groups_flat, strict=True):
             at = 0
             for parameter in group:
-                yield Range(parameter, memory, at, parameter.numel(), 0)
+                yield ParameterRange(parameter, memory, at, parameter.numel(), 0)
                 at += parameter.numel()
     elif hasattr(own, "fp32_groups"):
         for group, masters in zip(own.fp16_groups, own.fp32_groups, strict=True):
-            yield from (Range(p, master, 0, p.numel(), 0) for p, master in zip(group, masters, strict=True))
+            yield from (ParameterRange(p, master, 0, p.numel(), 0) for p, master in zip(group, masters, strict=True))
     else:
         raise ConfigError(f"{path} is an engine of DeepSpeed with the unknown optimizer {type(own).__qualname__}")
 
 
-def _ranges_of_stage_3(own: Any) -> Iterator[Range]:
+def _ranges_of_stage_3(own: Any) -> Iterator[ParameterRange]:
     for group, memory in zip(own.fp16_groups, own.fp32_partitioned_groups_flat, strict=True):
         for parameter in group:
             _, at, size = own.grad_position[own.get_param_id(parameter)]
             start = min(size * torch.distributed.get_rank(parameter.ds_process_group), parameter.ds_numel)
             count = min(size, parameter.ds_numel - start)  # the last partition is padded
-            yield Range(parameter, memory, at, count, start)
+            yield ParameterRange(parameter, memory, at, count, start)
 
 
-def _linked_ranges(groups: Any, memories: Any) -> Iterator[Range]:
+def _linked_ranges(groups: Any, memories: Any) -> Iterator[ParameterRange]:
     for group, memory in zip(groups, memories, strict=True):
         for parameter in group:
             linked = getattr(parameter, _LINKED)
             if linked is None:
-                yield Range(parameter, memory, 0, 0, 0)
+                yield ParameterRange(parameter, memory, 0, 0, 0)
             else:
                 low, high = linked.lp_fragment_address, linked.hp_fragment_address
-                yield Range(parameter, memory, high.start, high.numel, low.start)
+                yield ParameterRange(parameter, memory, high.start, high.numel, low.start)
 
 
 class EngineModel(torch.nn.Module):
-    """A module with the names of the engine's model, whose trained parameters are this rank's ranges of the 32-bit ones.
+    """A module with the names of the engine's model, whose trained parameters are ranges of the 32-bit weights.
 
-    Frozen parameters and buffers are the model's own; of a frozen one, ZeRO 3 has this rank's range.
+    Buffers and frozen parameters are the model's own. Of a frozen parameter, ZeRO 3 has this rank's range.
     """
 
-    def __init__(self, path: str, engine: Any, ranges: list[Range]) -> None:
+    def __init__(self, path: str, engine: Any, ranges: list[ParameterRange]) -> None:
         super().__init__()
-        self.of: dict[torch.Tensor, Range] = {}
-        object.__setattr__(self, "engine", engine)
+        self.of: dict[torch.Tensor, ParameterRange] = {}
+        self.engine: Callable[[], Any] = lambda: engine  # torch would register the engine itself as a child
         if hasattr(engine.module, "config"):
             self.config = engine.module.config
         plain = plain_names(engine.module)
@@ -174,16 +177,16 @@ class EngineModel(torch.nn.Module):
         for module_path, module in engine.module.named_modules():
             if not is_plain(module):
                 raise ConfigError(
-                    f"{path}: {module_path or 'the model'} is a {type(module).__qualname__} with a state_dict of its own "
-                    "or extra state, which raycheck cannot save inside an engine of DeepSpeed. Give that state as an "
-                    "entry of its own, or save with engine.save_checkpoint()"
+                    f"{path}: {module_path or 'the model'} is a {type(module).__qualname__} with its own state_dict or "
+                    "extra state, which raycheck cannot save inside an engine of DeepSpeed. Make that state a separate "
+                    "entry, or save with engine.save_checkpoint()"
                 )
             for key, buffer in module._buffers.items():  # noqa: SLF001
                 full = plain(f"{module_path}.{key}" if module_path else key)
                 is_saved = key not in module._non_persistent_buffers_set  # noqa: SLF001
                 self._place(full).register_buffer(key, buffer, persistent=is_saved)
 
-    def _own(self, parameter: Any, trained: Range | None) -> torch.nn.Parameter:
+    def _own(self, parameter: Any, trained: ParameterRange | None) -> torch.nn.Parameter:
         if trained is not None:
             view = trained.of(trained.memory)
         elif hasattr(parameter, "ds_tensor"):
@@ -210,7 +213,7 @@ class EngineModel(torch.nn.Module):
 
     def refresh(self) -> None:
         """Make the low-precision weights from the 32-bit ones. A collective of ZeRO's ranks."""
-        own = self.engine.optimizer
+        own: Any = self.engine().optimizer
         if hasattr(own, "update_lp_params"):
             own.update_lp_params()
         elif hasattr(own, "fp32_partitioned_groups_flat"):
@@ -223,7 +226,7 @@ class EngineModel(torch.nn.Module):
                     partition.data = new.data
         else:
             for item in self.of.values():
-                range_ = item.memory.detach().reshape(-1)[item.at : item.at + item.count]
+                range_ = item.memory.detach().reshape(-1)[item.at : item.at + item.size]
                 item.parameter.data.copy_(range_.view_as(item.parameter))
 
 
@@ -240,14 +243,13 @@ class EngineModelEntry(ModuleEntry):
 class EngineOptimizer(Optimizer):
     """The engine's base optimizer, with its state by parameter of an EngineModel instead of by flat memory."""
 
-    _optimizer_state_dict_pre_hooks: dict[int, Any] = {}  # noqa: RUF012  torch.optim.Optimizer's own are not set up
-    _optimizer_state_dict_post_hooks: dict[int, Any] = {}  # noqa: RUF012
-
     def __init__(self, engine: Any, model: EngineModel) -> None:
+        # Torch's own are not set up, since groups and state are the base optimizer's.
+        self._optimizer_state_dict_pre_hooks, self._optimizer_state_dict_post_hooks = OrderedDict(), OrderedDict()
         own = self._own = engine.optimizer
         self._base: Optimizer = own.optimizer
         self._ranges = model.of
-        group_of = {}
+        group_of: dict[int, int] = {}
         for number, group in enumerate(_groups_of(own)):
             group_of |= {id(parameter): number for parameter in group}
         self._parameters: list[list[torch.Tensor]] = [[] for _ in self._base.param_groups]
@@ -262,18 +264,12 @@ class EngineOptimizer(Optimizer):
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:  # type: ignore[override]
-        """Return the slots of each parameter: ranges of what is laid out like the flat memory, and the rest as it is."""
-        found = {}
-        for parameter, item in self._ranges.items():
-            slots = self._base.state.get(item.memory)
-            if slots:
-                found[parameter] = {slot: self._slot(item, value) for slot, value in slots.items()}
-        return found
-
-    @staticmethod
-    def _slot(item: Range, value: Any) -> Any:
-        is_alike = isinstance(value, torch.Tensor) and value.shape == item.memory.shape
-        return item.of(value) if is_alike else value
+        """Return the slots of each parameter: ranges of what is laid out like the flat memory, the rest unchanged."""
+        return {
+            parameter: {slot: _slot(item, value) for slot, value in slots.items()}
+            for parameter, item in self._ranges.items()
+            if (slots := self._base.state.get(item.memory))
+        }
 
     def state_dict(self) -> dict[str, Any]:
         flat = [parameter for group in self._parameters for parameter in group]
@@ -288,9 +284,16 @@ class EngineOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         flat = [parameter for group in self._parameters for parameter in group]
+        shared: dict[tuple[int, str], Any] = {}  # what all parameters of one flat memory have together
         for number, slots in state_dict["state"].items():
             item = self._ranges[flat[number]]
             for slot, value in slots.items():
+                if not hasattr(value, "global_shape") and shared.setdefault((id(item.memory), slot), value) != value:
+                    raise ConfigError(
+                        f"the parameters of one group of the engine were saved with different {slot}: "
+                        f"{shared[id(item.memory), slot]} and {value}. DeepSpeed keeps one for all of them; "
+                        "restore into a plain model and optimizer instead"
+                    )
                 self._load(item, slot, value)
         for group, saved in zip(self._base.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -298,7 +301,7 @@ class EngineOptimizer(Optimizer):
         if link is not None:
             link()
 
-    def _load(self, item: Range, slot: str, value: Any) -> None:
+    def _load(self, item: ParameterRange, slot: str, value: Any) -> None:
         state = self._base.state[item.memory]
         if not hasattr(value, "global_shape"):
             state[slot] = value
@@ -306,9 +309,14 @@ class EngineOptimizer(Optimizer):
         live = state.get(slot)
         if not isinstance(live, torch.Tensor) or live.shape != item.memory.shape:
             live = state[slot] = torch.zeros_like(item.memory, dtype=value.dtype, requires_grad=False)
-        target = live.reshape(-1)[item.at : item.at + item.count]
+        target = live.reshape(-1)[item.at : item.at + item.size]
         if target.data_ptr() != value.data_ptr():
             target.copy_(value.detach().reshape(-1))
+
+
+def _slot(item: ParameterRange, value: Any) -> Any:
+    is_alike = isinstance(value, torch.Tensor) and value.shape == item.memory.shape
+    return item.of(value) if is_alike else value
 
 
 def _groups_of(own: Any) -> list[list[Any]]:
