@@ -22,6 +22,7 @@ FIRST = (
     "huggingface",
     "accelerate",
     "torchtitan",
+    "deepspeed",
     "torchrun",
     "failures",
     "preemption",

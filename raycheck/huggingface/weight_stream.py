@@ -17,7 +17,8 @@ from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.reading import Checkpoint, missing_error
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError
 from raycheck.transfer.read.reader import read_into
-from raycheck.transfer.stage.local_box import LocalBox, box_of
+from raycheck.transfer.stage.local_box import LocalBox, boxes_of
+from raycheck.transfer.stage.tensor_parts import flat_part
 
 BLOCK_BYTES = 16 * 1024 * 1024
 DELTA_ELEMENTS = 4 * 1024 * 1024
@@ -190,12 +191,8 @@ class WeightSource:
                 numbers[name] = len(tensors)
                 tensors.append(saved.tensor)
                 chunks += [replace(chunk, tensor=numbers[name]) for chunk in saved.chunks]
-            raw, at = into.view(_RAW[into.dtype.itemsize]), 0
-            for offsets, sizes in _boxes(saved.tensor.shape, start, start + len(into)):
-                local = raw[at : at + math.prod(sizes)].view(sizes)
-                whole = box_of(name, (name,), local, may_spread=False)
-                boxes.append(replace(whole, shape=saved.tensor.shape, offsets=offsets, sizes=sizes))
-                at += math.prod(sizes)
+            part = flat_part(into.view(_RAW[into.dtype.itemsize]), saved.tensor.shape, start)
+            boxes += boxes_of(name, (name,), part, may_spread=False)
         index = index_of(tensors, chunks)
         read_into(self._checkpoint.store, self._prefixes, index, boxes, request_bytes=SUB_BLOCK)  # four at a time
 
@@ -253,28 +250,3 @@ def _spans(weights: Sequence[Weight]) -> Iterator[list[Span]]:
             at = stop
     if batch:
         yield batch
-
-
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offsets and sizes of boxes that together cover the elements start to stop, in row-major order."""
-    if start >= stop:
-        return
-    if len(shape) == 1:
-        yield (start,), (stop - start,)
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row
-    if first > last:
-        edges = [(last, start - last * row, stop - last * row)]
-        whole = 0
-    else:
-        edges = [(first - 1, start - (first - 1) * row, row)] if start % row else []
-        whole = last - first
-    for number, low, high in edges:
-        for offsets, sizes in _boxes(shape[1:], low, high):
-            yield (number, *offsets), (1, *sizes)
-    if whole:
-        yield (first, *(0 for _ in shape[1:])), (whole, *shape[1:])
-    if first <= last and stop % row:
-        for offsets, sizes in _boxes(shape[1:], 0, stop - last * row):
-            yield (last, *offsets), (1, *sizes)

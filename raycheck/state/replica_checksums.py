@@ -58,7 +58,7 @@ def checksums_of(
 def shared_boxes(
     owners: EntryOf, boxes: Sequence[LocalBox], written: Collection[str], agreement: Agreement
 ) -> list[SharedBox]:
-    """Return the boxes that are compared at each save. written: the names of the boxes that this rank writes."""
+    """Return the boxes that are compared at each save. written: the box names of those that this rank writes."""
     found = []
     for box in boxes:
         if not box.has_replicas or 0 in box.sizes:
@@ -71,7 +71,7 @@ def shared_boxes(
             if owners[name].is_compared(name)
         ]
         if replicas:
-            found.append(SharedBox.of(box, replicas, is_written=box.name in written, is_by_crc=is_by_crc))
+            found.append(SharedBox.of(box, replicas, is_written=box.box_name in written, is_by_crc=is_by_crc))
     return found
 
 

@@ -20,7 +20,7 @@ from raycheck.state.entries.saved_entry import Named, SavedEntry
 from raycheck.state.entries.state_entry import ASSETS, OWN_ENTRIES, StateEntry
 from raycheck.state.restore_result import RestoreReport
 from raycheck.state.restore_selection import EVERYTHING, Selection
-from raycheck.transfer.stage.local_box import LocalBox, box_of, merge_tied
+from raycheck.transfer.stage.local_box import LocalBox, boxes_of, merge_tied
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,9 +242,10 @@ def _boxes_to_read(wanted: Mapping[StateEntry, Named], saved: Mapping[StateEntry
     """
     entry_of = {name: entry for entry, tensors in wanted.items() for name in tensors}
     boxes = merge_tied(
-        box_of(name, (name,), tensor, may_spread=False)
+        box
         for tensors in wanted.values()
         for name, tensor in tensors.items()
+        for box in boxes_of(name, (name,), tensor, may_spread=False)
     )
     for box in boxes:
         found = saved[entry_of[box.name]]

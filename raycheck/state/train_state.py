@@ -50,7 +50,7 @@ from raycheck.transfer.stage.local_box import (
     TRAIN,
     LocalBox,
     Place,
-    box_of,
+    boxes_of,
     boxes_to_write,
     merge_tied,
     without_memory,
@@ -89,10 +89,11 @@ class TrainState:
         self._world_size = world_size
         self._agreement = Agreement(writers={})
         self.components = Components(rank, buffers, is_shared=is_shared, has_memory=has_memory)
-        # By component: the boxes that this rank writes, and for each the number of its entry and its name there.
-        self._plan: dict[str, tuple[list[LocalBox], list[tuple[int, str]]]] | None = None
-        # The boxes that other ranks may hold too, with the same numbers and names for each; made with the plan.
-        self._shared: tuple[list[SharedBox], list[tuple[int, str]]] = ([], [])
+        # By component: the boxes that this rank writes.
+        self._plan: dict[str, list[LocalBox]] | None = None
+        # Made with the plan: the boxes that other ranks may hold too, and the number of each tensor's entry.
+        self._shared: list[SharedBox] = []
+        self._number_of: dict[str, int] = {}
         self._replica_names = EncodedNames()
         self._forms: dict[
             str, Forms
@@ -226,9 +227,8 @@ class TrainState:
         """Start to digest what other ranks may have too, for the coordinator's comparison."""
         if self._world_size == 1:
             return ReplicaDigests()
-        boxes, names = self._shared
-        sources = [local_of(gathered[number].tensors[name]) for number, name in names]
-        return ReplicaDigests(boxes, sources, shared_values(self._entries, gathered), self._replica_names)
+        sources = self._sources(gathered, [shared.box for shared in self._shared])
+        return ReplicaDigests(self._shared, sources, shared_values(self._entries, gathered), self._replica_names)
 
     def apply(
         self,
@@ -319,19 +319,17 @@ class TrainState:
             boxes = self._boxes(gathered)
             self._forms = {name: forms_of(frozen) for name, frozen in by_component(boxes).items() if name != TRAIN}
             own = boxes_to_write(boxes, rank=self._rank, writers=self._agreement.writers)
-            number_of = {name: number for number, found in enumerate(gathered) for name in found.tensors}
+            self._number_of = {name: number for number, found in enumerate(gathered) for name in found.tensors}
             owners = entry_of(self._entries, gathered)
-            shared = shared_boxes(owners, boxes, {box.name for box in own}, self._agreement)
-            self._shared = shared, [(number_of[box.name], box.name) for box in shared]
+            self._shared = shared_boxes(owners, boxes, {box.box_name for box in own}, self._agreement)
             grouped: dict[str, list[LocalBox]] = {TRAIN: []} | by_component(own)
-            self._plan = {
-                component: ([without_memory(box) for box in boxes], [(number_of[b.name], b.name) for b in boxes])
-                for component, boxes in grouped.items()
-            }
-        return {
-            component: (boxes, [local_of(gathered[number].tensors[name]) for number, name in names])
-            for component, (boxes, names) in self._plan.items()
-        }
+            self._plan = {name: [without_memory(box) for box in boxes] for name, boxes in grouped.items()}
+        return {component: (boxes, self._sources(gathered, boxes)) for component, boxes in self._plan.items()}
+
+    def _sources(self, gathered: Sequence[GatheredEntry], boxes: Sequence[LocalBox]) -> list[torch.Tensor]:
+        """Return the live memory of each box."""
+        number_of = self._number_of
+        return [box.within(local_of(gathered[number_of[box.name]].tensors[box.name])) for box in boxes]
 
     def _boxes(self, gathered: Sequence[GatheredEntry]) -> list[LocalBox]:
         """Return this rank's boxes, with tied ones merged.
@@ -343,13 +341,13 @@ class TrainState:
             for name, tensor in found.tensors.items():
                 path = found.paths.get(name, (name,))
                 spread = entry.may_spread(name)
-                box = box_of(name, path, tensor, may_spread=spread, world_size=self._world_size)
+                boxes = boxes_of(name, path, tensor, may_spread=spread, world_size=self._world_size)
                 if entry.is_per_rank:
-                    own.append(replace(box, is_unique=True, has_replicas=False))
+                    own += [replace(box, is_unique=True, has_replicas=False) for box in boxes]
                 elif name in found.frozen:
-                    shared.append(replace(box, component=frozen_component(entry.name)))
+                    shared += [replace(box, component=frozen_component(entry.name)) for box in boxes]
                 else:
-                    shared.append(box)
+                    shared += boxes
         return [*merge_tied(shared), *merge_tied(own)]
 
 

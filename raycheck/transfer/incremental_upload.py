@@ -73,8 +73,8 @@ class RestoredShards:
             if first < end and not is_train[plan.object[first]]
         }
         kept = [box for box in boxes if box.name in elsewhere]
-        found = {box.name: crcs for box in kept if (crcs := _crcs_of(index, elsewhere[box.name], box)) is not None}
-        others = [box for box in kept if box.name not in found]
+        found = {box.box_name: crcs for box in kept if (crcs := _crcs_of(index, elsewhere[box.name], box)) is not None}
+        others = [box for box in kept if box.box_name not in found]
         return cls(manifest=manifest, index=index, digests=found | _digests(others, [box.local for box in others]))
 
     def find(self, component: str, rank: int, boxes: Sequence[LocalBox], rows: IndexRows) -> ReferredComponent | None:
@@ -134,7 +134,7 @@ class UploadedShard:
         """Return what later saves may refer to, once the upload is committed as part of `checkpoint`."""
         shard, found = self.staged.shard(), self.digests
         if found is None:  # the first chunks are those of the boxes, in their order
-            found = {box.name: chunk.crcs for box, chunk in zip(self.boxes, shard.chunks, strict=False)}
+            found = {box.box_name: chunk.crcs for box, chunk in zip(self.boxes, shard.chunks, strict=False)}
         reference = Reference(name=shard.record.component, checkpoint=checkpoint)
         return ReferredComponent(reference=reference, digests=found, shard=shard, boxes=self.boxes)
 
@@ -367,7 +367,8 @@ class Components:
             if component in referred:
                 self._stager(component).release()
             elif component != TRAIN:
-                found = {box.name: self.digested[box.name] for box in boxes if box.name in self.digested} or None
+                names = [box.box_name for box in boxes]
+                found = {name: self.digested[name] for name in names if name in self.digested} or None
                 # Without anything to compare with, training does not wait for digests that the upload will compute.
                 if found is None and any(source.device.type != "cpu" for source in sources):
                     found = self._digest(boxes, sources)
@@ -581,6 +582,6 @@ def _digests(boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> dict
     Empty when the accelerator is out of memory: then nothing matches, so that all is uploaded.
     """
     try:
-        return dict(zip((box.name for box in boxes), digests(sources), strict=True))
+        return dict(zip((box.box_name for box in boxes), digests(sources), strict=True))
     except torch.OutOfMemoryError:
         return {}

@@ -57,13 +57,13 @@ class ReferredComponent:
     ) -> "ReferredComponent":
         """Take a component of another run, under this rank's own names. boxes: all of its component, of one rank."""
         numbers = numbers_in(index, record.name)
-        renamed = [
-            (number, replace(index.tensors[number], name=name, path=path))
+        renamed = {
+            name: (number, replace(index.tensors[number], name=name, path=path))
             for box in boxes
             for number in [_number(numbers, box)]
             for name, path in places_of(box)
-        ]
-        return cls._whole(record, index, renamed, forms_of(boxes), found)
+        }
+        return cls._whole(record, index, list(renamed.values()), forms_of(boxes), found)
 
     @classmethod
     def restored(
@@ -121,12 +121,12 @@ def wanted_of(boxes: Sequence[LocalBox]) -> tuple[WantedTensor, ...]:
     found = (
         WantedTensor(names=tuple(name for name, _ in places_of(box)), dtype=box.dtype, shape=box.shape) for box in boxes
     )
-    return tuple(sorted(found, key=lambda tensor: tensor.names))
+    return tuple(sorted(set(found), key=lambda tensor: tensor.names))
 
 
 def digests_of(boxes: Sequence[LocalBox]) -> dict[str, Digest]:
     """Return one digest per box, by the box's name."""
-    return dict(zip((box.name for box in boxes), digests([box.local for box in boxes]), strict=True))
+    return dict(zip((box.box_name for box in boxes), digests([box.local for box in boxes]), strict=True))
 
 
 def _number(numbers: Mapping[str, int], box: LocalBox) -> int:

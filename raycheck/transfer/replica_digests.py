@@ -18,7 +18,7 @@ from raycheck.bucket.assembly.replica_comparison import (
     digest_of_values,
     dump_names,
 )
-from raycheck.transfer.stage.local_box import TRAIN, LocalBox
+from raycheck.transfer.stage.local_box import TRAIN, LocalBox, box_name, without_memory
 from raycheck.transfer.stage.shard import Shard
 from raycheck.transfer.tensor_digest import Digest, PendingDigests, digests
 
@@ -27,7 +27,7 @@ Digested = Literal["upload", "save", "copy", "here"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedBox:
-    """A box that other ranks may hold too.
+    """A box that other ranks may hold too. box: without its memory.
 
     replicas: the names under which it is compared, one for each of its own names.
 
@@ -36,7 +36,7 @@ class SharedBox:
     changed. "copy": it is on a device, and a copy of it on the host is digested. "here": it is digested in place.
     """
 
-    name: str
+    box: LocalBox
     replicas: tuple[Replica, ...]
     digested: Digested
 
@@ -51,7 +51,7 @@ class SharedBox:
             digested = "copy"
         elif is_written and box.component != TRAIN:
             digested = "save"
-        return cls(name=box.name, replicas=tuple(replicas), digested=digested)
+        return cls(box=without_memory(box), replicas=tuple(replicas), digested=digested)
 
 
 class EncodedNames:
@@ -89,17 +89,17 @@ class ReplicaDigests:
             for box, source in both
             if box.digested in ("copy", "here")
         ]
-        self._by_save = {box.name: source for box, source in both if box.digested == "save"}
+        self._by_save = {shared.box.box_name: source for shared, source in both if shared.digested == "save"}
         self._pending: PendingDigests | None = PendingDigests(here)
         self._boxes = boxes
         self._values = values
         self._encoded: EncodedNames | None = names
         self._digested: Mapping[str, Digest] = {}
         self._names = b""
-        self._digests: list[bytes | str] = []  # a tensor's name where the upload's checksums are the digest
+        self._digests: list[bytes | str] = []  # a box's name where the upload's checksums are the digest
 
     def release(self, digested: Mapping[str, Digest]) -> None:
-        """Wait until the live tensors may change. digested: by name, what the save itself has digested since."""
+        """Wait until the live tensors may change. digested: by box name, what the save itself has digested since."""
         missing = {name: source for name, source in self._by_save.items() if name not in digested}  # it had no memory
         self._digested = {**digested, **dict(zip(missing, digests(list(missing.values())), strict=True))}
         self._by_save = {}
@@ -111,9 +111,10 @@ class ReplicaDigests:
         if self._pending is None:
             return
         found = iter(self._pending.result())
-        for box in self._boxes:
-            digest = next(found) if box.digested in ("copy", "here") else self._digested.get(box.name)
-            self._digests += [box.name if digest is None else digest_of(digest)] * len(box.replicas)
+        for shared in self._boxes:
+            name = shared.box.box_name
+            digest = next(found) if shared.digested in ("copy", "here") else self._digested.get(name)
+            self._digests += [name if digest is None else digest_of(digest)] * len(shared.replicas)
         self._digests += [digest_of_values(values) for _, values in self._values]
         if self._encoded is not None:
             self._names = self._encoded.of([*(item for box in self._boxes for item in box.replicas), *self._keys()])
@@ -121,7 +122,11 @@ class ReplicaDigests:
 
     def report(self, shards: Sequence[Shard]) -> RankDigests:
         """Return what the coordinator compares. shards: the shards of this save. Call it only after the upload."""
-        crcs = {shard.tensors[chunk.tensor].name: chunk.crcs for shard in shards for chunk in shard.chunks}
+        crcs = {
+            box_name(shard.tensors[chunk.tensor].name, chunk.offsets): chunk.crcs
+            for shard in shards
+            for chunk in shard.chunks
+        }
         digests = (digest_of(crcs[found]) if isinstance(found, str) else found for found in self._digests)
         return RankDigests(names=self._names, digests=b"".join(digests))
 

@@ -24,7 +24,7 @@ from raycheck.errors import SaveFailedError
 from raycheck.state.random_state import apply_rng, rng_values
 from raycheck.state.train_state import TrainState
 from raycheck.transfer.incremental_upload import StagedState
-from raycheck.transfer.stage.local_box import box_of
+from raycheck.transfer.stage.local_box import boxes_of
 from raycheck.transfer.stage.stager import Stager
 from raycheck.transfer.tensor_digest import digests
 from tests.support.processes.background_call import InThread
@@ -218,7 +218,7 @@ def test_slices_from_the_device_wait_for_the_step_before_and_are_the_same_object
             "brain": torch.randn(1001, device="cuda").bfloat16(),
             "on_the_host": torch.randn(333, 17).t(),
         }
-        boxes = [box_of(name, (name,), tensor, may_spread=True) for name, tensor in tensors.items()]
+        boxes = [box for name, tensor in tensors.items() for box in boxes_of(name, (name,), tensor, may_spread=True)]
         torch.cuda._sleep(LONG)
         tensors["large"].fill_(5.0)
 
@@ -234,7 +234,7 @@ def test_slices_from_the_device_wait_for_the_step_before_and_are_the_same_object
 
 def test_slices_are_copied_in_another_thread_while_training_waits_and_not_after(store: Store) -> None:
     tensors = {f"w{number}": torch.full((1 << 22,), float(number), device="cuda") for number in range(16)}
-    boxes = [box_of(name, (name,), tensor, may_spread=True) for name, tensor in tensors.items()]
+    boxes = [box for name, tensor in tensors.items() for box in boxes_of(name, (name,), tensor, may_spread=True)]
     buffered = Stager("train", 0).stage(boxes, {})
     expected = bytes(buffered.seal())
     save = StagedState(staged=[Stager("train", 0).stage_in_slices(boxes, {})])
@@ -253,7 +253,11 @@ def test_slices_are_copied_in_another_thread_while_training_waits_and_not_after(
 
 def test_parts_of_slices_from_the_device_are_page_locked_and_used_again(store: Store) -> None:
     tensors = [torch.randn(1 << 22, device="cuda") for _ in range(8)]
-    boxes = [box_of(f"w{number}", ("w", number), tensor, may_spread=True) for number, tensor in enumerate(tensors)]
+    boxes = [
+        box
+        for number, tensor in enumerate(tensors)
+        for box in boxes_of(f"w{number}", ("w", number), tensor, may_spread=True)
+    ]
     places = []
 
     for part in Stager("train", 0).stage_in_slices(boxes, {}).parts(1 << 24):

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import math
 import os
 import subprocess
 import sys
@@ -16,8 +15,6 @@ from uuid import uuid4
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -37,7 +34,7 @@ from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError
 from raycheck.huggingface.export import INDEX_FILE, export_hf
 from raycheck.huggingface.export_contents import SAFETENSORS_DTYPES
 from raycheck.huggingface.lora import as_saved
-from raycheck.huggingface.weight_stream import WeightSource, _boxes
+from raycheck.huggingface.weight_stream import WeightSource
 from raycheck.settings import ExportOptions
 from raycheck.state.train_state import TrainState
 from tests.support.histories.invariants import assert_invariants
@@ -613,20 +610,3 @@ print((kib("VmHWM") - before) // 1024)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "hf" / "model-00002-of-00002.safetensors").stat().st_size > 6 * 64 * 1024 * 1024
     assert int(done.stdout) < 3 * 64
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-def test_boxes_are_a_run_of_elements_in_order(shape: list[int], data: st.DataObject):
-    count = math.prod(shape)
-    start = data.draw(st.integers(0, count))
-    stop = data.draw(st.integers(start, count))
-    whole = torch.arange(count).view(shape)
-
-    found = []
-    for offsets, sizes in _boxes(tuple(shape), start, stop):
-        box = whole
-        for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-            box = box.narrow(dim, offset, size)
-        found += box.flatten().tolist()
-
-    assert found == list(range(start, stop))

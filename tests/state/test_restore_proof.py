@@ -9,7 +9,7 @@ from torch import nn
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError
 from raycheck.transfer.read.restore_proof import WrittenBytes, written_bytes
-from raycheck.transfer.stage.local_box import box_of
+from raycheck.transfer.stage.local_box import boxes_of
 from tests.support.processes.save_without_ray import restore_state, save_state
 
 
@@ -116,7 +116,7 @@ def test_an_optimizer_that_keeps_no_slot_or_none_exactly_is_named(memory: Store,
 
 @pytest.mark.parametrize("counts", [[], [35], [36, 1], [36, 36]])
 def test_every_byte_of_a_box_must_be_written_once(counts: list[int]):
-    box = box_of("model.weight", ("model", "weight"), torch.ones(3, 3), may_spread=False)
+    (box,) = boxes_of("model.weight", ("model", "weight"), torch.ones(3, 3), may_spread=False)
     written = WrittenBytes()
     written.add_all((box, count) for count in counts)
 

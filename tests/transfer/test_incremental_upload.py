@@ -189,7 +189,7 @@ def test_digests_after_a_restore_are_those_of_the_live_tensors(memory: Store) ->
 
     for box in whole:
         found = RestoredShards.of(manifest, first.read_index(manifest), [box])
-        assert found.digests[box.name] == digests([box.local])[0]
+        assert found.digests[box.box_name] == digests([box.local])[0]
 
 
 def through_data(model: Adapted) -> None:

@@ -15,7 +15,7 @@ from raycheck.bucket.store import Store
 from raycheck.bucket.store.memory import MemoryStore
 from raycheck.errors import SaveFailedError, StoreError
 from raycheck.transfer.incremental_upload import StagedState
-from raycheck.transfer.stage.local_box import LocalBox, box_of, without_memory
+from raycheck.transfer.stage.local_box import LocalBox, boxes_of, without_memory
 from raycheck.transfer.stage.staged_shard import Staged
 from raycheck.transfer.stage.stager import Leaves, Stager
 from tests.conftest import GOOGLES
@@ -59,15 +59,19 @@ def every_kind() -> dict[str, torch.Tensor]:
     }
 
 
-def boxes_of(tensors: dict[str, torch.Tensor]) -> tuple[list[LocalBox], list[torch.Tensor]]:
-    boxes = [without_memory(box_of(name, (name,), tensor, may_spread=True)) for name, tensor in tensors.items()]
+def all_boxes(tensors: dict[str, torch.Tensor]) -> tuple[list[LocalBox], list[torch.Tensor]]:
+    boxes = [
+        without_memory(box)
+        for name, tensor in tensors.items()
+        for box in boxes_of(name, (name,), tensor, may_spread=True)
+    ]
     boxes[0] = replace(boxes[0], aliases=(("tied", ("tied",)),))
     return boxes, list(tensors.values())
 
 
 def both(tensors: dict[str, torch.Tensor], leaves: Leaves = LEAVES) -> tuple[Staged, Staged]:
     """Returns the shard of these tensors in a buffer, and in slices."""
-    boxes, sources = boxes_of(tensors)
+    boxes, sources = all_boxes(tensors)
     buffered = Stager("train", 3).stage(boxes, leaves, sources, ALSO)
     return buffered, Stager("train", 3).stage_in_slices(boxes, leaves, sources, ALSO)
 
@@ -110,7 +114,7 @@ def test_a_tensor_that_is_much_larger_than_a_part_has_the_checksums_of_its_own_b
 def test_what_has_no_tensors_or_no_leaves_is_the_same_object_too(
     tensors: dict[str, torch.Tensor], leaves: Leaves
 ) -> None:
-    boxes = [box_of(name, (name,), tensor, may_spread=True) for name, tensor in tensors.items()]
+    boxes = [box for name, tensor in tensors.items() for box in boxes_of(name, (name,), tensor, may_spread=True)]
     buffered = Stager("train", 0).stage(boxes, leaves)
     slices = Stager("train", 0).stage_in_slices(boxes, leaves)
 
@@ -121,7 +125,7 @@ def test_what_has_no_tensors_or_no_leaves_is_the_same_object_too(
 
 
 def test_a_stager_goes_from_slices_to_a_buffer_and_back() -> None:
-    stager, (boxes, sources) = Stager("train", 3), boxes_of(every_kind())
+    stager, (boxes, sources) = Stager("train", 3), all_boxes(every_kind())
     expected = bytes(both(every_kind())[0].seal())
 
     found = []

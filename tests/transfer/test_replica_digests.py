@@ -10,12 +10,12 @@ import torch
 
 from raycheck.bucket.assembly.replica_comparison import DIGEST_BYTES, Replica, digest_of
 from raycheck.transfer.replica_digests import ReplicaDigests, SharedBox
-from raycheck.transfer.stage.local_box import TRAIN, LocalBox, box_of
+from raycheck.transfer.stage.local_box import TRAIN, LocalBox, boxes_of
 from raycheck.transfer.tensor_digest import digests
 
 
 def box_on(device: str, name: str, component: str = "model.frozen") -> LocalBox:
-    box = box_of(name, (name,), torch.empty(3, device=device), may_spread=True, world_size=2)
+    (box,) = boxes_of(name, (name,), torch.empty(3, device=device), may_spread=True, world_size=2)
     return replace(box, component=component)
 
 
@@ -45,7 +45,7 @@ def test_what_the_save_has_digested_is_taken_and_what_it_has_not_is_digested() -
     sources = [torch.ones(3), torch.arange(3)]
     replicas = ReplicaDigests(boxes, sources)
 
-    replicas.release({"known": (7,)})
+    replicas.release({"known@0": (7,)})
     replicas.wait()
 
     found = replicas.report([]).digests

@@ -20,14 +20,14 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError
 from raycheck.state.train_state import TrainState
-from raycheck.transfer.stage.local_box import TRAIN, LocalBox, box_of
+from raycheck.transfer.stage.local_box import TRAIN, LocalBox, boxes_of
 from raycheck.transfer.stage.staged_shard import Staged
 from raycheck.transfer.stage.stager import ALIGN, Leaves, Stager
 from tests.support.processes.save_without_ray import agreed, restore_state, save, save_state, shard_bytes
 
 
-def boxes_of(tensors: dict[str, torch.Tensor]) -> list[LocalBox]:
-    return [box_of(name, (name,), tensor, may_spread=True) for name, tensor in tensors.items()]
+def all_boxes(tensors: dict[str, torch.Tensor]) -> list[LocalBox]:
+    return [box for name, tensor in tensors.items() for box in boxes_of(name, (name,), tensor, may_spread=True)]
 
 
 def leaves_of(values: dict[str, object]) -> Leaves:
@@ -47,7 +47,7 @@ def some_tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def staged_by(stager: Stager, tensors: dict[str, torch.Tensor], values: dict[str, object]) -> Staged:
-    return stager.stage(boxes_of(tensors), leaves_of(values))
+    return stager.stage(all_boxes(tensors), leaves_of(values))
 
 
 def fresh_bytes(tensors: dict[str, torch.Tensor], values: dict[str, object]) -> bytes:
@@ -223,7 +223,7 @@ def faults_of_staging(stager: Stager, boxes: list[LocalBox]) -> int:
 
 def test_a_first_save_that_was_prepared_finds_its_memory_touched_and_its_bytes_right():
     tensors = {f"weight{i}": torch.randn(1 << 20) for i in range(8)}
-    boxes = boxes_of(tensors)
+    boxes = all_boxes(tensors)
     prepared, cold = Stager("train", 0), Stager("train", 0)
 
     prepared.prepare(boxes, world_size=1)
@@ -239,17 +239,17 @@ def test_preparing_may_be_overtaken_by_a_stage_or_a_change_of_form():
     stager = Stager("train", 0)
     first, second = {"a": torch.randn(1 << 22)}, {"a": torch.randn(1 << 22), "b": torch.randn(3)}
 
-    stager.prepare(boxes_of(first), world_size=1)
-    overtaken = shard_bytes(stager.stage(boxes_of(first), leaves_of({"step": 1})))
-    stager.prepare(boxes_of(first), world_size=1)
-    changed = shard_bytes(stager.stage(boxes_of(second), leaves_of({"step": 2})))
+    stager.prepare(all_boxes(first), world_size=1)
+    overtaken = shard_bytes(stager.stage(all_boxes(first), leaves_of({"step": 1})))
+    stager.prepare(all_boxes(first), world_size=1)
+    changed = shard_bytes(stager.stage(all_boxes(second), leaves_of({"step": 2})))
 
     assert overtaken == fresh_bytes(first, {"step": 1})
     assert changed == fresh_bytes(second, {"step": 2})
 
 
 def test_a_rank_prepares_its_share_of_what_all_ranks_hold_and_keeps_no_more_than_it_writes():
-    stager, boxes = Stager("train", 0), boxes_of({f"w{i}": torch.randn(1 << 20) for i in range(8)})
+    stager, boxes = Stager("train", 0), all_boxes({f"w{i}": torch.randn(1 << 20) for i in range(8)})
 
     stager.prepare(boxes, world_size=4)
     foreseen = stager._buffer

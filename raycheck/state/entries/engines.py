@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raycheck.errors import ConfigError
+from raycheck.transfer.stage.tensor_parts import is_described
 
 FSDP2 = "train with torch's fully_shard (FSDP2), which raycheck saves and reshards"
 
@@ -44,7 +45,8 @@ DEEPSPEED = TrainingEngine(
     ),
     ("ds_id", "ds_tensor", "_hp_mapping"),
     "the engine keeps the weights that it trains, and their optimizer state, in its own buffers",
-    f"Save it with engine.save_checkpoint() and load it with engine.load_checkpoint(), or {FSDP2}",
+    'Make the engine itself an entry of the state, as in {"engine": engine}, or save with engine.save_checkpoint() and '
+    f"load with engine.load_checkpoint(), or {FSDP2}",
 )
 MEGATRON = TrainingEngine(
     "Megatron",
@@ -93,7 +95,8 @@ def refuse_parts_of_engines(name: str, module: torch.nn.Module) -> None:
             raise _refusal(f"{where} belongs to an engine", DEEPSPEED)
         if getattr(parameter, _TENSOR_PARALLEL, False) and _megatron_size(_TENSOR_PARALLEL) != 1:
             raise _refusal(f"{where} is a part of a larger one", MEGATRON)
-        if parameter.requires_grad and not is_lazy(parameter) and not parameter.numel():
+        is_part = is_described(parameter)  # a rank may have none of it
+        if parameter.requires_grad and not is_part and not is_lazy(parameter) and not parameter.numel():
             raise ConfigError(
                 f"{where} is to be trained and has no elements. If it really is empty, call requires_grad_(False) on "
                 "it. If a training engine keeps its elements elsewhere, a save would miss them: save with that engine"

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from raycheck.bucket.format.values import encode
 from raycheck.errors import ConfigError
+from raycheck.state.entries.deepspeed_engine import EngineModel, EngineModelEntry, is_engine, parts_of_engine
 from raycheck.state.entries.engines import refuse_engine
 from raycheck.state.entries.fill_in_place import is_container
 from raycheck.state.entries.hf_assets import FilesEntry, has_files
@@ -138,6 +139,10 @@ def _nested(
     name: str, value: object, parameters: ParameterNames, holder: object, key: object
 ) -> Iterator[tuple[str, object]]:
     """Return the objects in `value`, with their names. holder, key: the container of `value`, and its key there."""
+    if is_engine(value):
+        for part, item in parts_of_engine(name, value).items():
+            yield f"{name}.{part}", item
+        return
     if type(value) not in (dict, list, tuple) or not _has_objects(value):
         yield name, HeldValue(holder, key, name) if _is_plain(name, value) else unwrapped(name, value)
         return
@@ -170,6 +175,8 @@ def _make_entry(name: str, value: Any, named: NamedParameters, rank: int, world_
     own = value.value if isinstance(value, PerRank) else value
     if is_metrics(own):
         return MetricsEntry(name, own, rank=rank, world_size=world_size)
+    if isinstance(value, EngineModel):
+        return EngineModelEntry(name, value)
     if isinstance(value, torch.nn.Module):
         return ModuleEntry(name, value)
     if isinstance(value, HeldValue):

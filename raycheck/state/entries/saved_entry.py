@@ -7,6 +7,7 @@ import torch
 
 from raycheck.bucket.format.index import Tensor as SavedTensor
 from raycheck.state.entries.meta_tensors import is_on_meta
+from raycheck.transfer.stage.tensor_parts import described_as, whole_shape
 
 Named = dict[str, torch.Tensor]
 
@@ -74,7 +75,7 @@ class SavedEntry:
         Return False, and record the difference, if it does not fit.
         """
         saved = self.tensors[name]
-        here = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        here = (str(tensor.dtype).removeprefix("torch."), whole_shape(tensor))
         if here == (saved.dtype, saved.shape):
             return True
         if here[1] == saved.shape and self.may_cast(saved.dtype, tensor.dtype):
@@ -112,9 +113,9 @@ class SavedEntry:
 def empty_like(live: torch.Tensor | None, saved: SavedTensor) -> torch.Tensor:
     """Return a tensor to read a saved one into: laid out like the live one if that has the same shape and dtype."""
     form = saved.shape, f"torch.{saved.dtype}"
-    if live is None or is_on_meta(live) or (tuple(live.shape), str(live.dtype)) != form:
+    if live is None or is_on_meta(live) or (whole_shape(live), str(live.dtype)) != form:
         return empty_for(saved)
-    return torch.empty_like(live, requires_grad=False)
+    return described_as(torch.empty_like(live, requires_grad=False), live)
 
 
 def empty_for(saved: SavedTensor) -> torch.Tensor:

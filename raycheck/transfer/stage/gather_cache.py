@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-Form = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+from raycheck.transfer.stage.tensor_parts import description_of
+
+Form = tuple[int, torch.Size, tuple[int, ...], torch.dtype, tuple[Any, ...]]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -26,7 +28,7 @@ def form_of(tensor: torch.Tensor) -> Form:
     Tensors of equal form are the same bytes in the same memory.
     """
     local = local_of(tensor)
-    return local.data_ptr(), tensor.shape, local.stride(), local.dtype
+    return local.data_ptr(), tensor.shape, local.stride(), local.dtype, description_of(tensor)
 
 
 class GatherCache:

@@ -1,8 +1,9 @@
-"""Describes the box of one tensor that this rank holds, whether the tensor is plain, replicated by DDP, or a DTensor.
+"""Describes a box of a tensor that this rank has, whether the tensor is plain, replicated by DDP, or a DTensor.
 
-A DTensor on a mesh of all ranks records which rank holds which of its boxes. Plain tensors, and DTensors on some of the
-ranks, may be on several ranks without recording it. The ranks agree on who writes those (replica_agreement.py).
-Whatever several ranks may hold is compared at every save (replica_digests.py).
+A tensor may be several boxes on a rank (tensor_parts.py). A DTensor on a mesh of all ranks records which rank has which
+of its boxes. Plain tensors, and DTensors on some of the ranks, may be on several ranks without recording it. The ranks
+agree on who writes those (replica_agreement.py). Whatever several ranks may have is compared at every save
+(replica_digests.py).
 """
 
 import math
@@ -11,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
-from raycheck.errors import ConfigError
+from raycheck.transfer.stage.tensor_parts import Part, described_parts, is_described, parts_of_dtensor, whole_shape
 
 TRAIN = "train"
 """The component of everything that training changes."""
@@ -23,7 +24,7 @@ Place = tuple[str, tuple[str | int, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalBox:
-    """This rank's box of a tensor. local: the live tensor of the box.
+    """A box of a tensor that this rank has. local: the live memory of the box.
 
     name, path: of the tensor in the state. shape: of the whole tensor. offsets, sizes: of the box in it, in elements.
     aliases: further names of the same memory (tied weights), which is stored once.
@@ -32,6 +33,7 @@ class LocalBox:
     has_replicas: other ranks may hold this very box.
     may_spread: the box is equal on every holder by construction (parameters and optimizer state), so that any of them
         may write it. False for buffers, which the first holder's forward defines.
+    part: where the rank's own tensor has the box; None when the box is all of it.
     component: where the box is saved. cast_from: the saved dtype, when the box is read into another dtype.
     """
 
@@ -46,6 +48,7 @@ class LocalBox:
     is_first_replica: bool
     may_spread: bool
     has_replicas: bool = False
+    part: Part | None = None
     component: str = TRAIN
     cast_from: torch.dtype | None = None
 
@@ -59,10 +62,14 @@ class LocalBox:
         """Return the size of the box in bytes."""
         return math.prod(self.sizes) * self.local.element_size()
 
+    def within(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the box's memory in the rank's own tensor, of which it may be a part."""
+        return own if self.part is None else self.part.of(own.detach())
+
     @property
     def box_name(self) -> str:
         """Return a name of this box of this tensor, which is equal on all ranks."""
-        return f"{self.name}@{','.join(map(str, self.offsets))}"
+        return box_name(self.name, self.offsets)
 
     @property
     def is_held(self) -> bool:
@@ -73,91 +80,53 @@ class LocalBox:
         return self.is_first_replica and (0 not in self.sizes or 0 in self.shape)
 
 
-def box_of(
-    name: str, path: tuple[str | int, ...], tensor: torch.Tensor, *, may_spread: bool, world_size: int = 1
-) -> LocalBox:
-    """Return this rank's box of `tensor`, which shares the tensor's memory.
+def box_name(name: str, offsets: tuple[int, ...]) -> str:
+    """Return a name of the box of a tensor that begins at these offsets."""
+    return f"{name}@{','.join(map(str, offsets))}"
 
-    Raises ConfigError, which names the tensor, for a tensor that is cut into several boxes on this rank, and for a
-    plain tensor that describes itself as a part of a larger one.
+
+def boxes_of(
+    name: str, path: tuple[str | int, ...], tensor: torch.Tensor, *, may_spread: bool, world_size: int = 1
+) -> list[LocalBox]:
+    """Return this rank's boxes of `tensor`, which share its memory.
+
+    A rank without a part of it has one box without elements, or no box if the tensor has no dimensions.
+
+    Raises ConfigError, which names the tensor, for a DTensor without final values, and for a plain tensor that
+    describes parts which it cannot have.
     """
-    refuse_part_of_another(name, tensor)
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        shape = tuple(tensor.shape)
-        return LocalBox(
+    shape = whole_shape(tensor)
+    if isinstance(tensor, DTensor):
+        own, mesh = tensor.to_local().detach(), tensor.device_mesh
+        coordinate = mesh.get_coordinate()  # None on a rank outside the mesh, which has no part of the tensor
+        replicated = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
+        is_unique = mesh.size() == world_size
+        is_first_replica = coordinate is not None and not any(coordinate[dim] for dim in replicated)
+        has_replicas = coordinate is not None and (not is_unique or any(mesh.size(dim) > 1 for dim in replicated))
+        parts = parts_of_dtensor(name, tensor)
+    else:
+        own, is_unique, is_first_replica, has_replicas = tensor.detach(), False, True, world_size > 1
+        parts = described_parts(name, tensor) if is_described(tensor) else [Part.whole(shape)]
+    if not parts and shape:
+        nothing = (0,) * len(shape)
+        sizes = tuple(own.shape) if isinstance(tensor, DTensor) else shape if 0 in shape else nothing
+        parts, own = [Part(nothing, sizes, nothing)], own.new_empty(sizes)
+    return [
+        LocalBox(
             name=name,
             path=path,
-            local=tensor,
+            local=own if part.sizes == tuple(own.shape) else part.of(own),
             shape=shape,
-            offsets=(0,) * len(shape),
-            sizes=shape,
-            is_unique=False,
-            is_first_replica=True,
+            offsets=part.offsets,
+            sizes=part.sizes,
+            part=None if part.sizes == tuple(own.shape) else part,
+            is_unique=is_unique,
+            is_first_replica=is_first_replica,
             may_spread=may_spread,
-            has_replicas=world_size > 1,
+            has_replicas=has_replicas,
         )
-    odd = _placement_of_several_boxes(tensor)
-    if odd is not None:
-        raise ConfigError(
-            f"state at {name} is a DTensor placed as {tensor.placements}: {odd!r} cannot be saved, since a rank's part "
-            "is not one box of the tensor. Redistribute it before you give it to the state: "
-            "tensor.redistribute(placements=[...]) with Shard and Replicate"
-        )
-    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    local, mesh = tensor.to_local(), tensor.device_mesh
-    coordinate = mesh.get_coordinate()  # None on a rank outside the mesh, which has no part of the tensor
-    replicated = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    is_unique = mesh.size() == world_size
-    return LocalBox(
-        name=name,
-        path=path,
-        local=local,
-        shape=tuple(tensor.shape),
-        offsets=tuple(chunks[0].offsets) if chunks else (0,) * tensor.dim(),
-        sizes=tuple(local.shape),
-        is_unique=is_unique,
-        is_first_replica=coordinate is not None and not any(coordinate[dim] for dim in replicated),
-        may_spread=may_spread,
-        has_replicas=coordinate is not None and (not is_unique or any(mesh.size(dim) > 1 for dim in replicated)),
-    )
-
-
-def _placement_of_several_boxes(tensor: DTensor) -> Placement | None:
-    """Return the placement that does not leave exactly one box on each rank, or None if all of them together do.
-
-    _StridedShard(dim, split_factor=n) distributes each of n pieces of the dimension, so a rank has one box only if the
-    placements to its right cut the dimension into these n pieces, as FSDP2 over tensor parallelism does.
-    """
-    pieces: dict[int, int] = {}
-    sizes = tensor.device_mesh.shape
-    for placement, size in reversed(list(zip(tensor.placements, sizes, strict=True))):
-        kind = type(placement).__name__
-        if kind == "Replicate" or (size == 1 and kind == "_StridedShard"):
-            continue
-        dim = getattr(placement, "dim", -1)
-        if kind != "Shard" and not (kind == "_StridedShard" and placement.split_factor == pieces.get(dim, 1)):  # type: ignore[attr-defined]
-            return placement
-        pieces[dim] = pieces.get(dim, 1) * size
-    return None
-
-
-_PART = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-"""The attributes that tell torch 2.14's DCP which part of a larger tensor a plain tensor is
-(torch.distributed.checkpoint.CheckpointableTensor)."""
-
-
-def refuse_part_of_another(name: str, tensor: torch.Tensor) -> None:
-    """Raise ConfigError for a plain tensor that describes itself as a part of a larger one.
-
-    It would be mistaken for a replica, and only one rank's part would be saved.
-    """
-    if all(hasattr(tensor, attribute) for attribute in _PART):
-        raise ConfigError(
-            f"state at {name} is a plain tensor that describes its own shard of {list(tensor.global_shape)} (a "  # type: ignore[attr-defined]
-            "CheckpointableTensor of torch.distributed.checkpoint), which raycheck cannot save yet: it would be "
-            "mistaken for a replica. Pass it as a DTensor: DTensor.from_local(tensor, mesh, [Shard(dim)])"
-        )
+        for part in parts
+    ]
 
 
 def merge_tied(boxes: Iterable[LocalBox]) -> list[LocalBox]:

@@ -52,11 +52,16 @@ class Slot:
 def rows(
     shard: ShardName, boxes: Sequence[LocalBox], slots: Sequence[Slot], crcs: Iterable[tuple[int, ...]]
 ) -> IndexRows:
-    """Return the tensors of a shard, and the saved boxes in it. A tied tensor appears under each of its names."""
-    tensors = [Tensor(name=box.name, dtype=box.dtype, shape=box.shape, path=box.path) for box in boxes]
+    """Return the tensors of a shard, and the saved boxes in it, first those of `boxes` in their order.
+
+    A tied tensor appears under each of its names, and a tensor of several boxes once.
+    """
+    found = {box.name: Tensor(name=box.name, dtype=box.dtype, shape=box.shape, path=box.path) for box in boxes}
+    number_of = {name: number for number, name in enumerate(found)}
+    tensors = list(found.values())
     chunks = [
         Chunk(
-            tensor=number,
+            tensor=number_of[box.name],
             component=shard.component,
             rank=shard.rank,
             offsets=box.offsets,
@@ -67,10 +72,12 @@ def rows(
             payload_size=slot.torch_record.payload_size,
             crcs=own,
         )
-        for number, (box, slot, own) in enumerate(zip(boxes, slots, crcs, strict=False))
+        for box, slot, own in zip(boxes, slots, crcs, strict=False)
     ]
-    aliases = [(number, place) for number, box in enumerate(boxes) for place in box.aliases]
-    for number, (name, path) in aliases:
-        chunks.append(replace(chunks[number], tensor=len(tensors)))
-        tensors.append(replace(tensors[number], name=name, path=path))
+    for chunk, box in zip(chunks[:], boxes, strict=False):
+        for name, path in box.aliases:
+            if name not in number_of:
+                number_of[name] = len(tensors)
+                tensors.append(replace(tensors[chunk.tensor], name=name, path=path))
+            chunks.append(replace(chunk, tensor=number_of[name]))
     return tuple(tensors), tuple(chunks)

@@ -31,7 +31,8 @@ from raycheck.state.entries.state_entry import GatheredEntry, StateEntry, callin
 from raycheck.state.entries.unsaved_tensors import refuse_unsaved
 from raycheck.transfer.read.restore_proof import has_memory, holds
 from raycheck.transfer.stage.gather_cache import GatherCache, local_of
-from raycheck.transfer.stage.local_box import box_of, memory_key, refuse_part_of_another
+from raycheck.transfer.stage.local_box import boxes_of, memory_key
+from raycheck.transfer.stage.tensor_parts import described_as, is_described
 
 EXTRA, FLATTENED, BUFFERS = "extra", "flattened", "buffers"
 VALUE_KEYS = frozenset({EXTRA, FLATTENED})
@@ -86,9 +87,12 @@ class ModuleEntry(StateEntry):
             state = self.module.state_dict()
         if not state:
             refuse_unsaved(self.name, self.module)
-        live = self._live() if any(map(_can_be_flattened, state.values())) else {}
+        live = self._live()
+        described = {key for key, tensor in live.items() if is_described(tensor)}
         for key, value in state.items():
             plain = self._plain(key)
+            if key in described:
+                value = described_as(value, live[key])  # noqa: PLW2901  state_dict() detaches, which drops attributes
             inner = {"": value}
             if _can_be_flattened(value):
                 value = live.get(key, value)  # noqa: PLW2901  state_dict() detaches, which may copy the inner ones
@@ -131,8 +135,6 @@ class ModuleEntry(StateEntry):
                 return replace(found, tensors=tensors, values=values, is_as_before=True)
         found = super().gather()
         live = {self._name(key): tensor for key, tensor in self._live().items()}
-        for name, tensor in live.items():  # state_dict() detaches, which drops attributes set on a tensor
-            refuse_part_of_another(name, tensor)
         frozen = self._frozen(found.tensors, live)
         found = replace(found, frozen=frozen, is_as_before=found.is_as_before and frozen == self._last_frozen)
         self._last, self._last_frozen = None, frozen
@@ -383,5 +385,6 @@ def _ties(live: Named) -> dict[str, list[str]]:
     addresses = Counter(local_of(tensor).data_ptr() for tensor in live.values())
     for name, tensor in live.items():
         if addresses[local_of(tensor).data_ptr()] > 1:  # otherwise it shares its memory with none
-            groups.setdefault(memory_key(box_of(name, (name,), tensor, may_spread=False)), []).append(name)
+            key = tuple(memory_key(box) for box in boxes_of(name, (name,), tensor, may_spread=False))
+            groups.setdefault(key, []).append(name)
     return {name: group for group in groups.values() if len(group) > 1 for name in group}

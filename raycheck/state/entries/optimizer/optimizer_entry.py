@@ -29,12 +29,13 @@ from raycheck.state.entries.optimizer.sharded_slots import (
     with_placed,
 )
 from raycheck.state.entries.optimizer.slot_allocation import inner_tensor, slot_tensor
-from raycheck.state.entries.optimizer.slot_locations import SlotLocations, is_plain
+from raycheck.state.entries.optimizer.slot_locations import SlotLocations, described_slot, is_plain
 from raycheck.state.entries.saved_entry import Named, SavedEntry, empty_like
 from raycheck.state.entries.state_entry import GatheredEntry, StateEntry, calling
 from raycheck.transfer.read.restore_proof import holds
 from raycheck.transfer.stage.gather_cache import GatherCache
 from raycheck.transfer.stage.stock_torch_names import StockNames
+from raycheck.transfer.stage.tensor_parts import is_described, whole_shape
 
 VALUE_KEYS = frozenset({"slots", "state", "other"})
 """Keys of the values that every saved optimizer has: the slots' names in order, by parameter; the slots that are no
@@ -157,7 +158,7 @@ class OptimizerEntry(StateEntry):
                 own[key] = slots  # not a parameter's number: state of the whole optimizer, which torch keeps unchanged
             else:
                 _refuse_odd_slots(f"{self.name}.state.{flat[key]}", slots)
-                state[flat[key]] = slots
+                state[flat[key]] = _described_slots(slots, self._groups.parameters[flat[key]])
         rest = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
         return {"state": state, "param_groups": groups, **rest, **({OWN: own} if own else {})}
 
@@ -214,10 +215,12 @@ class OptimizerEntry(StateEntry):
             path = self._slot_name(name, slot)
             tensor = self._find(saved.tensors, name, slot)
             if tensor is not None:
-                here = live.get(slot)
-                if isinstance(here, torch.Tensor) and tuple(here.shape) != tensor.shape:
+                here = described_slot(live.get(slot), parameter)
+                if isinstance(here, torch.Tensor) and whole_shape(here) != tensor.shape:
                     saved.reshaped.append(tensor.name)
-                    saved.mismatched.append(f"{tensor.name}: {list(here.shape)} here, {list(tensor.shape)} saved")
+                    saved.mismatched.append(
+                        f"{tensor.name}: {list(whole_shape(here))} here, {list(tensor.shape)} saved"
+                    )
                 try:
                     live_or_new = new_slot(tensor, placed.get(slot), parameter, path=path) if here is None else here
                 except ValueError as error:
@@ -348,6 +351,12 @@ def _refuse_odd_slots(path: str, slots: Any) -> None:
     for slot in slots:
         if type(slot) not in (str, int):
             raise ConfigError(f"state at {path} has a {type(slot).__qualname__} as a slot's name; use strings")
+
+
+def _described_slots(slots: Any, parameter: torch.Tensor) -> Any:
+    if not is_described(parameter):
+        return slots
+    return type(slots)((slot, described_slot(value, parameter)) for slot, value in slots.items())
 
 
 def _without_tensors(slots: Any) -> Any:

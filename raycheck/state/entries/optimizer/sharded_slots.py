@@ -14,7 +14,7 @@ import torch.distributed.tensor as sharded
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from raycheck.bucket.format.index import Tensor as SavedTensor
-from raycheck.transfer.stage.local_box import box_of
+from raycheck.transfer.stage.local_box import boxes_of
 
 MAX_SHOWN = 3
 """How many parts an error lists."""
@@ -26,8 +26,10 @@ def cut_of(parameter: torch.Tensor) -> str:
     """Return the suffix of a slot's name for the part of a parameter that this rank has; "" when it has all of it."""
     if not isinstance(parameter, DTensor):
         return ""
-    box = box_of("a parameter", (), parameter, may_spread=False)
-    return "" if box.sizes == box.shape else f"@{_text(box.offsets)}+{_text(box.sizes)}"
+    boxes = boxes_of("a parameter", (), parameter, may_spread=False)
+    if all(box.sizes == box.shape for box in boxes):
+        return ""
+    return "@" + "&".join(f"{_text(box.offsets)}+{_text(box.sizes)}" for box in boxes)
 
 
 def is_of_cut(value: object, parameter: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from raycheck.state.entries.module.parameter_names import ParameterNames
 from raycheck.state.entries.saved_entry import SavedEntry, empty_like
 from raycheck.transfer.read.overlapping_tensors import overlaps_itself
 from raycheck.transfer.stage.gather_cache import local_of
+from raycheck.transfer.stage.tensor_parts import described_as, whole_shape
 
 STEP = "step"
 """The slot that counts a parameter's steps. It stays on the CPU and keeps its own dtype, as in torch."""
@@ -28,10 +29,10 @@ def slot_tensor(
     """
     dtype = _slot_dtype(saved, tensor, slot, live=live, parameter=parameter, named=named)
     is_there = isinstance(live, torch.Tensor) and not is_on_meta(live) and not overlaps_itself(local_of(live))
-    if is_there and (tuple(live.shape), live.dtype) == (tensor.shape, dtype):
+    if is_there and (whole_shape(live), live.dtype) == (tensor.shape, dtype):
         return cast("torch.Tensor", live)
-    if tuple(parameter.shape) == tensor.shape and slot != STEP:
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if whole_shape(parameter) == tensor.shape and slot != STEP:
+        return described_as(torch.empty_like(parameter, dtype=dtype, requires_grad=False), parameter)
     return torch.empty(tensor.shape, dtype=dtype)
 
 
@@ -66,6 +67,6 @@ def inner_tensor(tensor: SavedTensor, *, live: torch.Tensor | None, parameter: t
     if live is not None or tensor.name.rpartition(".")[2] == STEP:
         return empty_like(live, tensor)
     dtype = getattr(torch, tensor.dtype)
-    if tuple(parameter.shape) == tensor.shape:
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if whole_shape(parameter) == tensor.shape:
+        return described_as(torch.empty_like(parameter, dtype=dtype, requires_grad=False), parameter)
     return torch.empty(tensor.shape, dtype=dtype, device=parameter.device)

@@ -3,7 +3,10 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
+
+from raycheck.transfer.stage.tensor_parts import described_as
 
 _TORCH_STATE_DICT = Optimizer.state_dict
 _NO_SLOTS: Mapping[Any, Any] = {}
@@ -25,7 +28,12 @@ class SlotLocations:
         is_simple = all(type(slots) is dict for slots in state.values()) and is_plain(self._optimizer)
         if not is_simple or sum(map(len, state.values())) != len(self._places):
             raise LookupError("there are other slots now")
-        return [state.get(parameter, _NO_SLOTS)[slot] for parameter, slot in self._places]
+        return [described_slot(state.get(parameter, _NO_SLOTS)[slot], parameter) for parameter, slot in self._places]
+
+
+def described_slot(value: Any, parameter: Any) -> Any:
+    """Return a slot, which is divided like its parameter if that describes its parts and the slot has its shape."""
+    return described_as(value, parameter) if isinstance(value, torch.Tensor) else value
 
 
 def is_plain(optimizer: Optimizer) -> bool:

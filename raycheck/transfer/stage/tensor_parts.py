@@ -1,0 +1,202 @@
+"""Finds which elements of a whole tensor this rank has, and where its own tensor has them.
+
+A DTensor records it by its mesh and placements. A plain tensor may record it in four attributes, as the
+CheckpointableTensor protocol of torch 2.14 defines them: `global_shape`, and one item per box in `global_offsets`,
+`local_offsets` and `local_sizes`. One extension serves engines that keep all parameters in flat memory: if the tensor
+is one-dimensional and the whole is not, a local offset is the number of the box's first element in that memory.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, product
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from raycheck.errors import ConfigError
+
+Numbers = tuple[int, ...]
+Box = tuple[Numbers, Numbers]
+"""Offsets and sizes of a box in a whole tensor, in elements."""
+_ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a whole tensor, and its place in the rank's own tensor.
+
+    offsets, sizes: of the box, in elements. start: the first element of the box in the rank's tensor, by dimension, or
+    its number if that tensor is flat memory.
+    """
+
+    offsets: Numbers
+    sizes: Numbers
+    start: Numbers
+
+    @classmethod
+    def whole(cls, shape: Numbers) -> "Part":
+        """Return the part of a tensor that is not divided."""
+        return cls((0,) * len(shape), shape, (0,) * len(shape))
+
+    def of(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the box as a view of the rank's own tensor."""
+        if len(self.start) != len(self.sizes):
+            return own.narrow(0, self.start[0], math.prod(self.sizes)).view(self.sizes)
+        for dim, (start, size) in enumerate(zip(self.start, self.sizes, strict=True)):
+            own = own.narrow(dim, start, size)
+        return own
+
+
+def is_described(tensor: torch.Tensor) -> bool:
+    """Return whether a plain tensor records which part of a larger one it is."""
+    return not isinstance(tensor, DTensor) and all(hasattr(tensor, attribute) for attribute in _ATTRIBUTES)
+
+
+def whole_shape(tensor: torch.Tensor) -> Numbers:
+    """Return the shape of the whole tensor of which this rank has parts."""
+    return tuple(tensor.global_shape) if is_described(tensor) else tuple(tensor.shape)  # type: ignore[attr-defined]
+
+
+def description_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what a plain tensor records about its parts, () if nothing."""
+    return tuple(getattr(tensor, attribute) for attribute in _ATTRIBUTES) if is_described(tensor) else ()
+
+
+def described_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, or a view of it that describes itself as `other` does, if that one does and has its shape."""
+    if not is_described(other) or is_described(tensor) or tensor.shape != other.shape:
+        return tensor
+    return _describe(tensor.detach(), *description_of(other))
+
+
+def flat_part(memory: torch.Tensor, shape: Sequence[int], start: int) -> torch.Tensor:
+    """Describe flat memory as a range of the elements of a larger tensor, and return a view of it.
+
+    memory: one-dimensional; the view shares it. shape: of the whole tensor. start: the number of the memory's first
+    element there, in row-major order. The view can be a tensor of the state: every rank saves its own range, and a
+    restore reads whatever range this rank has then. Raises ConfigError for a range outside the whole tensor.
+    """
+    shape = tuple(shape)
+    if memory.dim() != 1 or not 0 <= start <= start + len(memory) <= math.prod(shape):
+        raise ConfigError(
+            f"flat_part: memory of shape {list(memory.shape)} from element {start} is no range of a tensor of shape "
+            f"{list(shape)}; give one-dimensional memory of at most {math.prod(shape)} elements"
+        )
+    boxes = list(boxes_of_range(shape, start, start + len(memory)))
+    ends = accumulate((math.prod(sizes) for _, sizes in boxes), initial=0)
+    local = tuple((first,) for first, _ in zip(ends, boxes, strict=False))
+    offsets, sizes = (tuple(box[number] for box in boxes) for number in (0, 1))
+    return _describe(memory.detach().view(-1), shape, offsets, local, sizes)
+
+
+def _describe(tensor: torch.Tensor, *description: Any) -> torch.Tensor:
+    for attribute, value in zip(_ATTRIBUTES, description, strict=True):
+        setattr(tensor, attribute, value)
+    return tensor
+
+
+def boxes_of_range(shape: Numbers, start: int, stop: int) -> Iterator[Box]:
+    """Yield boxes that together cover the elements from `start` to before `stop`, in row-major order."""
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        box: Box = ((start,), (stop - start,)) if shape else ((), ())
+        yield box
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:
+        edges = [(last, start - last * row, stop - last * row)]
+        whole = 0
+    else:
+        edges = [(first - 1, start - (first - 1) * row, row)] if start % row else []
+        whole = last - first
+    for number, low, high in edges:
+        for offsets, sizes in boxes_of_range(shape[1:], low, high):
+            yield (number, *offsets), (1, *sizes)
+    if whole:
+        yield (first, *(0 for _ in shape[1:])), (whole, *shape[1:])
+    if first <= last and stop % row:
+        for offsets, sizes in boxes_of_range(shape[1:], 0, stop - last * row):
+            yield (last, *offsets), (1, *sizes)
+
+
+def described_parts(name: str, tensor: torch.Tensor) -> list[Part]:
+    """Return the parts that a plain tensor records. Raises ConfigError, naming the tensor, if they cannot be so."""
+    shape, *lists = description_of(tensor)
+    try:
+        boxes = [tuple(tuple(map(int, item)) for item in row) for row in zip(*lists, strict=True)]
+        parts = [Part(offsets, sizes, start) for offsets, start, sizes in boxes]
+        are_inside = all(_is_inside(part, tuple(shape), tensor) for part in parts)
+    except (TypeError, ValueError):
+        are_inside = False
+    if not are_inside:
+        given = ", ".join(f"{attribute}={getattr(tensor, attribute)!r}" for attribute in _ATTRIBUTES)
+        raise ConfigError(
+            f"state at {name} is a tensor of shape {list(tensor.shape)} that describes parts of a larger one which it "
+            f"cannot have: {given}. Give each box its offsets and sizes in the larger tensor and its place in this one"
+        )
+    return parts
+
+
+def _is_inside(part: Part, shape: Numbers, own: torch.Tensor) -> bool:
+    """Return whether a box lies in the whole tensor, and its elements in the rank's own."""
+    if not len(part.offsets) == len(part.sizes) == len(shape):
+        return False
+    is_in_whole = all(
+        0 <= low <= low + size <= end for low, size, end in zip(part.offsets, part.sizes, shape, strict=True)
+    )
+    if len(part.start) == 1 and own.dim() == 1 and len(shape) != 1:
+        return is_in_whole and own.is_contiguous() and 0 <= part.start[0] <= len(own) - math.prod(part.sizes)
+    return (
+        is_in_whole
+        and len(part.start) == own.dim() == len(shape)
+        and all(0 <= low <= low + size <= end for low, size, end in zip(part.start, part.sizes, own.shape, strict=True))
+    )
+
+
+def parts_of_dtensor(name: str, tensor: DTensor) -> list[Part]:
+    """Return the parts that this rank has of a DTensor. Raises ConfigError, naming it, if its values are not final."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # a rank outside the mesh has no part of the tensor
+        return []
+    cut: dict[int, torch.Tensor] = {}  # by dimension, the indices that this rank has, in the order of its own tensor
+    for mesh_dim, placement in enumerate(tensor.placements):
+        kind = type(placement).__name__
+        if kind == "Replicate":
+            continue
+        if kind not in ("Shard", "_StridedShard"):
+            raise ConfigError(
+                f"state at {name} is a DTensor placed as {tensor.placements}: {placement!r} cannot be saved, since no "
+                "rank has the final values. Redistribute it before you give it to the state: "
+                "tensor.redistribute(placements=[...]) with Shard and Replicate"
+            )
+        dim = placement.dim % tensor.dim()  # type: ignore[attr-defined]
+        pieces = _chunks(cut.get(dim, torch.arange(tensor.shape[dim])), getattr(placement, "split_factor", 1))
+        mine = (_chunks(piece, tensor.device_mesh.size(mesh_dim))[coordinate[mesh_dim]] for piece in pieces)
+        cut[dim] = torch.cat(list(mine))
+    sizes = tuple(len(cut[dim]) if dim in cut else size for dim, size in enumerate(tensor.shape))
+    if sizes != tuple(tensor.to_local().shape):
+        raise ConfigError(
+            f"state at {name} is a DTensor placed as {tensor.placements} over {list(tensor.shape)}, of which this rank "
+            f"should have {list(sizes)} and has {list(tensor.to_local().shape)}: create it with torch's own "
+            "distribute_tensor, or give DTensor.from_local the whole shape"
+        )
+    runs = [_runs(cut[dim]) if dim in cut else [(0, size, 0)] for dim, size in enumerate(tensor.shape)]
+    return [Part(*zip(*box, strict=True)) if box else Part((), (), ()) for box in product(*runs)]
+
+
+def _chunks(indices: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Cut as torch.chunk does, but always into `count` pieces: the last ones may be empty."""
+    size = max(1, -(-len(indices) // count))
+    return [indices[size * number : size * (number + 1)] for number in range(count)]
+
+
+def _runs(indices: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Return the runs of consecutive indices: the first index, the length, and the place among these indices."""
+    breaks = ((indices[1:] - indices[:-1] != 1).nonzero().flatten() + 1).tolist()
+    return [
+        (int(indices[first]), end - first, first) for first, end in pairwise([0, *breaks, len(indices)]) if first < end
+    ]

@@ -1,0 +1,238 @@
+"""Installs DeepSpeed, and trains with its engines: `python this-file TRAINING-AS-JSON`, one process for each rank.
+
+It goes into a virtual environment beside the repository's, without its compiled parts, and finds all else in that one.
+Rank 0 prints as JSON the losses, and digests of the 32-bit weights and of the moments that DeepSpeed's own functions
+put together from all ranks.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+VERSION = "0.19.8"
+FOLDER = Path(__file__).parents[3] / ".venv-deepspeed"
+PYTHON = FOLDER / "bin/python"
+NEEDS = ("hjson", "py-cpuinfo", "ninja", "einops", "msgpack", "setuptools", "wheel")
+BATCH, STEPS = 12, 8
+
+
+def prepare() -> None:
+    from tests.support.processes.virtual_environments import prepare_venv
+
+    os.environ["DS_BUILD_OPS"] = "0"
+    install = ("--no-deps", "--no-build-isolation", f"deepspeed=={VERSION}", *NEEDS)
+    prepare_venv(FOLDER, f"deepspeed-{VERSION}", *install, finds_ours=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A training over all ranks.
+
+    stage: of ZeRO; None: plain DDP without DeepSpeed. zero: more of ZeRO's settings. saves_at: the step of the only
+    save. until: the last step. is_tied: the head is the embedding. is_strict, is_cast: see restore. seed: of the fresh weights.
+    """
+
+    uri: str
+    world_size: int
+    stage: int | None
+    dtype: str = "fp32"
+    zero: dict[str, Any] = field(default_factory=dict)
+    saves_at: int = 4
+    until: int = STEPS
+    is_tied: bool = False
+    is_strict: bool = True
+    is_cast: bool = False
+    seed: int = 0
+
+    def run(self, within_s: float = 180.0) -> dict[str, Any]:
+        """Train in processes of their own, and return what rank 0 has printed."""
+        environment = {
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "LOCAL_SIZE": str(self.world_size),
+            "OMP_NUM_THREADS": "1",
+        }
+        environment["PYTHONPATH"] = str(Path(__file__).parents[3])
+        command = [
+            PYTHON,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={self.world_size}",
+            __file__,
+        ]
+        done = subprocess.run(
+            [*command, json.dumps(asdict(self))],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=within_s,
+            check=False,
+        )
+        lines = [line for line in done.stdout.splitlines() if line.startswith('{"losses"')]
+        if done.returncode or not lines:
+            errors = [line for line in done.stderr.splitlines() if "Error: " in line]
+            raise RuntimeError("\n".join(errors[:4] or [done.stdout[-2000:], done.stderr[-2000:]]))
+        found: dict[str, Any] = json.loads(lines[0])
+        return found
+
+
+def model_of(training: Training) -> Any:
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(11, 6)
+            self.hidden = torch.nn.Linear(6, 8)
+            self.frozen = torch.nn.Linear(8, 6)
+            self.head = torch.nn.Linear(6, 11, bias=False)
+            self.register_buffer("seen", torch.zeros(1))
+            if training.is_tied:
+                self.head.weight = self.embed.weight
+            self.frozen.requires_grad_(False)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            self.seen += 1
+            return self.head(self.frozen(torch.tanh(self.hidden(self.embed(tokens)))))
+
+    torch.manual_seed(training.seed)
+    return Net()
+
+
+def groups_of(model: Any) -> list[dict[str, Any]]:
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return [
+        {"params": [p for name, p in named.items() if "bias" not in name], "weight_decay": 0.1},
+        {"params": [p for name, p in named.items() if "bias" in name], "weight_decay": 0.0, "lr": 0.02},
+    ]
+
+
+def config_of(training: Training) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_batch_size": BATCH,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": training.stage, **training.zero},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if training.dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    if training.dtype == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 3}
+    return config
+
+
+def train(training: Training) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import raycheck
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    model = model_of(training)
+    optimizer = torch.optim.AdamW(groups_of(model), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+    engine: Any = None
+    if training.stage is None:
+        dist.init_process_group("gloo")
+        wrapped: Any = torch.nn.parallel.DistributedDataParallel(model)
+        state: dict[str, Any] = {"engine": {"model": model, "optimizer": optimizer, "scheduler": scheduler}}
+    else:
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+
+        get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses it on a CPU, where torch has it
+        engine, _, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config_of(training)
+        )
+        wrapped, state = engine, {"engine": engine}
+
+    def step(number: int) -> float:
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(11, (BATCH, 2), generator=generator)[
+            rank * BATCH // world_size : (rank + 1) * BATCH // world_size
+        ]
+        logits = wrapped(tokens[:, 0]).float()
+        loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1])
+        if engine is None:
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+        else:
+            engine.backward(loss)
+            engine.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return float(total) / world_size
+
+    settings = raycheck.SaveSettings(every_steps=None, at_steps=[training.saves_at])
+    losses = []
+    with raycheck.Checkpointer(state, settings, group=raycheck.torchrun_group(training.uri)) as ckpt:
+        at = ckpt.restore(strict=training.is_strict, cast=training.is_cast)
+        digests = digests_of(engine, model, optimizer)
+        for number in range(at.step, training.until):
+            losses.append(step(number))
+            ckpt.end_step()
+            if number + 1 == training.saves_at:
+                digests = digests_of(engine, model, optimizer)
+    if rank == 0:
+        print(
+            json.dumps({"losses": losses, "start": at.step, "digests": digests, "scale": scale_of(engine)}), flush=True
+        )
+
+
+def scale_of(engine: Any) -> float | None:
+    own = getattr(engine, "optimizer", None)
+    scaler = getattr(own, "loss_scaler", None) or getattr(own, "loss_scale_config", None)
+    return None if scaler is None else float(scaler.cur_scale)
+
+
+def digests_of(engine: Any, model: Any, optimizer: Any) -> dict[str, str]:
+    """Return a digest of each whole 32-bit weight and of its moments. A collective."""
+    import torch
+
+    found: dict[str, str] = {}
+    with torch.no_grad():
+        for name, parameter in (engine.module if engine is not None else model).named_parameters():
+            if not parameter.requires_grad:
+                continue
+            for slot, value in slots_of(engine, parameter, optimizer).items():
+                found[f"{name}.{slot}"] = hashlib.sha256(
+                    value.float().cpu().contiguous().numpy().tobytes()
+                ).hexdigest()[:12]
+    return found
+
+
+def slots_of(engine: Any, parameter: Any, optimizer: Any) -> dict[str, Any]:
+    if engine is None or engine.optimizer is engine.basic_optimizer:
+        own = (optimizer if engine is None else engine.optimizer).state.get(parameter, {})
+        return {"weight": parameter, **{slot: own[slot] for slot in ("exp_avg", "exp_avg_sq") if own}}
+    if hasattr(engine.optimizer, "fp32_groups"):  # ZeRO 0
+        pairs = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
+        master = next(b for low, high in pairs for a, b in zip(low, high, strict=True) if a is parameter)
+        own = engine.optimizer.optimizer.state.get(master, {})
+        return {"weight": master, **{slot: own[slot] for slot in ("exp_avg", "exp_avg_sq") if own}}
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found = {"weight": safe_get_full_fp32_param(parameter)}
+    if any(engine.optimizer.optimizer.state.values()):
+        if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):  # it has linked the first group's alone
+            engine.optimizer._hp_optimizer_states_linked = False
+            engine.optimizer._lazy_init_hp_params_optimizer_state()
+        found |= {slot: safe_get_full_optimizer_state(parameter, slot) for slot in ("exp_avg", "exp_avg_sq")}
+    return found
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        prepare()
+    else:
+        train(Training(**json.loads(sys.argv[1])))
