@@ -20,7 +20,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError, SaveFailedError, StoreError
 from raycheck.group.coordinator.messages import Outcome
 from raycheck.group.group import Group, ask_until_decided
-from raycheck.group.ports import Reporter, UnreportedCommit
+from raycheck.group.ports import Reporter, Sink, UnreportedCommit
 from raycheck.group.worker.memory_saves import MemorySaves
 from raycheck.group.worker.save_handle import CheckpointInfo, SaveHandle
 from raycheck.group.worker.save_kind import SaveKind
@@ -149,7 +149,7 @@ class SaveQueue:
         self._pending: deque[_UnderWay] = deque()
         own = Uploader(group, timeout_s=settings.save_timeout_s)
         node = group.node_sink(timeout_s=settings.save_timeout_s) if settings.upload_by == "node" else None
-        sinks = [own] if node is None else [node, own]
+        sinks: list[Sink] = [own] if node is None else [node, own]
         self._thread = SaveThread(group, sinks, timeout_s=settings.save_timeout_s, name="raycheck-save")
         if node is not None:
             self._thread.do_next(node.prepare)
@@ -208,7 +208,10 @@ class SaveQueue:
         self.begun = SaveHandle(info, rank=report.rank, longest_s=self.longest_s)
         try:
             staged = self._begin(report, began, is_reported=is_reported)
-        except (SaveFailedError, StoreError) as error:
+        except Exception as error:
+            self.begun.fail(error)
+            if not isinstance(error, SaveFailedError | StoreError):
+                raise
             self._note_failure(report.save, str(error))
         else:
             staged.wait_for_slices(began + self._settings.save_timeout_s)
@@ -220,16 +223,12 @@ class SaveQueue:
         is_reported = is_reported and not any(save.is_reported for save in self._pending)
         counts = {"step": report.progress.step, "epoch": report.progress.epoch}
         commit = UnreportedCommit(key=report.checkpoint, metrics={**counts, **report.metrics})  # the user's `step` wins
-        try:
-            staged, outcome = self._thread.begin(
-                report,
-                partial(self._stage, report, must_agree=must_agree),
-                began=began,
-                committed=lambda: self._reporter.point_to(commit) if is_reported else None,
-            )
-        except Exception as error:
-            self.begun.fail(error)
-            raise
+        staged, outcome = self._thread.begin(
+            report,
+            partial(self._stage, report, must_agree=must_agree),
+            began=began,
+            committed=lambda: self._reporter.point_to(commit) if is_reported else None,
+        )
         self.begun.follow(outcome)
         outcome.add_done_callback(lambda _: staged.let_slices_go())  # also if it ends before the upload begins
         save = _UnderWay(

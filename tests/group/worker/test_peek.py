@@ -119,7 +119,7 @@ def test_what_a_peek_has_read_is_not_read_again(uri: str) -> None:
     trained(uri)
     pair = pair_of(uri, "bob")
     on_all(pair, "peek")
-    index = f"checkpoints/{raycheck.open_run(uri).head.entry.key}/index"
+    index = f"checkpoints/{raycheck.open_run(uri).head.key}/index"
 
     flip(open_store(uri), index)
     assert [at.step for at in on_all(pair, "restore")] == [4, 4]
