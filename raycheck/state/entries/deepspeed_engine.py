@@ -13,6 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from raycheck.state.entries.module.module_entry import ModuleEntry
 from raycheck.state.entries.module.parameter_names import plain_names
 from raycheck.state.entries.module.tensor_locations import is_plain
 from raycheck.state.entries.saved_entry import Named, SavedEntry
-from raycheck.transfer.stage.tensor_parts import flat_part
+from raycheck.transfer.stage.tensor_parts import describe, description_of, flat_part
 
 VERSIONS = ("0.19.",)
 """The beginnings of the versions of DeepSpeed that were tried."""
@@ -155,6 +156,21 @@ def _linked_ranges(groups: Any, memories: Any) -> Iterator[ParameterRange]:
                 yield ParameterRange(parameter, memory, high.start, high.numel, low.start)
 
 
+class _View(NamedTuple):
+    """A parameter of an EngineModel, the engine's memory that it shares, and its part and address there."""
+
+    own: torch.nn.Parameter
+    memory: torch.Tensor
+    part: Callable[[torch.Tensor], torch.Tensor]
+    address: int
+
+
+def _frozen_part(parameter: Any, partition: torch.Tensor) -> torch.Tensor:
+    """Return this rank's range of a frozen parameter under ZeRO 3. partition: it, perhaps padded."""
+    start = min(partition.numel() * torch.distributed.get_rank(parameter.ds_process_group), parameter.ds_numel)
+    return flat_part(partition.data[: parameter.ds_numel - start], shape_of(parameter), start)
+
+
 class EngineModel(torch.nn.Module):
     """A module with the names of the engine's model, whose trained parameters are ranges of the 32-bit weights.
 
@@ -167,6 +183,9 @@ class EngineModel(torch.nn.Module):
         self.engine: Callable[[], Any] = lambda: engine  # torch would register the engine itself as a child
         if hasattr(engine.module, "config"):
             self.config = engine.module.config
+        self._path = path
+        self._views: list[_View] = []
+        self._buffers_of: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
         plain = plain_names(engine.module)
         made: dict[int, torch.nn.Parameter] = {}
         trained = {id(item.parameter): item for item in ranges}
@@ -185,22 +204,41 @@ class EngineModel(torch.nn.Module):
                 full = plain(f"{module_path}.{key}" if module_path else key)
                 is_saved = key not in module._non_persistent_buffers_set  # noqa: SLF001
                 self._place(full).register_buffer(key, buffer, persistent=is_saved)
+                self._buffers_of.append((self._place(full), key, module))
+        self.register_state_dict_pre_hook(EngineModel._look_again)  # type: ignore[no-untyped-call]
 
     def _own(self, parameter: Any, trained: ParameterRange | None) -> torch.nn.Parameter:
+        memory = parameter
+        part: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
         if trained is not None:
-            view = trained.of(trained.memory)
+            memory, part = trained.memory, trained.of
         elif hasattr(parameter, "ds_tensor"):
-            size = parameter.ds_tensor.numel()
-            start = min(size * torch.distributed.get_rank(parameter.ds_process_group), parameter.ds_numel)
-            view = flat_part(parameter.ds_tensor.data[: parameter.ds_numel - start], shape_of(parameter), start)
-        else:
-            return torch.nn.Parameter(parameter.detach(), requires_grad=False)
-        own = torch.nn.Parameter(view, requires_grad=trained is not None)
-        for attribute in ("global_shape", "global_offsets", "local_offsets", "local_sizes"):
-            setattr(own, attribute, getattr(view, attribute))
+            memory, part = parameter.ds_tensor, partial(_frozen_part, parameter)
+        view = part(memory)
+        own = describe(torch.nn.Parameter(view, requires_grad=trained is not None), description_of(view))
+        self._views.append(_View(own, memory, part, memory.data_ptr()))
         if trained is not None:
             self.of[own] = trained
         return own
+
+    def _look_again(self, *_: object) -> None:
+        """Take the buffers and the memory that the engine has now. It runs before each save.
+
+        Raises ConfigError if the engine has put its memory elsewhere.
+        """
+        for place, key, module in self._buffers_of:
+            place._buffers[key] = module._buffers[key]  # noqa: SLF001
+        for number, (own, memory, part, address) in enumerate(self._views):
+            if memory.data_ptr() == address:
+                continue
+            view = part(memory)
+            if view.shape != own.shape:
+                raise ConfigError(
+                    f"{self._path}: the engine has put its weights elsewhere, as engine.offload_states() does; call "
+                    "engine.reload_states() before the save"
+                )
+            own.data = view
+            self._views[number] = _View(own, memory, part, memory.data_ptr())
 
     def _place(self, name: str) -> torch.nn.Module:
         """Return the module that has this name's last part, and make it if necessary."""

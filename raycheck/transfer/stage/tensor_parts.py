@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,6 +20,7 @@ from raycheck.errors import ConfigError
 Numbers = tuple[int, ...]
 Box = tuple[Numbers, Numbers]
 """Offsets and sizes of a box in a whole tensor, in elements."""
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
@@ -68,7 +69,7 @@ def described_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return `tensor`, or a view of it that describes itself as `other` does, if that one does and has its shape."""
     if not is_described(other) or is_described(tensor) or tensor.shape != other.shape:
         return tensor
-    return _describe(tensor.detach(), *description_of(other))
+    return describe(tensor.detach(), description_of(other))
 
 
 def flat_part(memory: torch.Tensor, shape: Sequence[int], start: int) -> torch.Tensor:
@@ -88,11 +89,12 @@ def flat_part(memory: torch.Tensor, shape: Sequence[int], start: int) -> torch.T
     ends = accumulate((math.prod(sizes) for _, sizes in boxes), initial=0)
     local = tuple((first,) for first, _ in zip(ends, boxes, strict=False))
     offsets, sizes = (tuple(box[number] for box in boxes) for number in (0, 1))
-    return _describe(memory.detach().view(-1), shape, offsets, local, sizes)
+    return describe(memory.detach().view(-1), (shape, offsets, local, sizes))
 
 
-def _describe(tensor: torch.Tensor, *description: Any) -> torch.Tensor:
-    for attribute, value in zip(_ATTRIBUTES, description, strict=True):
+def describe(tensor: _Tensor, description: tuple[Any, ...]) -> _Tensor:
+    """Have a tensor describe itself as another one does, and return it. description: see description_of."""
+    for attribute, value in zip(_ATTRIBUTES, description, strict=False):
         setattr(tensor, attribute, value)
     return tensor
 

@@ -98,7 +98,7 @@ def model_of(training: Training) -> Any:
             self.frozen.requires_grad_(False)
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            self.seen += 1
+            self.seen = self.seen + 1  # another tensor each time
             return self.head(self.frozen(torch.tanh(self.hidden(self.embed(tokens)))))
 
     torch.manual_seed(training.seed)
@@ -200,6 +200,7 @@ def digests_of(engine: Any, model: Any, optimizer: Any) -> dict[str, str]:
     import torch
 
     found: dict[str, str] = {}
+    found["seen"] = str(float((engine.module if engine is not None else model).seen))
     with torch.no_grad():
         for name, parameter in (engine.module if engine is not None else model).named_parameters():
             if not parameter.requires_grad:
