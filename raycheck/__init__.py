@@ -1,9 +1,8 @@
 """raycheck: checkpointing for Ray Train straight to cloud object storage.
 
-The names below are what a training and a look at its run need. Four modules have the others: `raycheck.errors` all
-errors, `raycheck.catalog` what works with whole runs and their files, `raycheck.adapters` what the adapter of a
-training framework is made of, and `raycheck.values` the types of what calls return. The adapters that raycheck has are
-reached as `raycheck.lightning` and so on.
+These names cover training and inspecting a run. The rest are in four modules: `raycheck.errors` has every error,
+`raycheck.catalog` works with whole runs and their files, `raycheck.adapters` has the parts of a framework's adapter,
+and `raycheck.values` has the types that calls return. Adapters for frameworks are `raycheck.lightning` and so on.
 
 Everything loads on first use, so that browsing a bucket imports neither torch nor ray.
 """

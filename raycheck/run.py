@@ -500,8 +500,7 @@ class Run:
 def open_run(uri: str, storage: StorageSettings | None = None) -> Run:
     """Open the run at `uri`, which is Ray's storage path and the run's name: "s3://bucket/runs/my-run".
 
-    storage: how the bucket is reached, when the environment and the URI do not say it. Raises NotFoundError when there
-    is no run.
+    storage: settings that override those in the URI and the environment. Raises NotFoundError if there is no run.
     """
     store = open_store(uri, storage)
     body, at = read_latest_at(store)

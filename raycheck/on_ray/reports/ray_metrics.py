@@ -59,7 +59,7 @@ class RayMetrics(Metrics):
         self._told: dict[str, int | None] = {"raycheck_failed_saves": 0, "raycheck_skipped_saves": 0}
 
     def begin(self, attempt: int, entry: Entry | None, *, now: float, is_adopted: bool = False) -> None:
-        """Begins an attempt.
+        """Begin an attempt.
 
         entry: the newest commit. now: the store's time in unix seconds. is_adopted: an earlier start of the coordinator
         has counted this attempt's saves so far.

@@ -38,11 +38,9 @@ class GatherCache:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], fetch: Callable[[], list[Any]]) -> None:
-        """fetch: returns the tensors in the order of the names.
+        """fetch: returns the tensors in the order of the names. It raises LookupError if some may have been added.
 
-        Raises LookupError when tensors may have been added or removed.
-
-        Raises LookupError when `fetch` does not return these tensors now.
+        Raises LookupError if `fetch` does not return these tensors now.
         """
         self._names = list(tensors)
         self._forms = [form_of(tensor) for tensor in tensors.values()]

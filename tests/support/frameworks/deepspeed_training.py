@@ -19,6 +19,7 @@ FOLDER = Path(__file__).parents[3] / ".venv-deepspeed"
 PYTHON = FOLDER / "bin/python"
 NEEDS = ("hjson", "py-cpuinfo", "ninja", "einops", "msgpack", "setuptools", "wheel")
 BATCH, STEPS = 12, 8
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def prepare() -> None:
@@ -66,6 +67,7 @@ class Training:
             f"--nproc-per-node={self.world_size}",
             __file__,
         ]
+        left_over = set(SHARED_MEMORY.glob("deepspeed_*"))
         done = subprocess.run(
             [*command, json.dumps(asdict(self))],
             env=environment,
@@ -74,6 +76,8 @@ class Training:
             timeout=within_s,
             check=False,
         )
+        for buffer in set(SHARED_MEMORY.glob("deepspeed_*")) - left_over:  # 66 MiB of each rank, which stay
+            buffer.unlink()
         lines = [line for line in done.stdout.splitlines() if line.startswith('{"losses"')]
         if done.returncode or not lines:
             errors = [line for line in done.stderr.splitlines() if "Error: " in line]
