@@ -110,7 +110,7 @@ def boxes_of(
     if not parts and shape:
         nothing = (0,) * len(shape)
         sizes = tuple(own.shape) if isinstance(tensor, DTensor) else shape if 0 in shape else nothing
-        parts, own = [Part(nothing, sizes, nothing)], own.new_empty(sizes)
+        parts, own = [Part(nothing, sizes, nothing)], own.as_strided(sizes, strides_of(sizes))  # tied ones share it
     return [
         LocalBox(
             name=name,
