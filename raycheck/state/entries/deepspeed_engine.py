@@ -25,7 +25,7 @@ from raycheck.state.entries.module.module_entry import ModuleEntry
 from raycheck.state.entries.module.parameter_names import plain_names
 from raycheck.state.entries.module.tensor_locations import is_plain
 from raycheck.state.entries.saved_entry import Named, SavedEntry
-from raycheck.transfer.stage.tensor_parts import describe, description_of, flat_part
+from raycheck.transfer.stage.tensor_parts import describe, description_of, flat_part, is_described
 
 VERSIONS = ("0.19.",)
 """The beginnings of the versions of DeepSpeed that were tried."""
@@ -140,9 +140,14 @@ def _ranges_of_stage_3(own: Any) -> Iterator[ParameterRange]:
     for group, memory in zip(own.fp16_groups, own.fp32_partitioned_groups_flat, strict=True):
         for parameter in group:
             _, at, size = own.grad_position[own.get_param_id(parameter)]
-            start = min(size * torch.distributed.get_rank(parameter.ds_process_group), parameter.ds_numel)
+            start = _start_of(parameter, size)
             count = min(size, parameter.ds_numel - start)  # the last partition is padded
             yield ParameterRange(parameter, memory, at, count, start)
+
+
+def _start_of(parameter: Any, size: int) -> int:
+    """Return the number of the first element that ZeRO 3 gives this rank, in partitions of this size."""
+    return min(size * int(torch.distributed.get_rank(parameter.ds_process_group)), int(parameter.ds_numel))
 
 
 def _linked_ranges(groups: Any, memories: Any) -> Iterator[ParameterRange]:
@@ -167,7 +172,7 @@ class _View(NamedTuple):
 
 def _frozen_part(parameter: Any, partition: torch.Tensor) -> torch.Tensor:
     """Return this rank's range of a frozen parameter under ZeRO 3. partition: it, perhaps padded."""
-    start = min(partition.numel() * torch.distributed.get_rank(parameter.ds_process_group), parameter.ds_numel)
+    start = _start_of(parameter, partition.numel())
     return flat_part(partition.data[: parameter.ds_numel - start], shape_of(parameter), start)
 
 
@@ -326,7 +331,7 @@ class EngineOptimizer(Optimizer):
         for number, slots in state_dict["state"].items():
             item = self._ranges[flat[number]]
             for slot, value in slots.items():
-                if not hasattr(value, "global_shape") and shared.setdefault((id(item.memory), slot), value) != value:
+                if not is_described(value) and shared.setdefault((id(item.memory), slot), value) != value:
                     raise ConfigError(
                         f"the parameters of one group of the engine were saved with different {slot}: "
                         f"{shared[id(item.memory), slot]} and {value}. DeepSpeed keeps one for all of them; "
@@ -341,7 +346,7 @@ class EngineOptimizer(Optimizer):
 
     def _load(self, item: ParameterRange, slot: str, value: Any) -> None:
         state = self._base.state[item.memory]
-        if not hasattr(value, "global_shape"):
+        if not is_described(value):
             state[slot] = value
             return
         live = state.get(slot)
