@@ -26,7 +26,6 @@ from raycheck.host import host
 from raycheck.settings import Retention
 
 CLAIM_TIMEOUT_S = 300.0
-RANK_UPLOADS = "this rank uploads itself from now on, in spite of upload_by='node'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,20 +115,14 @@ class Group(ABC):
         """Return what tells this rank's host of commits."""
         return Reporter()
 
-    def node_sink(
-        self,
-        *,
-        timeout_s: float,
-        otherwise: str = RANK_UPLOADS,
-        given_up: Callable[[str], object] = lambda _: None,
-    ) -> NodeSink:
+    def node_sink(self, *, timeout_s: float, given_up: Callable[[str], object]) -> NodeSink:
         """Return what keeps this rank's saves in another process of its node.
 
-        timeout_s: how long a save may take; errors name it. otherwise: what happens when there is no such process.
-        given_up: called with the reason when it is given up.
+        timeout_s: how long a save may take; errors name it. given_up: called with the reason when that process takes no
+        more saves.
         """
         del timeout_s
-        return NoNodeSink(self.rank, self.uri, otherwise, given_up)
+        return NoNodeSink(given_up)
 
     def memory_reader(self, holders: Mapping[str, Sequence[Holder]]) -> RangeReader:
         """Return what reads the shards of a memory checkpoint. holders: who holds each, by key."""

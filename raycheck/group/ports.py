@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.group.coordinator.messages import Outcome
-from raycheck.log import event, logger
 
 if TYPE_CHECKING:  # imports torch, and this file is read in processes that must not
     from raycheck.transfer.incremental_upload import StagedState
@@ -90,21 +89,18 @@ class NodeSink(Sink, Protocol):
 
 
 class NoNodeSink:
-    """The sink where no process of the node can be started. It takes nothing, and says so once."""
+    """The sink where no process of the node can be started. It takes nothing."""
 
     is_given_up = True
 
-    def __init__(self, rank: int, uri: str, otherwise: str, given_up: Callable[[str], object]) -> None:
-        """otherwise: what happens instead. given_up: called with the reason."""
-        self._rank, self._uri = rank, uri
-        self._otherwise = otherwise
+    def __init__(self, given_up: Callable[[str], object]) -> None:
+        """given_up: called with the reason."""
         self._given_up = given_up
 
     def save(self, staged: "StagedState", report: Report, deadline: float) -> None:
         del staged, report, deadline
 
     def prepare(self) -> None:
-        logger.warning(event(f"{self._otherwise}: {NO_AGENTS}", rank=self._rank, run=self._uri))
         self._given_up(NO_AGENTS)
 
     def hurry(self, attempt: int) -> None:

@@ -17,7 +17,7 @@ from raycheck.bucket.reading import RangeReader
 from raycheck.errors import StoreError
 from raycheck.group.coordinator.actor import Coordinator
 from raycheck.group.coordinator.messages import Holder
-from raycheck.group.group import RANK_UPLOADS, Group, same
+from raycheck.group.group import Group, same
 from raycheck.group.ports import NodeSink, Reporter
 from raycheck.on_ray.api import train_context
 from raycheck.on_ray.api.calls import call, this_node
@@ -76,14 +76,8 @@ class RayGroup(Group):
     def reporter(self) -> Reporter:
         return RayReporter(self) if self.is_ray_train else Reporter()
 
-    def node_sink(
-        self,
-        *,
-        timeout_s: float,
-        otherwise: str = RANK_UPLOADS,
-        given_up: Callable[[str], object] = lambda _: None,
-    ) -> NodeSink:
-        return NodeUploads(self, timeout_s=timeout_s, otherwise=otherwise, given_up=given_up)
+    def node_sink(self, *, timeout_s: float, given_up: Callable[[str], object]) -> NodeSink:
+        return NodeUploads(self, timeout_s=timeout_s, given_up=given_up)
 
     def memory_reader(self, holders: Mapping[str, Sequence[Holder]]) -> RangeReader:
         return MemoryReader(self.store, holders, self.node)

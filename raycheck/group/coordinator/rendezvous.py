@@ -149,7 +149,7 @@ class RendezvousTable:
             self._fail_if_lost(at)
 
     def end_before(self, group: str, kind: Kind, key: int) -> None:
-        """Fail the saves of a kind before this one that are open, and forget them. Those that are decided are too."""
+        """Fail those saves of a kind before this one that are open. Forget them, and those that are decided."""
         for at in [at for at in self._all if at[:2] == (group, kind) and at[2] < key]:
             if self._all[at].is_open:
                 self._all[at].fail(SaveFailedError("a later one was begun before all ranks had reported this one"))
@@ -166,6 +166,6 @@ class RendezvousTable:
         failure, found = self._failures.get(group), self._all[at]
         if failure is None or not found.is_open:
             return
-        # What the rank had begun before it failed may still end well.
+        # What the rank had begun before it failed may still end well. Its memory checkpoints are not counted.
         if kind != "memory" and (kind != "save" or key > failure.saves):
             found.fail(failure.told)

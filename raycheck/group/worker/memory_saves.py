@@ -51,7 +51,6 @@ class MemorySaves:
         self._report = replace(report, is_in_memory=True, save=0)
         self._node = group.node_sink(
             timeout_s=timeout_s,
-            otherwise="there are no memory checkpoints from now on",
             given_up=lambda why: group.tell("no_memory", f"rank {group.rank}: its node holds none any more: {why}"),
         )
         self._thread = SaveThread(group, [self._node], timeout_s=timeout_s, name="raycheck-memory")
@@ -65,7 +64,7 @@ class MemorySaves:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether the next one has to be left out: `poll` saw no end of the last one, or it has just failed."""
+        """Return whether the next one has to be left out: by the last `poll`, one is under way or has just failed."""
         return self._node.is_given_up or self._under_way is not None or time.monotonic() < self._not_before
 
     def begin(self, progress: Progress, *, trained_s: float, is_by_notice: bool = False) -> None:

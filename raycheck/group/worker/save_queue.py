@@ -148,10 +148,10 @@ class SaveQueue:
         self._last_failed = 0  # the number of that save
         self._pending: deque[_UnderWay] = deque()
         own = Uploader(group, timeout_s=settings.save_timeout_s)
-        node = group.node_sink(timeout_s=settings.save_timeout_s) if settings.upload_by == "node" else None
-        sinks: list[Sink] = [own] if node is None else [node, own]
+        node = group.node_sink(timeout_s=settings.save_timeout_s, given_up=self._upload_here)
+        sinks: list[Sink] = [node, own] if settings.upload_by == "node" else [own]
         self._thread = SaveThread(group, sinks, timeout_s=settings.save_timeout_s, name="raycheck-save")
-        if node is not None:
+        if settings.upload_by == "node":
             self._thread.do_next(node.prepare)
 
     @property
@@ -371,6 +371,11 @@ class SaveQueue:
     def stop(self) -> None:
         """Let the save thread end when its save has ended."""
         self._thread.stop()
+
+    def _upload_here(self, why: str) -> None:
+        """Warn that the node's actor uploads nothing from now on. why: the reason."""
+        text = f"this rank uploads itself from now on, in spite of upload_by='node': {why}"
+        logger.warning(event(text, rank=self._group.rank, run=self._group.uri))
 
     def _take_doubt(self, number: int) -> bool:
         """Return whether it is uncertain that the replicas are equal, and that one rank writes each.

@@ -19,7 +19,7 @@ from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.errors import RaycheckError, SaveFailedError
 from raycheck.group.coordinator.messages import HeldShard, Outcome
-from raycheck.group.group import RANK_UPLOADS, Group
+from raycheck.group.group import Group
 from raycheck.group.worker.upload_and_report import Uploader
 from raycheck.log import event, logger, show_log
 from raycheck.on_ray.api.calls import as_raised
@@ -153,18 +153,9 @@ class NodeAgent:
 class NodeUploads:
     """Hands the saves of one rank to its node's actor, for as long as that works."""
 
-    def __init__(
-        self,
-        group: Group,
-        *,
-        timeout_s: float,
-        otherwise: str = RANK_UPLOADS,
-        given_up: Callable[[str], object] = lambda _: None,
-    ) -> None:
-        """timeout_s: how long a save may take; errors name it. otherwise: what follows when the actor is given up.
-        given_up: called with the reason then."""
+    def __init__(self, group: Group, *, timeout_s: float, given_up: Callable[[str], object]) -> None:
+        """timeout_s: how long a save may take; errors name it. given_up: called with the reason when the actor is."""
         self._group = group
-        self._otherwise = otherwise
         self._given_up = given_up
         self._timeout_s = timeout_s
         self._agent: Any = None
@@ -274,9 +265,8 @@ class NodeUploads:
         self._has_failed = True
 
     def _give_up(self, why: str) -> None:
-        """Have the rank upload from now on."""
+        """Ask the actor for nothing from now on."""
         self._is_given_up = True
-        self._warn(f"{self._otherwise}: {why}")
         self._given_up(why)
 
     def _warn(self, text: str) -> None:

@@ -62,9 +62,7 @@ class AgentHere:
 class OnNode(InProcess):
     """The place of a rank on that node."""
 
-    def node_sink(
-        self, *, timeout_s: float, otherwise: str = "", given_up: Callable[[str], object] = lambda _: None
-    ) -> AgentHere:
+    def node_sink(self, *, timeout_s: float, given_up: Callable[[str], object]) -> AgentHere:
         return AgentHere(self)
 
 

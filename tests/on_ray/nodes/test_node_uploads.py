@@ -133,7 +133,7 @@ def group(cluster: None, tmp_path: Path) -> Iterator[raycheck.adapters.Group]:
 
 
 def test_what_the_actor_does_not_take_is_left_to_the_rank_and_twice_is_enough(group: raycheck.adapters.Group) -> None:
-    uploads = NodeUploads(group, timeout_s=60.0)
+    uploads = NodeUploads(group, timeout_s=60.0, given_up=print)
     deadline = time.monotonic() + 60.0
     outcomes, apart = [], []
 
@@ -149,7 +149,7 @@ def test_what_the_actor_does_not_take_is_left_to_the_rank_and_twice_is_enough(gr
 
 def test_an_actor_that_hangs_costs_one_save(group: raycheck.adapters.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_uploads, "LAST_ANSWER_S", 0.0)
-    uploads = NodeUploads(group, timeout_s=60.0)
+    uploads = NodeUploads(group, timeout_s=60.0, given_up=print)
     assert uploads.save(*staged_and_reported(group, 1), time.monotonic() + 60.0) is not None
     (hanging,) = agents()
     os.kill(hanging, signal.SIGSTOP)
@@ -164,7 +164,7 @@ def test_an_actor_that_hangs_costs_one_save(group: raycheck.adapters.Group, monk
 
 
 def test_an_actor_that_is_started_later_has_to_hurry_as_well(group: raycheck.adapters.Group) -> None:
-    uploads = NodeUploads(group, timeout_s=60.0)
+    uploads = NodeUploads(group, timeout_s=60.0, given_up=print)
     uploads.hurry(7)
     uploads.prepare()
 
