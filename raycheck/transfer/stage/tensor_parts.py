@@ -52,6 +52,8 @@ class Part:
 
 def is_described(tensor: torch.Tensor) -> bool:
     """Return whether a plain tensor records which part of a larger one it is."""
+    if getattr(tensor, _ATTRIBUTES[0], None) is None:  # most tensors, and a save asks for each
+        return False
     return not isinstance(tensor, DTensor) and all(hasattr(tensor, attribute) for attribute in _ATTRIBUTES)
 
 
