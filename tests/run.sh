@@ -30,7 +30,7 @@ esac
 export OMP_NUM_THREADS=1
 case " $* " in *" --all "*) ;; *) export PYTHONHASHSEED=0 ;; esac # sets have one order; with --all any
 tests() { "$python" -m pytest --durations=25 "$@" || [ $? = 5 ]; }
-bucket="tests/bucket tests/catalog"
+bucket="tests/bucket tests/catalog tests/views tests/page"
 training="tests/transfer tests/state tests/huggingface tests/data tests/group"
 others() { # every test but those of bucket and training
     ignored=
