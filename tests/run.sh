@@ -25,16 +25,17 @@ case " $* " in *" --all "*) # made once
         frameworks.tinker_cookbook frameworks.tinker_oldest_sdk frameworks.deepspeed_training; do "$python" -m "tests.support.$made"; done ;;
 esac
 
-# Up to four processes at a time: they wait much of the time, and one thread of torch's is enough for each. 5 is
+# Up to five processes at a time: they wait much of the time, and one thread of torch's is enough for each. 5 is
 # pytest's status when none of its tests was asked for.
 export OMP_NUM_THREADS=1
 case " $* " in *" --all "*) ;; *) export PYTHONHASHSEED=0 ;; esac # sets have one order; with --all any
 tests() { "$python" -m pytest --durations=25 "$@" || [ $? = 5 ]; }
 bucket="tests/bucket tests/catalog tests/views tests/page"
 training="tests/transfer tests/state tests/huggingface tests/data tests/group"
-others() { # every test but those of bucket and training
+frameworks="tests/frameworks tests/cli"
+others() { # every test outside of these folders
     ignored=
-    for folder in $bucket $training; do ignored="$ignored --ignore=$folder"; done
+    for folder in $bucket $training $frameworks; do ignored="$ignored --ignore=$folder"; done
     tests $ignored "$@"
 }
 beside=
@@ -49,11 +50,11 @@ case " $* " in
     beside=$!
     "$python" -m mypy || status=1 ;;
 "  " | " --all ") # the Ray tests are one process: they must not meet a second Ray
-    tests -m "not ray" $training "$@" &
-    beside=$!
+    for folders in "$training" "$frameworks" "$bucket"; do
+        tests -m "not ray" $folders "$@" &
+        beside="$beside $!"
+    done
     others -m "not ray" "$@" &
-    beside="$beside $!"
-    tests -m "not ray" $bucket "$@" &
     beside="$beside $!"
     tests -m ray "$@" || status=1
     "$python" -m mypy || status=1 ;;
