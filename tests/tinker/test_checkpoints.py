@@ -207,6 +207,27 @@ def test_a_deleted_checkpoint_is_gone_and_the_other_kind_of_its_name_stays(serve
         rest.delete_checkpoint_from_tinker_path(path).result()
 
 
+def test_a_name_alone_is_refused_with_advice_and_changes_nothing(server, connect, base, rest) -> None:
+    """It could mean either kind. The SDK raises at once for a 400, and its users read the text."""
+    model = new_model(connect(server), base)
+    model.save_state("publish").result(TIMEOUT_S)
+    model.save_weights_for_sampler("publish").result(TIMEOUT_S)
+    before = rest.list_checkpoints(model.model_id).result().checkpoints
+    one = f"training_runs/{model.model_id}/checkpoints"
+
+    with pytest.raises(tinker.BadRequestError, match=r"use weights/NAME, sampler_weights/NAME"):
+        rest.delete_checkpoint(model.model_id, "publish").result()
+    for method, path, body in (("PUT", "publish/ttl", {"ttl_seconds": 3600}), ("POST", "publish/publish", None)):
+        status, answer = ask(server.url, f"{one}/{path}", body, method=method)
+        assert (status, "use weights/NAME" in answer["detail"]) == (400, True)
+
+    assert rest.list_checkpoints(model.model_id).result().checkpoints == before
+    rest.delete_checkpoint(model.model_id, "weights/publish").result()
+    assert [item.checkpoint_id for item in rest.list_checkpoints(model.model_id).result().checkpoints] == [
+        "sampler_weights/publish"
+    ]
+
+
 def test_the_newest_checkpoint_can_be_deleted_too_and_its_name_given_again(server, connect, base, bucket, rest) -> None:
     model = new_model(connect(server), base)
     path = model.save_weights_for_sampler("one").result(TIMEOUT_S).path
@@ -327,7 +348,10 @@ def test_a_name_that_cannot_be_one_is_refused_and_the_model_goes_on(server, conn
         ("training_runs/session_x:train:0/checkpoints/weights/..%2Fx", 400),
         ("training_runs/session_x:train:0/checkpoints/other/x", 400),
         ("training_runs/session_x:train:0/checkpoints/weights/x", 404),
-        ("training_runs/session_x:train:0/checkpoints/x", 404),
+        ("training_runs/session_x:train:0/checkpoints/x", 400),
+        ("training_runs/session_x:train:0/checkpoints/weights", 400),
+        ("training_runs/session_x:train:0/checkpoints/x/publish", 400),
+        ("training_runs/session_x:train:0/checkpoints/weights/x/y", 404),
     ],
 )
 def test_hostile_paths_delete_nothing(server, path, status) -> None:

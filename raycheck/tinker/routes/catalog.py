@@ -16,6 +16,8 @@ from raycheck.tinker.service import Service, canonical
 from raycheck.tinker.wire.fields import RefusedRequestError, text_in, ttl_in
 
 OWNER = "raycheck"
+CHECKPOINT = r"[^/]+(?:/[^/]+)?"
+"""Matches SEGMENT/NAME, and also a name alone, which CheckpointPath refuses with advice instead of a missing route."""
 
 
 def add_to(app: web.Application) -> None:
@@ -27,10 +29,11 @@ def add_to(app: web.Application) -> None:
     app.router.add_get(f"{runs}/{{run}}", _run)
     app.router.add_get(f"{runs}/{{run}}/checkpoints", _checkpoints)
     app.router.add_get("/api/v1/models/{run}/checkpoints", _checkpoints)  # the path used by older SDKs
-    app.router.add_delete(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}", _delete)
-    app.router.add_put(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}/ttl", _set_ttl)
-    app.router.add_post(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}/publish", _publish)
-    app.router.add_delete(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}/publish", _publish)
+    one = f"{runs}/{{run}}/checkpoints/{{checkpoint:{CHECKPOINT}}}"
+    app.router.add_delete(one, _delete)
+    app.router.add_put(f"{one}/ttl", _set_ttl)
+    app.router.add_post(f"{one}/publish", _publish)
+    app.router.add_delete(f"{one}/publish", _publish)
 
 
 async def _weights_info(request: web.Request) -> web.Response:
@@ -168,8 +171,7 @@ async def _set_ttl(request: web.Request) -> web.Response:
 
 
 def _path(request: web.Request) -> CheckpointPath:
-    found = request.match_info
-    return CheckpointPath.of(found["run"], f"{found['segment']}/{found['name']}")
+    return CheckpointPath.of(request.match_info["run"], request.match_info["checkpoint"])
 
 
 def _newest(found: Sequence[StoredCheckpoint], kind: str) -> dict[str, Any] | None:
