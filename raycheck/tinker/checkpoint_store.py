@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raycheck import Run, StorageSettings, export_hf, list_runs, open_run
+from raycheck import CommittedCheckpoint, Run, StorageSettings, export_hf, list_runs, open_run
 from raycheck.catalog import delete_checkpoint, delete_run, fork_run
 from raycheck.errors import NotFoundError
 from raycheck.tinker.checkpoint_paths import CheckpointPath, below, folder_of, is_borrowed, path_of, run_in_folder
@@ -25,7 +25,8 @@ PUBLIC = "public"
 class StoredCheckpoint:
     """A committed checkpoint.
 
-    note: written by its save. times: by the store's clock. is_public: whether it is published.
+    note: written by its save. times: by the store's clock. is_public: whether it is published. stored_as: what its
+    bytes are called in the bucket; a copy has the bytes of its source.
     """
 
     path: CheckpointPath
@@ -37,6 +38,7 @@ class StoredCheckpoint:
     size_bytes: int
     is_head: bool
     is_public: bool
+    stored_as: tuple[str, ...]
 
     @property
     def is_copy(self) -> bool:
@@ -114,6 +116,7 @@ class CheckpointStore:
                 size_bytes=item.size_bytes,
                 is_head=item == head,
                 is_public=_is_public(item.scores),
+                stored_as=_stored_as(run, item),
             )
 
     def head_of(self, run: str) -> tuple[str, Mapping[str, Any]]:
@@ -125,6 +128,11 @@ class CheckpointStore:
         """Return the ids of all training runs in the bucket, most recent commit first."""
         found = list_runs(self.root, self._storage, depth=1)
         return [run for item in found if item.name and (run := run_in_folder(item.name)) is not None]
+
+    def all(self) -> list[StoredCheckpoint]:
+        """Return the checkpoints of all training runs in the bucket, newest first."""
+        found = [item for run in self.runs() for item in self.of_run(run)]
+        return sorted(found, key=lambda item: -item.committed_at)
 
     def export_adapter(self, found: StoredCheckpoint) -> None:
         """Write a checkpoint's adapter as a Hugging Face directory, unless a complete one exists."""
@@ -193,6 +201,12 @@ class CheckpointStore:
         found = self.find(path)
         run = open_run(found.uri, self._storage)
         run.name_checkpoint(found.key, path.raycheck_name, expire_after_s=ttl_s, overwrite=True)
+
+
+def _stored_as(run: str, item: CommittedCheckpoint) -> tuple[str, ...]:
+    if not is_borrowed(item.key):
+        return (f"{folder_of(run)}/{item.key}",)
+    return tuple(sorted(way.removeprefix("../") for way in item.shares_with))
 
 
 def _is_public(scores: Mapping[str, float]) -> bool:
