@@ -1,6 +1,9 @@
 """`raycheck tinker` refuses what would expose it or could not work, before it starts Ray."""
 
+import socket
+
 import pytest
+import ray
 from typer.testing import CliRunner
 
 from raycheck.cli import app
@@ -51,3 +54,14 @@ def test_this_machine_needs_no_key(host) -> None:
 
 def test_an_unknown_type_of_weights_is_refused(base, tmp_path) -> None:
     assert "--dtype" in refusal("--base-model", base, "--checkpoints", str(tmp_path), "--dtype", "int4")
+
+
+def test_a_taken_port_is_said_before_ray_is_started(base, tmp_path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        text = refusal("--base-model", base, "--checkpoints", str(tmp_path), "--port", port)
+
+    assert f"--port {port}: Address already in use; stop the program that listens there" in text
+    assert not ray.is_initialized()

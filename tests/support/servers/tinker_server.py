@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from raycheck.group.worker import singleton
-from raycheck.http_server import HttpLimits
+from raycheck.http_server import HttpLimits, bound
 from raycheck.tinker.checkpoint_store import CheckpointStore
 from raycheck.tinker.engine.actor import EngineGoneError, EngineRefusalError, answer_of, value_of
 from raycheck.tinker.engine.base_model import BaseModel
@@ -160,15 +160,16 @@ def tinker_server(
     async def run() -> None:
         task = asyncio.current_task()
         running.stop = lambda: loop.call_soon_threadsafe(task.cancel)
-        await serve(
-            make_service(),
-            host="127.0.0.1",
-            port=port,
-            key=key,
-            on_start=on_start,
-            limits=limits,
-            allow_hosts=allow_hosts,
-        )
+        with bound("127.0.0.1", port) as sockets:
+            await serve(
+                make_service(),
+                host="127.0.0.1",
+                sockets=sockets,
+                key=key,
+                on_start=on_start,
+                limits=limits,
+                allow_hosts=allow_hosts,
+            )
 
     def run_in_thread() -> None:
         try:
