@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from raycheck.errors import ConfigError
+from raycheck.frameworks.versions import require
 from raycheck.http_server import bound
 from raycheck.tinker.access import check_bind
 from raycheck.tinker.checkpoint_store import CheckpointStore
@@ -35,6 +36,7 @@ def run_server(
     state: the path of the server's state file. ray_address: None starts a separate Ray for the server. The arguments
     after it are those of serve, and the port, which is bound before Ray and the model are started.
     """
+    require("tinker", "0.38", extra="tinker")
     check_bind(host, key)
     if settings.direct_downloads and not checkpoints.root.startswith("s3://"):
         raise ConfigError("direct_downloads: only s3:// buckets can sign URLs; leave it out for this bucket")
