@@ -1,7 +1,9 @@
 """Checkpoints by the real SDK: saved, loaded, listed, deleted, exported. What they are is asked of the bucket."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import tinker
@@ -12,8 +14,10 @@ from tinker import types
 from transformers import AutoModelForCausalLM
 
 import raycheck
+from raycheck.bucket.store.address import join_uri, parse_uri
 from raycheck.tinker.checkpoint_paths import folder_of
 from tests.support.frameworks.tinker_client import TIMEOUT_S, ask, datum, loss_of, new_model, result_of, train
+from tests.support.servers.s3_engines import clients_made
 from tests.support.servers.tinker_server import RunningServer, tinker_server, write_base_model
 from tests.tinker.conftest import KEY
 
@@ -306,6 +310,38 @@ def test_another_server_lists_and_loads_what_is_in_the_bucket(server, connect, b
     assert losses == train(model, range(2, 4))
     assert run.user_metadata == {"renderer_name": "plain"}
     assert run.last_checkpoint.tinker_path == path
+
+
+def test_the_storage_settings_reach_the_engine(s3, connect, base, tmp_path) -> None:
+    """They are given once, beside a URI that does not have them."""
+    at = parse_uri(s3)
+    with tinker_server(base, f"s3://{at.bucket}/{uuid4().hex}", tmp_path / "s.sqlite", storage=at.said) as server:
+        client = connect(server)
+        model = new_model(client, base)
+        train(model, range(2))
+        path = model.save_state("two").result(TIMEOUT_S).path
+        model.save_weights_for_sampler("two").result(TIMEOUT_S)
+
+        resumed = client.create_training_client_from_state_with_optimizer(path).result(TIMEOUT_S)
+
+        assert train(resumed, range(2, 4)) == train(model, range(2, 4))
+
+
+def test_a_save_for_the_sampler_makes_no_client_of_a_store(wire, connect, base, tmp_path, monkeypatch) -> None:
+    """Each one reads botocore's description of S3 again, and connects."""
+    with tinker_server(base, join_uri(wire.uri, uuid4().hex), tmp_path / "s.sqlite") as server:
+        model = new_model(connect(server), base)
+        model.save_weights_for_sampler("first").result(TIMEOUT_S)
+        made, before = clients_made(monkeypatch), len(wire.heads)
+
+        model.save_weights_for_sampler("second").result(TIMEOUT_S)
+
+    asked = [re.sub(r".*/", "", head.target.partition("?")[0]) for head in wire.heads[before:] if head.method == "GET"]
+    assert made == []
+    # Is the name free, what was committed, and the run's id for the export's record; and is its place free.
+    assert asked.count("latest") == 3
+    assert [head for head in wire.heads[before:] if head.method == "HEAD"] == []
+    assert len([head for head in wire.heads[before:] if "list-type=2" in head.target]) == 3
 
 
 def test_an_adapter_of_another_base_model_is_refused(server, connect, base, bucket, tmp_path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from raycheck import StorageSettings
 from raycheck.group.worker import singleton
 from raycheck.http_server import HttpLimits, bound
 from raycheck.tinker.checkpoint_store import CheckpointStore
@@ -134,6 +135,7 @@ def tinker_server(
     limits: HttpLimits = LIMITS,
     allow_hosts: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
+    storage: StorageSettings | None = None,
     engine: Any = None,
     on_loop: Callable[[asyncio.AbstractEventLoop], None] = lambda _: None,
 ) -> Iterator[RunningServer]:
@@ -149,7 +151,7 @@ def tinker_server(
             ServerSettings(base_model=model_name or base, **{"hold_s": 5.0, "max_models": 1000, **(settings or {})}),
             journal=Journal(str(state)),
             engine=running.engine,
-            checkpoints=CheckpointStore(checkpoints),
+            checkpoints=CheckpointStore(checkpoints, storage),
         )
         return running.service
 
