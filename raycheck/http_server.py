@@ -7,12 +7,14 @@ count from an event, not from a byte: a client that sends one byte a second gets
 """
 
 import asyncio
+import errno
 import logging
+import socket
 import traceback
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
@@ -41,14 +43,61 @@ class HttpLimits:
     connections: int = 256
 
 
+@contextmanager
+def bound(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """Bind a port at every address of `host` while the context is open, for a server that is still starting.
+
+    Until `listen` is called, clients are refused and can try again. port: 0 takes a free one. Raises ConfigError for an
+    address that cannot be bound, such as one at which another program listens.
+    """
+    sockets: list[socket.socket] = []
+    absent: list[OSError] = []
+    try:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, kind, protocol, _, address in dict.fromkeys(found):
+                try:
+                    sockets.append(_bound_socket(family, kind, protocol, address))
+                except OSError as error:
+                    if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                        raise
+                    absent.append(error)  # such as ::1 of localhost, on a machine without IPv6
+            if not sockets:
+                raise absent[0]
+        except OSError as error:
+            raise _unusable(host, port, error) from None
+        yield sockets
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def _bound_socket(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> socket.socket:
+    one = socket.socket(family, kind, protocol)
+    try:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also soon after an earlier server has ended
+        if family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        one.bind(address)
+    except BaseException:
+        one.close()
+        raise
+    return one
+
+
+def _unusable(host: str, port: int, error: OSError) -> ConfigError:
+    cure = "; stop the program that listens there, or choose another port" if error.errno == errno.EADDRINUSE else ""
+    return ConfigError(f"host={host} port={port}: {error.strerror or error}{cure}")
+
+
 @asynccontextmanager
 async def listen(
-    app: web.Application, *, host: str, port: int, limits: HttpLimits, auto_decompress: bool = True
+    app: web.Application, sockets: Sequence[socket.socket], *, limits: HttpLimits, auto_decompress: bool = True
 ) -> AsyncIterator[str]:
-    """Serve `app` while the context is open, and yield its address, for example "http://127.0.0.1:8080".
+    """Serve `app` at sockets from `bound` while the context is open. Yield its address: "http://127.0.0.1:8080".
 
-    port: 0 takes a free one. auto_decompress: as for aiohttp. Bodies are read, up to the application's client_max_size,
-    after its middlewares and before its handlers. Raises ConfigError for an address that cannot be bound.
+    auto_decompress: as for aiohttp. Bodies are read, up to the application's client_max_size, after its middlewares and
+    before its handlers. Raises ConfigError if another program has begun to listen there.
     """
     app.middlewares.insert(0, _between_requests)
     app.middlewares.append(_body_within(limits.body_s))
@@ -56,20 +105,22 @@ async def listen(
     await runner.setup()
     server = cast("web.Server", runner.server)
     opened: set[_Connection] = set()
+    listeners: list[asyncio.Server] = []
     try:
-        try:
-            listener = await asyncio.get_running_loop().create_server(
-                lambda: _Connection(server, limits, opened, auto_decompress=auto_decompress), host, port
-            )
-        except OSError as error:
-            raise ConfigError(f"host={host} port={port}: {error.strerror or error}") from None
-        try:
-            address = listener.sockets[0].getsockname()
-            shown = f"[{address[0]}]" if ":" in address[0] else address[0]
-            yield f"http://{shown}:{address[1]}"
-        finally:
-            listener.close()
+        for one in sockets:
+            host, number = one.getsockname()[:2]
+            try:
+                listener = await asyncio.get_running_loop().create_server(
+                    lambda: _Connection(server, limits, opened, auto_decompress=auto_decompress), sock=one
+                )
+            except OSError as error:
+                raise _unusable(host, number, error) from None
+            listeners.append(listener)
+        host, number = sockets[0].getsockname()[:2]
+        yield f"http://{f'[{host}]' if ':' in host else host}:{number}"
     finally:
+        for listener in listeners:
+            listener.close()
         await runner.cleanup()
         for connection in opened:  # those that aiohttp does not know
             connection.abort()

@@ -294,8 +294,7 @@ class Run:
 
     def reopened(self) -> "Run":
         """Read the run again, by the connections that it has. Raises NotFoundError when it is gone."""
-        body, at = read_latest_at(self._store)
-        return Run(self._store, body, at)
+        return run_in(self._store)
 
     @property
     def uri(self) -> str:
@@ -502,7 +501,11 @@ def open_run(uri: str, storage: StorageSettings | None = None) -> Run:
 
     storage: settings that override those in the URI and the environment. Raises NotFoundError if there is no run.
     """
-    store = open_store(uri, storage)
+    return run_in(open_store(uri, storage))
+
+
+def run_in(store: Store) -> Run:
+    """Read the run in a store. Raises NotFoundError if there is none."""
     body, at = read_latest_at(store)
     return Run(store, body, at)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from raycheck.http_server import HttpLimits, _Connection, listen
+from raycheck.errors import ConfigError
+from raycheck.http_server import HttpLimits, _Connection, bound, listen
 
 LONG_S = 600.0
 """A limit that no test reaches."""
@@ -49,8 +50,9 @@ async def serving(
     app.router.add_route("*", "/", echo)
     for path, handler in handlers:
         app.router.add_get(path, handler)
-    async with listen(app, host="127.0.0.1", port=0, limits=limits) as address:
-        yield int(address.rpartition(":")[2])
+    with bound("127.0.0.1", 0) as sockets:
+        async with listen(app, sockets, limits=limits) as address:
+            yield int(address.rpartition(":")[2])
 
 
 async def sent(port: int, data: bytes = b"") -> Client:
@@ -65,6 +67,49 @@ async def answer(client: Client) -> tuple[int, bytes]:
     text = await client[0].read()
     client[1].close()
     return (int(text.split()[1]) if text else 0), text
+
+
+def test_a_bound_port_refuses_clients_and_other_programs_until_it_is_listened_at() -> None:
+    async def test() -> None:
+        with bound("127.0.0.1", 0) as sockets:
+            port = sockets[0].getsockname()[1]
+            with pytest.raises(ConnectionRefusedError):
+                await sent(port)
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+            async with listen(web.Application(), sockets, limits=HttpLimits()) as address:
+                assert address == f"http://127.0.0.1:{port}"
+                assert (await answer(await sent(port, b"GET / HTTP/1.0\r\n\r\n")))[0] == 404
+        with bound("127.0.0.1", port):
+            pass  # it is free again
+
+    run(test)
+
+
+@pytest.mark.parametrize("starts", ["before", "in the meantime"])
+def test_a_port_at_which_another_program_listens_is_refused_with_advice(starts) -> None:
+    advice = r"port=\d+: Address already in use; stop the program that listens there, or choose another port"
+
+    async def test() -> None:
+        with bound("127.0.0.1", 0) as first:
+            port = first[0].getsockname()[1]
+            if starts == "before":
+                first[0].listen()
+                with pytest.raises(ConfigError, match=advice), bound("127.0.0.1", port):
+                    pass
+                return
+            with bound("127.0.0.1", port) as second:
+                first[0].listen()
+                with pytest.raises(ConfigError, match=advice):
+                    async with listen(web.Application(), second, limits=HttpLimits()):
+                        pass
+
+    run(test)
+
+
+def test_a_name_that_is_no_host_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"host=no\.such\.invalid"), bound("no.such.invalid", 0):
+        pass
 
 
 def test_a_silent_client_is_let_go() -> None:

@@ -1,6 +1,6 @@
 """Works with whole runs, and with their files. Everything loads on first use.
 
-- listing.py finds the runs under a prefix: `raycheck runs`.
+- listing.py finds and opens the runs under a prefix: `raycheck runs`.
 - forks.py creates a run from another run's checkpoint: `raycheck fork`.
 - policy.py prunes many runs by the rules of a file: `raycheck prune-runs`.
 - deletes.py deletes checkpoints and runs: `raycheck delete`, `raycheck delete-run`.
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from raycheck.catalog.follow import FollowNews, follow_run
     from raycheck.catalog.forks import fork_run
     from raycheck.catalog.importing.import_checkpoint import Imported, ImportedEntryReport, import_checkpoint
+    from raycheck.catalog.listing import RunFolder
     from raycheck.catalog.policy import PrunedRun, prune_runs
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Imported",
     "ImportedEntryReport",
     "PrunedRun",
+    "RunFolder",
     "StoppedError",
     "TarStream",
     "copy_run",
@@ -76,6 +78,7 @@ __getattr__, __dir__ = on_first_use(
         "raycheck.catalog.follow": ("FollowNews", "follow_run"),
         "raycheck.catalog.forks": ("fork_run",),
         "raycheck.catalog.importing.import_checkpoint": ("Imported", "ImportedEntryReport", "import_checkpoint"),
+        "raycheck.catalog.listing": ("RunFolder",),
         "raycheck.catalog.policy": ("PrunedRun", "prune_runs"),
     },
 )

@@ -29,6 +29,7 @@ from raycheck.bucket.run_status import State, Status, status_of
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import parse_uri
 from raycheck.errors import ConfigError, CorruptError, DeniedError, NotFoundError, RaycheckError
+from raycheck.run import Run, run_in
 from raycheck.storage_settings import StorageSettings
 from raycheck.views.context_pool import ContextPool
 from raycheck.views.goodput import goodput_of
@@ -106,12 +107,46 @@ def list_runs(
     Raises StoreError when the prefix itself cannot be read, and ConfigError for more than 100,000 folders. A run below
     it that cannot be read is in the result, and its `state` and `text` say why.
     """
-    if depth < 0:
-        raise ConfigError(f"depth={depth}: give 0 for the prefix itself, or how many folders deep runs may lie")
-    if sort not in _SORTS:
-        raise ConfigError(f"sort={sort}: give one of {', '.join(get_args(Sort))}")
-    found = find_runs(open_store(prefix, storage), depth=depth, on_look=on_look)
-    return tuple(sorted(found, key=_SORTS[sort]))
+    return RunFolder(prefix, storage).runs(depth=depth, sort=sort, on_look=on_look)
+
+
+class RunFolder:
+    """A folder of runs, which lists and opens them through one client, with its connections and credentials.
+
+    It is for a program that looks into many runs or looks often; `open_run` and `list_runs` open a client each time.
+
+    uri, storage: as for list_runs. Raises ConfigError that says what is wrong with the URI.
+    """
+
+    def __init__(self, uri: str, storage: StorageSettings | None = None) -> None:
+        self._store = open_store(uri, storage)
+
+    @property
+    def uri(self) -> str:
+        """Return the folder's URI, with the settings in its query."""
+        return self._store.uri
+
+    def runs(
+        self, *, depth: int = DEPTH, sort: Sort = "age", on_look: Callable[[int, int], None] | None = None
+    ) -> tuple[RunSummary, ...]:
+        """List every run in the folder. The arguments and errors are those of list_runs."""
+        if depth < 0:
+            raise ConfigError(f"depth={depth}: give 0 for the prefix itself, or how many folders deep runs may lie")
+        if sort not in _SORTS:
+            raise ConfigError(f"sort={sort}: give one of {', '.join(get_args(Sort))}")
+        found = find_runs(self._store, depth=depth, on_look=on_look)
+        return tuple(sorted(found, key=_SORTS[sort]))
+
+    def run(self, *names: str) -> Run:
+        """Read the run at this path below the folder, as it is now; the folder itself without names.
+
+        names: the folders on the way, with any character but a slash. Raises NotFoundError if there is no run, and
+        ConfigError for a name that leads elsewhere.
+        """
+        store = self._store
+        for name in names:
+            store = store.below(name)
+        return run_in(store)
 
 
 def find_runs(

@@ -1,4 +1,4 @@
-"""Refuses a framework that is not installed or too old, before an adapter imports it."""
+"""Refuses a framework that is not installed or too old, before an adapter or the Tinker server imports it."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -17,7 +17,7 @@ def require(distribution: str, at_least: str, *, extra: str) -> None:
     try:
         found = version(distribution)
     except PackageNotFoundError:
-        raise ConfigError(f"{distribution} is not installed, but this adapter needs it: {advice}") from None
+        raise ConfigError(f"{distribution} is not installed, and raycheck needs it here: {advice}") from None
     if Version(found) < Version(at_least):
         raise ConfigError(
             f"{distribution} {found} is older than {at_least}, the oldest version that raycheck supports: {advice}"

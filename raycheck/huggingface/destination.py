@@ -14,26 +14,31 @@ from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
 from raycheck.bucket.format.object_keys import export_key
+from raycheck.bucket.protocol.removal.exported_directories import check_not_being_pruned
 from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.address import path_below, with_settings
 from raycheck.errors import ConfigError, NotFoundError, StoreError
 from raycheck.storage_settings import StorageSettings
 
 
 @contextmanager
 def destination(
-    dest: Store | str, prefix: str, storage: StorageSettings | None = None, *, is_dry: bool = False
+    dest: Store | str, prefix: str, storage: StorageSettings | None = None, *, source: Store, is_dry: bool = False
 ) -> Iterator[tuple[Store, str]]:
     """Yield the store and the prefix to write to.
 
     A local folder gets its name only after the block; after an error in the block there is no such folder. storage: how
-    to open a URI that is not a local folder. is_dry: the block writes nothing, and no folder is made. Raises
+    to open a URI that is not a local folder. source: a run's store, through whose client a place in the run is written.
+    is_dry: the block writes nothing, and no folder is made. Raises
     ConfigError, before anything is changed, for a folder that is not empty.
     """
     path = None if isinstance(dest, Store) else local_path(dest)
     if isinstance(dest, Store):
         yield dest, prefix
     elif path is None:
-        yield open_store(dest, storage), prefix
+        uri = dest if storage is None else with_settings(dest, storage)
+        inside = path_below(source.uri, uri)
+        yield (open_store(uri), prefix) if inside is None else (source, f"{inside}/{prefix}")
     elif is_dry:
         _refuse_occupied(path.resolve())
         yield open_store(f"memory://{uuid4().hex}"), ""
@@ -43,10 +48,14 @@ def destination(
 
 
 def check_free(store: Store, prefix: str, names: Iterable[str], last: str) -> None:
-    """Raise ConfigError if `prefix` contains a whole export, or anything that this export would not overwrite.
+    """Raise ConfigError if `prefix` contains a whole export, one that is being deleted, or anything that this export
+    would not overwrite.
 
     names: the files of this export. last: the one that is written last.
     """
+    if next(iter(store.list_objects(prefix)), None) is None:
+        return  # the usual case, at the price of one request
+    check_not_being_pruned(store, prefix)
     with suppress(NotFoundError):
         store.head(export_key(prefix, last))
         raise ConfigError(

@@ -13,7 +13,7 @@ from typing import Any
 
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.object_keys import EXPORT_ENDS, EXPORT_RECORD, export_key
-from raycheck.bucket.protocol.removal.exported_directories import ExportRecord, check_not_being_pruned
+from raycheck.bucket.protocol.removal.exported_directories import ExportRecord
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
@@ -135,8 +135,8 @@ def export_hf(
     laid_out = lay_out(checkpoint, options or ExportOptions())
     laid_out = _with_record(laid_out, checkpoint, by_training=by_training)
     is_alike = isinstance(dest, str) and kind_of(dest) == kind_of(checkpoint.store.uri)
-    with destination(dest, prefix, storage if is_alike else None, is_dry=write is None) as (store, place):
-        check_not_being_pruned(store, place)
+    given = storage if is_alike else None
+    with destination(dest, prefix, given, source=checkpoint.store, is_dry=write is None) as (store, place):
         check_free(store, place, [*laid_out.files, *laid_out.texts], laid_out.last)
         if write is None:
             written = {**laid_out.sizes, **{name: len(text.encode()) for name, text in laid_out.texts.items()}}

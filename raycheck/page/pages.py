@@ -4,16 +4,15 @@ Every function here blocks while it reads from the bucket; server.py calls them 
 """
 
 import posixpath
-from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 import raycheck
-from raycheck import Run, StorageSettings, list_runs, open_run
+from raycheck import Run, StorageSettings
+from raycheck.catalog import RunFolder
 from raycheck.errors import ConfigError, NotFoundError
 from raycheck.views.charts import curves_of, timeline_of
 from raycheck.views.context_pool import ContextPool
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 2000
 """The maximum number of tensors in one view; the search finds the others."""
-MAX_OPENED = 64
 MAX_SAMPLE_BYTES = 64 * 1024 * 1024
 MAX_VALUE_TEXT = 4000
 
@@ -41,22 +39,19 @@ class PageScope:
     storage: StorageSettings | None = None
     price: float = PRICE
     can_edit: bool = False
-    _last_runs: "OrderedDict[str, Run]" = field(default_factory=OrderedDict, compare=False, repr=False)
-    """Recently viewed runs by name, kept to reuse their connections."""
+
+    @cached_property
+    def folder(self) -> RunFolder:
+        """The client for all views."""
+        return RunFolder(self.prefix, self.storage)
 
     def run(self, name: str) -> Run:
         """Read the run at `name` under the prefix, in its current state; "" is the run at the prefix itself.
 
         Raises NotFoundError, including for a name that leads out of the prefix.
         """
-        uri = self.uri(name)  # refuses a name that leads out
-        known = self._last_runs.pop(name, None)
-        run = open_run(uri, self.storage) if known is None else known.reopened()
-        self._last_runs[name] = run
-        while len(self._last_runs) > MAX_OPENED:
-            with suppress(KeyError):  # another thread may have removed it
-                self._last_runs.popitem(last=False)
-        return run
+        self.uri(name)  # refuses a name that leads out
+        return self.folder.run(*(name.split("/") if name else ()))
 
     def name_of(self, uri: str) -> str | None:
         """Return the name of the run with this URI, "" for the prefix itself, or None if it is not under the prefix.
@@ -95,7 +90,7 @@ def _address(uri: str) -> str:
 
 def runs_view(place: PageScope) -> dict[str, Any]:
     """Return the values of the list of runs."""
-    found = list_runs(place.prefix, place.storage)
+    found = place.folder.runs()
     itself = _address(place.prefix)
     forks: dict[str, list[str]] = {}
     for run in found:

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from raycheck.errors import ConfigError, NotFoundError, RaycheckError
 from raycheck.http_callers import is_local, known_hosts
-from raycheck.http_server import HttpLimits, listen
+from raycheck.http_server import HttpLimits, bound, listen
 from raycheck.page import acts, pages
 from raycheck.page.background_acts import BackgroundActs
 from raycheck.page.guard import HEALTH, Guard
@@ -71,11 +71,12 @@ def serve(
     app = make_app(place, token=chosen, hosts=known_hosts(host, allow_hosts))
 
     async def until_interrupted() -> None:
-        async with listen(app, host=host, port=port, limits=limits) as address:
+        async with listen(app, sockets, limits=limits) as address:
             on_start(f"{address}/" + (f"?token={chosen}" if chosen else ""))
             await asyncio.Event().wait()
 
-    asyncio.run(until_interrupted())
+    with bound(host, port) as sockets:
+        asyncio.run(until_interrupted())
 
 
 class _Views:

@@ -41,9 +41,14 @@ class CheckpointPath:
     @classmethod
     def of(cls, run: str, checkpoint_id: str) -> "CheckpointPath":
         """Return the path of a run's checkpoint "SEGMENT/NAME". Raises RefusedRequestError."""
-        segment, _, name = checkpoint_id.partition("/")
+        segment, slash, name = checkpoint_id.partition("/")
         if not _RUN.fullmatch(run):
             raise RefusedRequestError(f"{run[:200]!r} is no training run: they are called SESSION:train:NUMBER")
+        if not slash:
+            raise RefusedRequestError(
+                f"{checkpoint_id[:200]!r} does not say which kind of checkpoint is meant, and a run may have several "
+                "of one name: use weights/NAME, sampler_weights/NAME, or external_weights/NAME, as listings do"
+            )
         if segment not in TYPE_OF_SEGMENT or not NAME.fullmatch(name):
             raise RefusedRequestError(
                 f"{checkpoint_id[:200]!r} is not a checkpoint of a run: use weights/NAME, sampler_weights/NAME, or "

@@ -1,7 +1,8 @@
 """Serves the Tinker API with aiohttp until it is interrupted or another server takes over."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from socket import socket
 
 from aiohttp import web
 
@@ -32,7 +33,7 @@ async def serve(
     service: Service,
     *,
     host: str,
-    port: int,
+    sockets: Sequence[socket],
     key: str | None,
     on_start: Callable[[str, str], None],
     allow_hosts: Collection[str] = (),
@@ -40,7 +41,7 @@ async def serve(
 ) -> None:
     """Serve until the task is cancelled. Raises ReplacedError if another server takes the state file.
 
-    host, port: where to bind; port 0 takes a free one. key: the key that clients must send; None for the one in the
+    host, sockets: where to listen, from http_server.bound. key: the key that clients must send; None for the one in the
     state file, which is generated once; "" for none. allow_hosts: further host names that clients may use. on_start:
     called with the address and, if it was generated, the key. Raises ConfigError for an address that others can reach
     without a key.
@@ -53,7 +54,7 @@ async def serve(
         app = make_app(service, sampling_requests, key=kept_key or key or "", hosts=hosts)
         await service.start()
         sampling_requests.start()
-        async with listen(app, host=host, port=port, limits=limits, auto_decompress=False) as address:
+        async with listen(app, sockets, limits=limits, auto_decompress=False) as address:
             on_start(address, kept_key)
             try:
                 await service.replaced.wait()

@@ -22,8 +22,8 @@ from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.memory import MemoryStore
 from raycheck.bucket.store.s3.s3fs_store import S3Store
 from raycheck.catalog import listing
-from raycheck.catalog.listing import find_runs, kept_bytes, list_runs
-from raycheck.errors import ConfigError, DeniedError, StoreError
+from raycheck.catalog.listing import RunFolder, find_runs, kept_bytes, list_runs
+from raycheck.errors import ConfigError, DeniedError, NotFoundError, StoreError
 from raycheck.run import open_run
 from raycheck.settings import Retention
 from tests.support.samples.hostile_documents import mutated_bytes, mutated_tree, thorough
@@ -32,6 +32,7 @@ from tests.support.samples.sample_checkpoints import Driver, everything, latest_
 from tests.support.servers.distant_bucket import distant_bucket
 from tests.support.servers.http_fault_proxy import FaultProxy
 from tests.support.servers.memory_store import DictStore
+from tests.support.servers.s3_engines import clients_made
 
 STATES = {name: state for name, (state, _) in MIXED.items()}
 HOSTILE_NAMES = [
@@ -114,6 +115,20 @@ def test_the_prefix_may_be_a_run_itself(mixed) -> None:
     assert (run.name, run.state) == ("died", "died")
     assert (lost.name, lost.state) == ("lost", "lost")
     assert (torn.name, torn.state) == ("torn", "damaged")
+
+
+def test_a_folder_lists_and_opens_its_runs(mixed) -> None:
+    folder = RunFolder(mixed)
+
+    assert [run.name for run in folder.runs()] == [run.name for run in list_runs(mixed)]
+    expected = open_run(join_uri(mixed, "bob/died"))
+    for found in (folder.run("bob", "died"), RunFolder(join_uri(mixed, "bob/died")).run()):
+        assert (found.uri, found.run_id, found._latest) == (expected.uri, expected.run_id, expected._latest)
+    with pytest.raises(NotFoundError):
+        folder.run("bob", "nobody")
+    for name in ("..", "bob/died", ""):
+        with pytest.raises(ConfigError, match="not a folder's name"):
+            folder.run(name)
 
 
 def test_an_empty_place_has_no_runs(uri) -> None:
@@ -342,6 +357,17 @@ def test_a_listing_asks_one_get_of_each_folder_and_lists_only_what_is_no_run(run
     # Beside the folders: the run without latest, its checkpoints/, and one object in the newest of these.
     assert len(listed) == len(folders) + 3
     assert not any("step-" in line for line in asked), "nothing but latest and records is read"
+
+
+def test_a_folder_uses_one_client_however_often_it_is_asked(runs_on_s3, monkeypatch) -> None:
+    made = clients_made(monkeypatch)
+
+    folder = RunFolder(runs_on_s3)
+    for name in ("died", "silent", "died"):
+        folder.run("bob", name)
+        folder.runs()
+
+    assert len(made) == 1
 
 
 def test_a_denied_run_and_a_denied_folder_are_lines_like_others(runs_on_s3, wire) -> None:

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -23,11 +24,11 @@ from transformers import AutoTokenizer
 
 import raycheck
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.format.object_keys import exports_prefix
+from raycheck.bucket.format.object_keys import EXPORT_RECORD, exports_prefix
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.address import settings_in_query
+from raycheck.bucket.store.address import join_uri, settings_in_query
 from raycheck.bucket.store.interface import Buffer, Written
 from raycheck.bucket.store.local import LocalStore
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError
@@ -42,6 +43,7 @@ from tests.support.processes.gloo_ranks import mesh_of
 from tests.support.processes.played_ranks import playing, save_played
 from tests.support.processes.save_without_ray import save, save_state
 from tests.support.samples import hf_models
+from tests.support.servers.s3_engines import clients_made
 
 MODELS = {
     "llama": hf_models.llama,
@@ -348,6 +350,29 @@ def test_an_export_goes_to_any_store_in_parts(run: Store, tmp_path: Path, uri: s
     assert all(torch.equal(tensors[name], tensor) for name, tensor in model.state_dict().items())
     with pytest.raises(ConfigError, match=r"already an export here|not an empty"):
         export_hf(checkpoint, uri)
+
+
+def test_an_export_into_its_own_run_makes_no_client_and_asks_once_whether_the_place_is_free(wire, monkeypatch):
+    uri = join_uri(wire.uri, uuid4().hex)
+    model = hf_models.llama()
+    save_state(open_store(uri), {"model": model}, step=7)
+    checkpoint = raycheck.open_run(uri).at(None)
+    made, before = clients_made(monkeypatch), len(wire.heads)
+
+    raycheck.export_hf(checkpoint, join_uri(uri, "exports/final"))
+
+    asked = wire.heads[before:]
+    assert made == []
+    assert [head.method for head in asked if "list-type=2" in head.target] == ["GET"]
+    assert [head for head in asked if head.method == "HEAD"] == []
+    read = [re.sub(r".*/", "", head.target.partition("?")[0]) for head in asked if head.method == "GET"]
+    documents = [name for name in read if name in ("latest", "manifest.json", "index", EXPORT_RECORD)]
+    assert documents == ["manifest.json", "index", "latest"]
+    (file,) = (name for name in raycheck.open_run(uri).export("final").sizes if name.endswith(".safetensors"))
+    written = safetensors.torch.load(open_store(uri).get(f"exports/final/{file}").data)
+    assert all(torch.equal(written[name], tensor) for name, tensor in model.state_dict().items())
+    with pytest.raises(ConfigError, match="already an export here"):
+        raycheck.export_hf(checkpoint, join_uri(uri, "exports/final"))
 
 
 def test_an_export_may_lie_in_its_own_run(tmp_path: Path):

@@ -71,7 +71,7 @@ def test_a_run_that_is_opened_again_shows_later_commits_by_one_request(scope: Pa
     assert asked(wire, before) == Counter({"latest": 1})
     assert (run.head.key, later.head.key) == (KEYS[1], "step-000000003-a1-s3")
     assert later._store is run._store
-    assert scope.run("run")._store is run._store, "the page goes on by its connections"
+    assert scope.run("run")._store._fs is run._store._fs, "the page goes on by its connections"
     assert later.read_at is not None
     assert run.read_at is not None
     assert later.read_at >= run.read_at

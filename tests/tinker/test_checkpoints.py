@@ -1,7 +1,9 @@
 """Checkpoints by the real SDK: saved, loaded, listed, deleted, exported. What they are is asked of the bucket."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import tinker
@@ -12,8 +14,10 @@ from tinker import types
 from transformers import AutoModelForCausalLM
 
 import raycheck
+from raycheck.bucket.store.address import join_uri, parse_uri
 from raycheck.tinker.checkpoint_paths import folder_of
 from tests.support.frameworks.tinker_client import TIMEOUT_S, ask, datum, loss_of, new_model, result_of, train
+from tests.support.servers.s3_engines import clients_made
 from tests.support.servers.tinker_server import RunningServer, tinker_server, write_base_model
 from tests.tinker.conftest import KEY
 
@@ -207,6 +211,27 @@ def test_a_deleted_checkpoint_is_gone_and_the_other_kind_of_its_name_stays(serve
         rest.delete_checkpoint_from_tinker_path(path).result()
 
 
+def test_a_name_alone_is_refused_with_advice_and_changes_nothing(server, connect, base, rest) -> None:
+    """It could mean either kind. The SDK raises at once for a 400, and its users read the text."""
+    model = new_model(connect(server), base)
+    model.save_state("publish").result(TIMEOUT_S)
+    model.save_weights_for_sampler("publish").result(TIMEOUT_S)
+    before = rest.list_checkpoints(model.model_id).result().checkpoints
+    one = f"training_runs/{model.model_id}/checkpoints"
+
+    with pytest.raises(tinker.BadRequestError, match=r"use weights/NAME, sampler_weights/NAME"):
+        rest.delete_checkpoint(model.model_id, "publish").result()
+    for method, path, body in (("PUT", "publish/ttl", {"ttl_seconds": 3600}), ("POST", "publish/publish", None)):
+        status, answer = ask(server.url, f"{one}/{path}", body, method=method)
+        assert (status, "use weights/NAME" in answer["detail"]) == (400, True)
+
+    assert rest.list_checkpoints(model.model_id).result().checkpoints == before
+    rest.delete_checkpoint(model.model_id, "weights/publish").result()
+    assert [item.checkpoint_id for item in rest.list_checkpoints(model.model_id).result().checkpoints] == [
+        "sampler_weights/publish"
+    ]
+
+
 def test_the_newest_checkpoint_can_be_deleted_too_and_its_name_given_again(server, connect, base, bucket, rest) -> None:
     model = new_model(connect(server), base)
     path = model.save_weights_for_sampler("one").result(TIMEOUT_S).path
@@ -287,6 +312,38 @@ def test_another_server_lists_and_loads_what_is_in_the_bucket(server, connect, b
     assert run.last_checkpoint.tinker_path == path
 
 
+def test_the_storage_settings_reach_the_engine(s3, connect, base, tmp_path) -> None:
+    """They are given once, beside a URI that does not have them."""
+    at = parse_uri(s3)
+    with tinker_server(base, f"s3://{at.bucket}/{uuid4().hex}", tmp_path / "s.sqlite", storage=at.said) as server:
+        client = connect(server)
+        model = new_model(client, base)
+        train(model, range(2))
+        path = model.save_state("two").result(TIMEOUT_S).path
+        model.save_weights_for_sampler("two").result(TIMEOUT_S)
+
+        resumed = client.create_training_client_from_state_with_optimizer(path).result(TIMEOUT_S)
+
+        assert train(resumed, range(2, 4)) == train(model, range(2, 4))
+
+
+def test_a_save_for_the_sampler_makes_no_client_of_a_store(wire, connect, base, tmp_path, monkeypatch) -> None:
+    """Each one reads botocore's description of S3 again, and connects."""
+    with tinker_server(base, join_uri(wire.uri, uuid4().hex), tmp_path / "s.sqlite") as server:
+        model = new_model(connect(server), base)
+        model.save_weights_for_sampler("first").result(TIMEOUT_S)
+        made, before = clients_made(monkeypatch), len(wire.heads)
+
+        model.save_weights_for_sampler("second").result(TIMEOUT_S)
+
+    asked = [re.sub(r".*/", "", head.target.partition("?")[0]) for head in wire.heads[before:] if head.method == "GET"]
+    assert made == []
+    # Is the name free, what was committed, and the run's id for the export's record; and is its place free.
+    assert asked.count("latest") == 3
+    assert [head for head in wire.heads[before:] if head.method == "HEAD"] == []
+    assert len([head for head in wire.heads[before:] if "list-type=2" in head.target]) == 3
+
+
 def test_an_adapter_of_another_base_model_is_refused(server, connect, base, bucket, tmp_path) -> None:
     path = new_model(connect(server), base).save_state("one").result(TIMEOUT_S).path
     foreign = write_base_model(tmp_path / "foreign", seed=1)
@@ -327,7 +384,10 @@ def test_a_name_that_cannot_be_one_is_refused_and_the_model_goes_on(server, conn
         ("training_runs/session_x:train:0/checkpoints/weights/..%2Fx", 400),
         ("training_runs/session_x:train:0/checkpoints/other/x", 400),
         ("training_runs/session_x:train:0/checkpoints/weights/x", 404),
-        ("training_runs/session_x:train:0/checkpoints/x", 404),
+        ("training_runs/session_x:train:0/checkpoints/x", 400),
+        ("training_runs/session_x:train:0/checkpoints/weights", 400),
+        ("training_runs/session_x:train:0/checkpoints/x/publish", 400),
+        ("training_runs/session_x:train:0/checkpoints/weights/x/y", 404),
     ],
 )
 def test_hostile_paths_delete_nothing(server, path, status) -> None:

@@ -1,6 +1,10 @@
 """Copied and published checkpoints by the real SDK. A copy is in a run of its own, shares its tensors, and is made once."""
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -334,3 +338,50 @@ def test_what_is_not_there_cannot_be_published(server, connect, base, rest) -> N
     assert ask(server.url, "training_runs/x/checkpoints/weights/one/publish", {})[0] == 400
     model.save_state("one").result(TIMEOUT_S)
     assert public_in(rest, model) == {"weights/one": False}
+
+
+def test_the_storage_usage_counts_what_is_listed_and_shared_bytes_once(connect, base, tmp_path) -> None:
+    with tinker_server(base, f"file://{tmp_path}/bucket", tmp_path / "s.sqlite") as server:
+        client = connect(server)
+        rest, admin = (kind(base_url=server.url, api_key=KEY) for kind in (tinker.RestClient, tinker.AdminClient))
+        assert admin.get_current_checkpoint_storage_usage().result().data == []
+        model = new_model(client, base)
+        path = model.save_state("state").result(TIMEOUT_S).path
+        model.save_weights_for_sampler("sampler").result(TIMEOUT_S)
+        model.save_weights_and_get_sampling_client()  # without a name, and not listed
+        copied = rest.copy_weights(path, PROJECT).result()
+
+        (usage,) = admin.get_current_checkpoint_storage_usage().result().data
+        listed = rest.list_user_checkpoints().result().checkpoints
+        rest.delete_checkpoint_from_tinker_path(path).result()
+        (after,) = admin.get_current_checkpoint_storage_usage().result().data
+
+    sizes = {item.tinker_path: item.size_bytes for item in listed}
+    assert len(sizes) == 3
+    assert usage.checkpoint_count == 3
+    assert usage.size_bytes == sum(sizes.values()) - sizes[copied] > 0
+    assert usage.size_gigabytes == usage.size_bytes / 1e9
+    assert (after.checkpoint_count, after.size_bytes) == (2, sum(sizes.values()) - sizes[path])
+
+
+@pytest.mark.parametrize("route", ["billing/usage/checkpoints/current", "training_runs"])
+def test_a_project_is_refused_where_it_would_leave_something_out(server, route) -> None:
+    status, answer = ask(server.url, f"{route}?project_id=mine")
+
+    assert (status, "no projects" in answer["detail"]) == (400, True)
+
+
+def test_the_sdks_command_shows_the_storage_usage(server, connect, base) -> None:
+    new_model(connect(server), base).save_state("one").result(TIMEOUT_S)
+
+    done = subprocess.run(  # noqa: PLW1510  its return code is looked at below
+        [sys.executable, "-m", "tinker.cli", "-f", "json", "billing", "checkpoint-storage"],
+        env={**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    (usage,) = json.loads(done.stdout)["data"]
+    assert usage["checkpoint_count"] >= 1

@@ -195,6 +195,24 @@ def overlap(one: str, other: str) -> bool:
     return first == "/" or second.startswith(first)
 
 
+def path_below(root: str, uri: str) -> str | None:
+    """Return the path from `root` to a place in it that is reached by the same settings, such as "exports/final".
+
+    Return None for any other place, and for `root` itself.
+    """
+    outer, inner = parse_uri(root), parse_uri(uri)
+    if (outer.kind, outer.account, outer.bucket, outer.settings) != (
+        inner.kind,
+        inner.account,
+        inner.bucket,
+        inner.settings,
+    ):
+        return None
+    start = f"{outer.prefix.rstrip('/')}/".lstrip("/")
+    path = inner.prefix.lstrip("/")
+    return path.removeprefix(start) or None if path.startswith(start) else None
+
+
 def _place(uri: str) -> tuple[str, str, str, str]:
     at = parse_uri(uri)
     return at.kind, at.account, at.bucket, at.prefix.rstrip("/")

@@ -73,29 +73,30 @@ class ExportTask:
 
         write: writes the files of weights; None: one after the other in this process.
         """
-        if self._is_done():
+        checkpoint = self.checkpoint
+        dest = checkpoint.store if self.settings.to is None else self.dest
+        if self._is_done(dest):
             text = f"did not export to {self.prefix}: it is there already, and stays as it is"
-            return [Note(text=text), *self._prune()]
+            return [Note(text=text), *self._prune(checkpoint.store, dest)]
         from raycheck.huggingface.export import export_hf, write_all
 
         done = export_hf(
-            self.checkpoint, self.dest, self.settings, prefix=self.prefix, write=write or write_all, by_training=True
+            checkpoint, dest, self.settings, prefix=self.prefix, write=write or write_all, by_training=True
         )
         return [
             Note(text=f"exported {self.entry.key} to {self.prefix}", fields={"bytes": done.size_bytes}),
-            *self._prune(),
+            *self._prune(checkpoint.store, dest),
         ]
 
-    def _is_done(self) -> bool:
+    def _is_done(self, dest: Store) -> bool:
         """Read `dest`, and return whether the complete export is there."""
-        dest = self.dest
         for last in object_keys.EXPORT_ENDS:
             with suppress(NotFoundError):
                 dest.head(object_keys.export_key(self.prefix, last))
                 return True
         return False
 
-    def _prune(self) -> list[Note]:
+    def _prune(self, store: Store, dest: Store) -> list[Note]:
         """Delete older exports by `keep_last`.
 
         None of this run's own exports is in progress, since each begins after this task. An export of another run is
@@ -106,7 +107,7 @@ class ExportTask:
             return []
         prefix = "" if self.settings.to else object_keys.EXPORTS_PREFIX
         try:
-            gone = prune_exports(self.dest, prefix, read_latest(self.checkpoint.store), keep_last=keep_last)
+            gone = prune_exports(dest, prefix, read_latest(store), keep_last=keep_last)
         except RaycheckError as error:
             return [Note(text=f"older exports could not be deleted yet: {error}", is_problem=True)]
         return [Note(text=f"deleted the export {place}") for place in gone]

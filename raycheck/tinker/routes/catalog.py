@@ -16,6 +16,9 @@ from raycheck.tinker.service import Service, canonical
 from raycheck.tinker.wire.fields import RefusedRequestError, text_in, ttl_in
 
 OWNER = "raycheck"
+GIGABYTE = 1_000_000_000
+CHECKPOINT = r"[^/]+(?:/[^/]+)?"
+"""Matches SEGMENT/NAME, and also a name alone, which CheckpointPath refuses with advice instead of a missing route."""
 
 
 def add_to(app: web.Application) -> None:
@@ -23,14 +26,16 @@ def add_to(app: web.Application) -> None:
     app.router.add_post("/api/v1/weights_info", _weights_info)
     app.router.add_post("/api/v1/copy_weights", _copy)
     app.router.add_get("/api/v1/checkpoints", _all_checkpoints)
+    app.router.add_get("/api/v1/billing/usage/checkpoints/current", _storage_usage)
     app.router.add_get(runs, _runs)
     app.router.add_get(f"{runs}/{{run}}", _run)
     app.router.add_get(f"{runs}/{{run}}/checkpoints", _checkpoints)
     app.router.add_get("/api/v1/models/{run}/checkpoints", _checkpoints)  # the path used by older SDKs
-    app.router.add_delete(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}", _delete)
-    app.router.add_put(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}/ttl", _set_ttl)
-    app.router.add_post(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}/publish", _publish)
-    app.router.add_delete(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}/publish", _publish)
+    one = f"{runs}/{{run}}/checkpoints/{{checkpoint:{CHECKPOINT}}}"
+    app.router.add_delete(one, _delete)
+    app.router.add_put(f"{one}/ttl", _set_ttl)
+    app.router.add_post(f"{one}/publish", _publish)
+    app.router.add_delete(f"{one}/publish", _publish)
 
 
 async def _weights_info(request: web.Request) -> web.Response:
@@ -57,19 +62,22 @@ async def _weights_info(request: web.Request) -> web.Response:
 
 async def _all_checkpoints(request: web.Request) -> web.Response:
     limit, offset = window(request, default=100)
-    service = request.app[SERVICE]
-
-    def find() -> list[StoredCheckpoint]:
-        found = [item for run in service.checkpoints.runs() for item in service.checkpoints.of_run(run)]
-        return sorted(found, key=lambda item: -item.committed_at)
-
-    found = await asyncio.to_thread(find)
+    found = await asyncio.to_thread(request.app[SERVICE].checkpoints.all)
     return web.json_response(
         {
             "checkpoints": [_checkpoint(item) for item in found[offset : offset + limit]],
             "cursor": {"offset": offset, "limit": limit, "total_count": len(found)},
         }
     )
+
+
+async def _storage_usage(request: web.Request) -> web.Response:
+    """Count the listed checkpoints and their bytes. Bytes that a copy shares with its source are counted once."""
+    _check_no_project(request)
+    found = await asyncio.to_thread(request.app[SERVICE].checkpoints.all)
+    size_bytes = sum({item.stored_as: item.size_bytes for item in found}.values())
+    usage = {"checkpoint_count": len(found), "size_bytes": size_bytes, "size_gigabytes": size_bytes / GIGABYTE}
+    return web.json_response({"data": [usage] if found else []})
 
 
 async def _checkpoints(request: web.Request) -> web.Response:
@@ -82,6 +90,7 @@ async def _checkpoints(request: web.Request) -> web.Response:
 
 async def _runs(request: web.Request) -> web.Response:
     limit, offset = window(request, default=20)
+    _check_no_project(request)
     service = request.app[SERVICE]
     here = service.runs_here()
     there = await asyncio.to_thread(service.checkpoints.runs)
@@ -167,9 +176,13 @@ async def _set_ttl(request: web.Request) -> web.Response:
     return web.Response(status=204)
 
 
+def _check_no_project(request: web.Request) -> None:
+    if "project_id" in request.query:
+        raise RefusedRequestError("project_id: this server has no projects; leave it out to see everything")
+
+
 def _path(request: web.Request) -> CheckpointPath:
-    found = request.match_info
-    return CheckpointPath.of(found["run"], f"{found['segment']}/{found['name']}")
+    return CheckpointPath.of(request.match_info["run"], request.match_info["checkpoint"])
 
 
 def _newest(found: Sequence[StoredCheckpoint], kind: str) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
+from botocore.loaders import JSONFileLoader
 from pyarrow.fs import FileSelector, FileSystem
 
 from raycheck import StorageSettings
@@ -28,7 +29,7 @@ from raycheck.bucket.store.s3.private_obstore import own_obstore
 from raycheck.bucket.store.s3.s3fs_store import S3Store
 from raycheck.errors import ConfigError, RaycheckError, StoreError
 from tests.support.servers.http_fault_proxy import FaultProxy, Head, fault_proxy
-from tests.support.servers.s3_engines import forbid_s3fs_bytes
+from tests.support.servers.s3_engines import clients_made, forbid_s3fs_bytes
 
 Drive = Callable[[str], None]
 PART = 5 * 1024 * 1024
@@ -289,3 +290,17 @@ def test_ray_s_file_system_on_other_clouds_keeps_scheme_and_identity_as_the_stor
 
 def s3_endpoint(uri: str) -> str:
     return f"http://{uri.partition('endpoint_override=')[2].partition('&')[0]}"
+
+
+def test_botocores_descriptions_of_s3_are_read_once_in_a_process(s3, monkeypatch) -> None:
+    """Each store has a client of its own, and reading them is most of what a client costs."""
+    open_store(s3).list_names("")
+    read = []
+    load = JSONFileLoader.load_file
+    monkeypatch.setattr(JSONFileLoader, "load_file", lambda *place: read.append(place) or load(*place))
+
+    made = clients_made(monkeypatch)
+    open_store(join_uri(s3, "another")).list_names("")
+
+    assert len(made) == 1
+    assert [path for _, path in read if "/s3/" in path] == []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from raycheck import StorageSettings
 from raycheck.bucket.store import open_store
-from raycheck.bucket.store.address import is_same_place, join_uri, parse_uri, with_settings
+from raycheck.bucket.store.address import is_same_place, join_uri, parse_uri, path_below, with_settings
 from raycheck.errors import ConfigError
 
 FIELDS = [field.name for field in fields(StorageSettings)]
@@ -182,6 +182,27 @@ def test_both_ways_of_writing_an_azure_address_name_one_place(monkeypatch):
     assert is_same_place(*written)
     assert is_same_place(written[0], "az://runs/a/b")
     assert not is_same_place(written[0], "az://runs/a/b?account_name=you")
+
+
+@pytest.mark.parametrize(
+    ("uri", "path"),
+    [
+        ("s3://bucket/runs/one/exports/final?region=eu-1", "exports/final"),
+        ("s3://bucket/runs/one/a%20b/?region=eu-1", "a b"),
+        ("s3://bucket/runs/one?region=eu-1", None),
+        ("s3://bucket/runs/one-more?region=eu-1", None),
+        ("s3://bucket/runs/one/exports?region=eu-2", None),
+        ("s3://other/runs/one/exports?region=eu-1", None),
+        ("gs://bucket/runs/one/exports", None),
+    ],
+)
+def test_a_place_inside_another_is_one_only_if_it_is_reached_in_the_same_way(uri, path) -> None:
+    assert path_below("s3://bucket/runs/one?region=eu-1", uri) == path
+
+
+def test_a_bucket_itself_contains_places() -> None:
+    assert path_below("s3://bucket", "s3://bucket/one") == "one"
+    assert path_below("memory://all", "memory://all/one/two") == "one/two"
 
 
 def test_an_azure_account_stays_when_settings_are_folded_in():

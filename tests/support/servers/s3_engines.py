@@ -1,6 +1,9 @@
 """Chooses the client that moves the bytes of an S3 store: a test can rule out obstore, or rule out s3fs."""
 
+from typing import Any
+
 import pytest
+from aiobotocore.session import AioSession
 
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.s3.s3fs_store import S3Store
@@ -21,3 +24,16 @@ def forbid_s3fs_bytes(patch: pytest.MonkeyPatch) -> None:
 
     for verb in ("get_range", "put", "_put_each"):
         patch.setattr(S3Store, verb, refuse)
+
+
+def clients_made(patch: pytest.MonkeyPatch) -> list[AioSession]:
+    """A list that grows with each client of an S3 store that is made from now on."""
+    made: list[AioSession] = []
+    begin = AioSession.__init__
+
+    def noted(session: AioSession, *args: Any, **settings: Any) -> None:
+        made.append(session)
+        begin(session, *args, **settings)
+
+    patch.setattr(AioSession, "__init__", noted)
+    return made

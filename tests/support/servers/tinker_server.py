@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from raycheck import StorageSettings
 from raycheck.group.worker import singleton
-from raycheck.http_server import HttpLimits
+from raycheck.http_server import HttpLimits, bound
 from raycheck.tinker.checkpoint_store import CheckpointStore
 from raycheck.tinker.engine.actor import EngineGoneError, EngineRefusalError, answer_of, value_of
 from raycheck.tinker.engine.base_model import BaseModel
@@ -134,6 +135,7 @@ def tinker_server(
     limits: HttpLimits = LIMITS,
     allow_hosts: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
+    storage: StorageSettings | None = None,
     engine: Any = None,
     on_loop: Callable[[asyncio.AbstractEventLoop], None] = lambda _: None,
 ) -> Iterator[RunningServer]:
@@ -149,7 +151,7 @@ def tinker_server(
             ServerSettings(base_model=model_name or base, **{"hold_s": 5.0, "max_models": 1000, **(settings or {})}),
             journal=Journal(str(state)),
             engine=running.engine,
-            checkpoints=CheckpointStore(checkpoints),
+            checkpoints=CheckpointStore(checkpoints, storage),
         )
         return running.service
 
@@ -160,15 +162,16 @@ def tinker_server(
     async def run() -> None:
         task = asyncio.current_task()
         running.stop = lambda: loop.call_soon_threadsafe(task.cancel)
-        await serve(
-            make_service(),
-            host="127.0.0.1",
-            port=port,
-            key=key,
-            on_start=on_start,
-            limits=limits,
-            allow_hosts=allow_hosts,
-        )
+        with bound("127.0.0.1", port) as sockets:
+            await serve(
+                make_service(),
+                host="127.0.0.1",
+                sockets=sockets,
+                key=key,
+                on_start=on_start,
+                limits=limits,
+                allow_hosts=allow_hosts,
+            )
 
     def run_in_thread() -> None:
         try:

@@ -5,11 +5,13 @@ each process that unpickles one reads its own environment.
 """
 
 import asyncio
+from functools import cache
 from typing import Any
 
 import s3fs
 from aiobotocore.credentials import AioCredentials
 from aiobotocore.session import AioSession
+from botocore.loaders import create_loader
 
 from raycheck.bucket.store.address import UriFiles, parse_uri
 from raycheck.bucket.store.client_options import s3fs_options
@@ -58,8 +60,20 @@ def session(settings: StorageSettings, chain: CredentialChain) -> AioSession:
 class _Session(AioSession):  # type: ignore[misc]  # aiobotocore is untyped
     chain: CredentialChain
 
+    def get_component(self, name: str) -> Any:
+        return _loader(self.get_config_variable("data_path")) if name == "data_loader" else super().get_component(name)
+
     async def get_credentials(self) -> "_Credentials":
         return _Credentials(self.chain)
+
+
+@cache
+def _loader(search_path: str | None) -> Any:
+    """Return the loader of botocore's descriptions of services, shared by all clients of this process.
+
+    Reading them takes most of the time in which a client is made, and blocks the event loop of all others.
+    """
+    return create_loader(search_path)
 
 
 class _Credentials(AioCredentials):  # type: ignore[misc]  # aiobotocore is untyped

@@ -43,6 +43,10 @@ _PLAIN_REGION = "us-east-1"  # servers at an endpoint of their own accept it
 class FastS3Store(S3Store):
     """Transfers bytes through obstore, and does everything else as S3Store does."""
 
+    def __init__(self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings) -> None:
+        super().__init__(uri, bucket=bucket, prefix=prefix, settings=settings)
+        self._of_bucket: dict[int, Any] = {}  # obstore's stores; those below and beside this one have them too
+
     def get_data(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> bytes:
         """Read as `get` does, at an eighth of its CPU time. obstore provides no time and no checksum of the store."""
         client = self._client_of(max_retries=0) if _PLAIN_KEY.fullmatch(self._full(key)) else None
@@ -157,11 +161,16 @@ class FastS3Store(S3Store):
 
     @cached_property
     def _without_retries(self) -> Any:
-        return self._connected(max_retries=0)
+        return self._connected_once(max_retries=0)
 
     @cached_property
     def _with_retries(self) -> Any:
-        return self._connected(max_retries=MAX_RETRIES)
+        return self._connected_once(max_retries=MAX_RETRIES)
+
+    def _connected_once(self, *, max_retries: int) -> Any:
+        if max_retries not in self._of_bucket:
+            self._of_bucket[max_retries] = self._connected(max_retries=max_retries)
+        return self._of_bucket[max_retries]
 
     def _connected(self, *, max_retries: int) -> Any:
         """Make obstore's store; None where s3fs has to find the region or the host, or to report what is wrong."""
