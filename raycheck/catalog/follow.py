@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from threading import Event
 
 from raycheck.bucket.format.latest import Latest
-from raycheck.bucket.protocol.object_copy import StoppedError
 from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S
 from raycheck.bucket.store import open_store
 from raycheck.catalog.copier import MirrorCopier, SourceBody
-from raycheck.errors import ConfigError, DamagedError, NotFoundError, StoreError
+from raycheck.errors import ConfigError, DamagedError, NotFoundError, StoppedError, StoreError
 from raycheck.show_progress import ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 

@@ -32,8 +32,8 @@ from raycheck.errors import (
     CorruptError,
     DamagedError,
     NotFoundError,
-    RaycheckError,
     SaveFailedError,
+    StoppedError,
     StoreError,
 )
 
@@ -47,13 +47,6 @@ ROOM_BYTES = 4 * OBJECT_BYTES
 LOOK_EVERY_S = 0.2
 """How often the main thread, the only one to receive Ctrl-C, wakes while other threads copy."""
 T = TypeVar("T")
-
-
-class StoppedError(RaycheckError):
-    """The copy was asked to stop. What is complete in the target stays there."""
-
-    def __init__(self, message: str = "the copy was stopped; repeat it to continue") -> None:
-        super().__init__(message)
 
 
 class DroppedError(Exception):

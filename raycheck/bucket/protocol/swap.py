@@ -18,7 +18,7 @@ from raycheck.bucket.store import Got, Store
 from raycheck.bucket.store.address import shown_uri
 from raycheck.bucket.store.interface import Written
 from raycheck.bucket.store.jitter import CHANCE
-from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, StoreError
+from raycheck.errors import ConfigError, ConflictError, CorruptError, DeniedError, NotFoundError, StoreError
 
 SWAP_DEADLINE_S = 60.0
 CROWDED_DEADLINE_S = 300.0
@@ -112,7 +112,7 @@ class Register:
                         return body
                     return self._replace(body, new, got)  # 3
                 except (StoreError, _NotSwappedError) as error:  # 4: unknown; read again and judge by effect
-                    if isinstance(error, StoreError) and error.is_denied and not is_unknown:
+                    if isinstance(error, DeniedError) and not is_unknown:
                         raise  # a missing permission would be refused again
                     is_unknown = True
                     if self._monotonic() > deadline:

@@ -25,7 +25,7 @@ from raycheck.bucket.protocol.swap import Register, lost_error
 from raycheck.bucket.reading import list_directories, read_latest
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import Upload
-from raycheck.errors import CorruptError, StoreError
+from raycheck.errors import CorruptError, DeniedError, StoreError
 from raycheck.settings import Retention
 from raycheck.show_progress import ProgressTally
 
@@ -192,10 +192,8 @@ def _uploads(store: Store) -> list[Upload]:
     """List the unfinished uploads; none without the permission, since directories can still be swept."""
     try:
         return list(store.list_uploads(object_keys.CHECKPOINTS_PREFIX))
-    except StoreError as error:
-        if error.is_denied:
-            return []
-        raise
+    except DeniedError:
+        return []
 
 
 def _unfinished(store: Store, upload: Upload) -> Deletion:
