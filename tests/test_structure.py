@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -297,6 +298,37 @@ def test_other_modules_define_only_the_errors_that_errors_py_names() -> None:
     assert elsewhere == {"NewerFormatError": {"CorruptError"}, "ReferenceLostError": {"SaveFailedError"}}
     assert all(name in (errors.__doc__ or "") for name in kinds | set(elsewhere))
     assert not [name for name, bases in found.items() if bases & set(elsewhere)]
+
+
+def test_every_invariant_is_named_where_it_is_upheld_and_where_it_is_proven() -> None:
+    """A function of the package names it in its docstring, and a test in its name or docstring."""
+    text = (PACKAGE / "bucket" / "FORMAT.md").read_text()
+    invariants = set(re.findall(r"^- \*\*(I\d+)\*\* ", text, re.MULTILINE))
+    tests = [(path, node) for path, node in functions(Path(__file__).parent) if node.name.startswith("test_")]
+
+    upheld = {name for _, node in functions(PACKAGE) for name in invariants_in(ast.get_docstring(node) or "")}
+    proven = {
+        name
+        for _, node in tests
+        for name in invariants_in(f"{node.name.replace('_', ' ').upper()} {ast.get_docstring(node) or ''}")
+    }
+
+    assert len(invariants) >= 11
+    assert invariants - upheld == set()
+    assert invariants - proven == set()
+    assert (upheld | proven) - invariants == set()
+
+
+def functions(folder: Path) -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield path, node
+
+
+def invariants_in(text: str) -> set[str]:
+    """Return the invariants that a text names: each by its number, so that a search for one finds the text."""
+    return set(re.findall(r"\bI[1-9]\d?\b", text))
 
 
 def test_no_class_name_stands_for_two_things() -> None:

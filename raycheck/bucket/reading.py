@@ -177,7 +177,8 @@ class Checkpoint:
 
 
 def read_latest(store: Store) -> Latest:
-    """Read the body of `latest`. Raises NotFoundError, which says what exists instead, when there is no run."""
+    """Read the body of `latest`, and write nothing (I8). Raises NotFoundError, which says what exists instead, when
+    there is no run."""
     return read_latest_at(store)[0]
 
 

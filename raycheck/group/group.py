@@ -176,9 +176,9 @@ def ask_until_decided(
 ) -> Any:
     """Call a coordinator method that all ranks call, until it answers with the decision for all of them.
 
-    deadline: by time.monotonic(). what: names the call in errors. late: makes the error that is raised at the deadline,
-    from the text that names the missing ranks; by default a StoreError. Raises StoreError when the coordinator does not
-    answer at all.
+    No rank waits past the deadline, and the error names the missing ranks (I9). deadline: by time.monotonic(). what:
+    names the call in errors. late: makes the error that is raised at the deadline, from the text that names the missing
+    ranks; by default a StoreError. Raises StoreError when the coordinator does not answer at all.
     """
     within_s = deadline - time.monotonic()
     while True:

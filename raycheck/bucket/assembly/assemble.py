@@ -48,12 +48,13 @@ class Assembled:
 
 
 def assemble(store: Store, reports: Sequence[Report], plans: PlanCache | None = None) -> Assembled:
-    """Make index, `.metadata` and manifest of the reports, and copy what they refer to and has to lie here. Step 16.
+    """Make index, `.metadata` and manifest from the reports, and copy the shards that must be in this checkpoint's own
+    directory. Step 16.
 
-    reports: those of all ranks, in order of rank, with complete sections. plans: the plans of earlier saves. Raises
-    SaveFailedError when replicas differ, when the shards leave a hole or overlap, when the reports are of different
-    saves, or when a shard that was not uploaded again differs from its record; ConfigError when ranks disagree on a
-    tensor.
+    A rank reports a shard once it is durable, so the manifest names only durable shards (I1). reports: those of all
+    ranks, in order of rank, with complete sections. plans: the plans of earlier saves. Raises SaveFailedError when
+    replicas differ, when the shards leave a hole or overlap, when the reports are of different saves, or when a shard
+    that was not uploaded again differs from its record; ConfigError when ranks disagree on a tensor.
     """
     try:
         return _assemble(store, reports, plans or PlanCache())

@@ -40,7 +40,7 @@ def with_pin(uri: str, body: Latest, key: str, *, pinned: bool) -> Latest:
 
 
 def evict(register: Register, rules: Retention) -> Latest:
-    """Move the checkpoints that no rule keeps to `evicted`, permanently. Step 19, outside of a commit."""
+    """Move the checkpoints that no rule keeps to `evicted`, permanently (I4). Step 19, outside of a commit."""
 
     def change(body: Latest, now: float) -> Latest | None:
         new = with_evicted(body, dropped_keys(body, rules, now=now), now=now)

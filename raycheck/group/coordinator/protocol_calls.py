@@ -145,7 +145,7 @@ class ProtocolCalls:
     def conclude(self, reports: dict[int, Report]) -> Outcome:
         """Steps 15 to 18: turn one save's reports, none of which is of a failure, into a checkpoint, and commit it.
 
-        A failed save is an outcome. Raises only what ends the attempt or the run.
+        A failed save is an outcome, and leaves `latest` as it was (I10). Raises only what ends the attempt or the run.
         """
         began = time.monotonic()
         first = next(iter(reports.values()))

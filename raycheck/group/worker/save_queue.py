@@ -440,7 +440,7 @@ class SaveQueue:
         return agreement
 
     def _note_failure(self, number: int, message: str, *, is_cured_by_next: bool = False) -> None:
-        """Count a failed save. Raises SaveFailedError after too many in a row.
+        """Count a failed save. Raises SaveFailedError after too many in a row, and not before (I10).
 
         is_cured_by_next: see Outcome. The first such failure does not count: it must not end the training before the
         next save.

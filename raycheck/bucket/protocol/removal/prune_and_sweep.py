@@ -61,9 +61,10 @@ def prune(
 ) -> tuple[str, ...]:
     """Evict what `rules` do not keep or what has expired, and delete evicted checkpoints. Steps 19 to 21.
 
-    grace_s: seconds that readers have before a delete. spare: checkpoints that the caller is still reading, which stay.
-    tally: counts the objects. Returns the names that are completely deleted. After a crash at any point the next prune
-    continues. Raises NotFoundError without a run.
+    Only evicted checkpoints are deleted, and not what a live one still uses (I6). grace_s: seconds that readers have
+    before a delete. spare: checkpoints that the caller is still reading, which stay. tally: counts the objects. Returns
+    the names that are completely deleted. After a crash at any point the next prune continues. Raises NotFoundError
+    without a run.
     """
     crowded = _crowded(register.read_existing()[0])
     evict(register, rules)
@@ -115,10 +116,11 @@ def plan_prune(
 def sweep(store: Store, *, also_whole: bool = False, tally: ProgressTally | None = None) -> tuple[Deletion, ...]:
     """Delete what failed saves of earlier attempts left, and abort their uploads. Steps 22 and 23.
 
-    Returns what was deleted. After a crash at any point the next sweep continues. also_whole: also delete directories
-    that have a manifest and an index. They could be restored; if `latest` was put back to an older state unnoticed,
-    only a person can decide whether they are checkpoints. tally: counts the objects. Raises NotFoundError without a
-    run, CorruptError when `latest` is older than a directory; then nothing is deleted.
+    Those attempts can commit nothing more, so nobody will ever need it (I6). Returns what was deleted. After a crash at
+    any point the next sweep continues. also_whole: also delete directories that have a manifest and an index. They
+    could be restored; if `latest` was put back to an older state unnoticed, only a person can decide whether they are
+    checkpoints. tally: counts the objects. Raises NotFoundError without a run, CorruptError when `latest` is older than
+    a directory; then nothing is deleted.
     """
     drop_orphans(Register(store))
     swept, uploads = _garbage(store, also_whole=also_whole)
