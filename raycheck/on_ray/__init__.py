@@ -11,4 +11,5 @@
 - ray_tasks.py: runs the tasks that follow a commit.
 - data/: RayData, positions in a Ray Dataset.
 - watch_node/: `raycheck watch-node`, which turns a cloud's preemption notice into Ray's drain of the node.
+  api/preemption_notices.py: where a group receives that notice.
 """

@@ -43,8 +43,8 @@ from raycheck.on_ray.actors.actor_rank import (
     result_of,
 )
 from raycheck.on_ray.actors.driver_state import DriverState
-from raycheck.on_ray.actors.preemption_notices import PreemptionNotices
 from raycheck.on_ray.api.calls import results, run_in
+from raycheck.on_ray.api.preemption_notices import PreemptionNotices
 from raycheck.on_ray.fit import settle_resume
 from raycheck.on_ray.ray_group import RayGroup, start_coordinator
 from raycheck.settings import SaveSettings, function_name
