@@ -47,7 +47,7 @@ class RayCluster(Cluster):
         ).remote()
 
     def alive(self) -> dict[str, str]:
-        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        nodes: list[dict[str, Any]] = ray.nodes()
         return {node["NodeID"]: node.get("Labels", {}).get(ZONE, "") for node in nodes if node["Alive"]}
 
     def tell(self, agent: Any, method: str, *args: object) -> None:

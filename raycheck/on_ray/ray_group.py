@@ -86,7 +86,7 @@ class RayGroup(Group):
     def pickled(self, name: str, function: Callable[..., Any]) -> bytes:
         """Return a function, also one of a script or a lambda, as bytes."""
         del name
-        return bytes(ray.cloudpickle.dumps(function))  # type: ignore[no-untyped-call]
+        return bytes(ray.cloudpickle.dumps(function))
 
 
 def group_of_ray_train() -> RayGroup:

@@ -82,7 +82,7 @@ def load(cls: type[D], data: bytes, *, what: str, max_bytes: int) -> D:
     if version >= FIRST_SEALED_VERSION and not is_sealed:
         raise CorruptError(f'{what} does not end with its checksum, a last field like "crc32": "0123abcd"')
     body = {name: value for name, value in tree.items() if name != "crc32"}
-    return _parse(cls, body | {"format_version": FORMAT_VERSION}, what)  # type: ignore[no-any-return]
+    return cast("D", _parse(cls, body | {"format_version": FORMAT_VERSION}, what))
 
 
 def _check_seal(data: bytes, what: str) -> bool:

@@ -7,6 +7,7 @@ checkpoint it means, and whether the run allows it; the claim calls it inside it
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import index
+from typing import SupportsIndex, cast
 
 from raycheck.bucket.format.label import is_name
 from raycheck.bucket.format.latest import Latest
@@ -68,7 +69,7 @@ def parse_resume(given: str | int | None, call: str = "fit(resume={!r})") -> Res
     if given is None:
         return AUTO
     with suppress(TypeError):  # NumPy's integers are steps too
-        return Step(index(given))  # type: ignore[arg-type]
+        return Step(index(cast("SupportsIndex", given)))
     if given in WORDS:
         return WORDS[given]
     if isinstance(given, str) and ("://" in given or given.startswith("/")):

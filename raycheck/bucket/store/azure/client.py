@@ -11,7 +11,7 @@ from raycheck.bucket.store.jitter import draw_apart
 from raycheck.storage_settings import StorageSettings
 
 
-class AzClient(AzureBlobFileSystem):  # type: ignore[misc]  # adlfs is untyped
+class AzClient(AzureBlobFileSystem):
     """Connects to one account, with the credentials that adlfs finds."""
 
     cachable = False  # two stores are two clients

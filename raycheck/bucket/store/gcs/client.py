@@ -16,7 +16,7 @@ from raycheck.errors import ConfigError
 from raycheck.storage_settings import StorageSettings
 
 
-class GsClient(GCSFileSystem):  # type: ignore[misc]  # gcsfs is untyped
+class GsClient(GCSFileSystem):
     """A gcsfs client that finds credentials at construction, possibly from the metadata server. Raises ConfigError
     without any."""
 

@@ -18,7 +18,7 @@ from raycheck.bucket.store.s3.credentials import CredentialChain
 from raycheck.storage_settings import StorageSettings
 
 
-class ChainedFiles(s3fs.S3FileSystem):  # type: ignore[misc]  # s3fs is untyped
+class ChainedFiles(s3fs.S3FileSystem):
     """An s3fs file system that keeps the session with which it was made.
 
     Before 2026.9 s3fs replaces that session, and raycheck's credentials with it, by its own whenever it finds no open
@@ -55,14 +55,14 @@ def session(settings: StorageSettings, chain: CredentialChain) -> AioSession:
     return made
 
 
-class _Session(AioSession):  # type: ignore[misc]  # aiobotocore is untyped
+class _Session(AioSession):
     chain: CredentialChain
 
     async def get_credentials(self) -> "_Credentials":
         return _Credentials(self.chain)
 
 
-class _Credentials(AioCredentials):  # type: ignore[misc]  # aiobotocore is untyped
+class _Credentials(AioCredentials):
     """Passes the chain's credentials to aiobotocore's signer, which asks before each request. Stores none itself."""
 
     def __init__(self, chain: CredentialChain) -> None:

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.nn.parameter import is_lazy
 
 from raycheck.errors import ConfigError
 from raycheck.state.entries.engines import refuse_parts_of_engines
@@ -283,7 +283,7 @@ class ModuleEntry(StateEntry):
         live = self._on_meta()
 
         def is_filled(name: str, tensor: torch.Tensor) -> bool:
-            inner = tensor.__tensor_flatten__()[0] if _can_be_flattened(tensor) else ()  # type: ignore[attr-defined]
+            inner = cast("Any", tensor).__tensor_flatten__()[0] if _can_be_flattened(tensor) else ()
             return all(f"{name}.{own}" in wanted for own in inner) if inner else name in wanted
 
         filled = {id(tensor) for name, tensor in live.items() if is_filled(name, tensor)}
@@ -337,7 +337,7 @@ class ModuleEntry(StateEntry):
 
 def _refuse_unfillable(name: str, tensor: torch.Tensor) -> None:
     """Raise ConfigError for a tensor that cannot be filled, where torch itself would not complain."""
-    if isinstance(tensor, UninitializedTensorMixin):
+    if is_lazy(tensor):
         raise ConfigError(f"{name} has no shape yet (a lazy module); run the module once before you restore it")
     local = local_of(tensor)
     if isinstance(local, FakeTensor):
