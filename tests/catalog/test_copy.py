@@ -160,7 +160,7 @@ def test_a_copy_that_was_trained_on_is_a_run_of_its_own(takes: Callable[[str], N
     before = everything(open_store(target))
     driver.save(1, 5)
 
-    with pytest.raises(ConfigError, match="a run of its own"):
+    with pytest.raises(ConfigError, match="a separate run"):
         copy_run(source, target)
 
     assert everything(open_store(target)) == before

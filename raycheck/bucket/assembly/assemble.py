@@ -32,7 +32,7 @@ class Assembled:
     """What makes the ranks' shards a checkpoint.
 
     documents: the bytes of manifest, index and `.metadata` by key, all to be written before the commit. has_copies:
-    ranks wrote a box twice, or digested it in two ways, so they should agree on it anew. drift: which replicas
+    ranks wrote a box twice, or digested it in two ways, so they should agree on it again. drift: which replicas
     differ; "" for none.
     """
 

@@ -286,8 +286,8 @@ def _is_chain(spans: Iterable[tuple[int, int]], whole: int) -> bool:
 def _tiles(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Return whether boxes, which together are as large as `shape`, cover it.
 
-    Where they cut a dimension into slices, each slice is checked by itself. Where there is no such dimension, they
-    cover `shape` when no two of them overlap.
+    If they cut a dimension into slices, each slice is checked separately. If there is no such dimension, they cover
+    `shape` when no two of them overlap.
     """
     if not shape:
         return len(boxes) == 1

@@ -24,13 +24,13 @@ MAX_NAMED = 4
 MAX_LISTED = 32
 """How many differences a manifest names."""
 BOX_KINDS = ("crc", "sum")
-"""With which word, and a space, the key of a box begins: its number is made of the checksums of its bytes, or of a
-device's sums."""
+"""The words with which the key of a box begins: its number was computed from checksums of its bytes, or from sums on a
+device."""
 Cure = Literal["", "RankZero", "RankZero or PerRank"]
 """The wrappers that an entry of the state may be given in, where ranks are meant to hold different things."""
 CAUSES = (
-    "The replicas have drifted apart: an all-reduce is missing, the ranks draw other random numbers, or each rank "
-    "computes it by itself and rounds differently"
+    "The replicas have drifted apart: an all-reduce is missing, the ranks draw different random numbers, or each rank "
+    "computes the value separately and rounds differently"
 )
 RANK_ZERO = "If only rank 0 updates {these}, give the entry as raycheck.RankZero(entry) on every rank"
 CURES: dict[Cure, str] = {

@@ -36,11 +36,11 @@ def commit(
     """Commit the checkpoint: THE commit point, step 17. The same swap evicts what `rules` drop.
 
     An older attempt cannot commit (I4), and `latest` lists only what is written and held (I3). data: the manifest's
-    bytes as they are in the bucket, the proof that it was written. at: see Register.swap. may_move_name: the manifest's
-    name may be taken from a checkpoint of another step. Returns the entry, without that name when another checkpoint
-    has kept it; None when a later save of the attempt is already committed (15), so that this one never will be. Raises
-    SupersededError or FencedError when the attempt is over, SaveFailedError when the manifest refers to a directory
-    that is no longer held.
+    bytes as they are in the bucket, which prove that it was written. at: see Register.swap. may_move_name: the
+    manifest's name may be taken from a checkpoint of another step. Returns the entry, without that name when another
+    checkpoint has kept it; None when a later save of the attempt is already committed (15), so that this one never will
+    be. Raises SupersededError or FencedError when the attempt is over, SaveFailedError when the manifest refers to a
+    directory that is no longer held.
     """
 
     def decide(body: Latest | None, now: float) -> Latest | None:

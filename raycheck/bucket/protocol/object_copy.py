@@ -98,9 +98,9 @@ class CopiedCheckpoint:
 def copy_objects(
     source: Store, target: Store, name: str, jobs: list[Job], *, progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Copy objects of checkpoint `name` whose new keys are free, several at a time.
+    """Copy objects of checkpoint `name` to new keys that are still free, several at a time.
 
-    Raises DamagedError, which names the object, when its bytes twice in a row differ from its record or it is missing;
+    Raises DamagedError, which names the object, if it is missing or its bytes differ from its record twice in a row;
     NotFoundError when the source has dropped the checkpoint.
     """
     try:
@@ -321,7 +321,7 @@ def check_own_directories(uri: str, name: str, directories: Iterable[str]) -> No
     if foreign:
         raise ConfigError(
             f"{shown_uri(uri)}: {name} uses {foreign[0]}, which belongs to another run, and cannot be copied as it is. "
-            f"'raycheck cp --at {name}' makes a run of its own from it, in any place"
+            f"'raycheck cp --at {name}' makes a separate run from it, anywhere"
         )
 
 

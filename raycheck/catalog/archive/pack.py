@@ -53,7 +53,7 @@ def pack(
     writing. at: which checkpoint: a step, a checkpoint's name, or None for the head. zstd: compress the archive, for
     a local file or a stream; needs the package zstandard. dry_run: read what would be packed, and write nothing.
     storage: how the source's bucket is reached, and `to` in the same kind of store. progress: called with the bytes
-    that are packed, and all.
+    that are packed, and their total.
 
     Raises NotFoundError if there is no such checkpoint or retention drops it in the meantime, and CorruptError if bytes
     differ from what was saved; then no file appears.

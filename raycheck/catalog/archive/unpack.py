@@ -172,15 +172,15 @@ class _Unpacking:
     def _manifest(self, record: ArchiveRecord) -> Manifest:
         what = f"{self._stream.what}: the manifest"
         if record.checkpoint != self._folder:
-            raise CorruptError(f"{what}: the record is of {record.checkpoint}, and lies in the folder {self._folder!r}")
+            raise CorruptError(f"{what}: the record is for {record.checkpoint}, but is in the folder {self._folder!r}")
         first = next(iter(record.members), None)
         if first is None or first.name != MANIFEST or not 0 <= first.size_bytes <= MAX_MANIFEST:
-            raise CorruptError(f"{what} is not the first member that the record names, or is too large")
+            raise CorruptError(f"{what} is not the first file in the record, or is too large")
         data = b"".join(self._verified(first))
         manifest = load_manifest(data, what=what)
         members = members_of(manifest, Blob(size_bytes=len(data), crc32=crc32(data)), what=what)
         if manifest.key != self._folder or members != record.members or manifest.index.size_bytes > MAX_WHOLE_BYTES:
-            raise CorruptError(f"{what} names other objects than the record does")
+            raise CorruptError(f"{what} and the record list different objects")
         return manifest
 
     def _check_size(self, record: ArchiveRecord) -> None:

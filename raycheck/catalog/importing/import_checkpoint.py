@@ -80,7 +80,8 @@ def import_checkpoint(
     step: the optimizer steps that are done. None: as the source says it, else 0.
     skip_values: leave out values of a DCP directory that only pickle could make, in place of refusing them.
     keep_names: keep a `module.` with which all names of a model begin: it is the model's own, and not DDP's.
-    storage: how the buckets are reached. dry_run: write nothing. progress: called with the bytes written, and all.
+    storage: the settings for the buckets. dry_run: write nothing. progress: called with the bytes written, and their
+    total.
 
     Does nothing if an earlier call created this run from the same bytes. Raises ConfigError for a source that cannot be
     imported and if another run exists there, and CorruptError for a damaged source. Then no run is created.

@@ -110,8 +110,8 @@ def _local_box(source: SourceTensor, box: Box, names: Sequence[tuple[str, tuple[
 class NewCheckpoint:
     """The checkpoint that an import makes.
 
-    shards: see `planned`. progress: the steps and epochs that are done. restored_from: what it is an import of, for
-    people. told: called with the bytes that are read, and all.
+    shards: see `planned`. progress: the steps and epochs that are done. restored_from: the source of the import, for
+    people. told: called with the bytes that are read, and their total.
     """
 
     state: ImportedState

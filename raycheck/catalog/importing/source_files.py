@@ -203,7 +203,7 @@ class PartialFiles(SourceFiles):
 def open_source(source: str, storage: StorageSettings | None = None) -> SourceFiles:
     """List the files at an address: a folder or file of this machine, or a prefix or object in a bucket.
 
-    storage: how the bucket is reached. Raises NotFoundError when nothing lies there.
+    storage: the settings for the bucket. Raises NotFoundError if there are no files.
     """
     if kind_of(source) == "file":
         path = Path(parse_uri(source).prefix if "://" in source else source).expanduser()
@@ -215,7 +215,7 @@ def open_source(source: str, storage: StorageSettings | None = None) -> SourceFi
     else:
         files = _open_in_bucket(source, storage)
     if not files.sizes:
-        raise NotFoundError(f"{shown_uri(source)}: there is nothing")
+        raise NotFoundError(f"{shown_uri(source)}: no files were found here")
     return files
 
 

@@ -163,11 +163,11 @@ class LoaderConversion:
         if type(loader).__iter__ is not DataLoader.__iter__ and not is_torchdatas:
             problem = f"is a {type(loader).__module__}.{type(loader).__qualname__} with a custom iterator"
         elif isinstance(loader.dataset, torch.utils.data.IterableDataset):
-            problem = f"streams a {type(loader.dataset).__qualname__}"
+            problem = f"streams from a {type(loader.dataset).__qualname__}"
         elif type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
-            problem = f"makes its batches by a {type(loader.batch_sampler).__qualname__}"
+            problem = f"forms its batches with a {type(loader.batch_sampler).__qualname__}"
         elif not is_known:
-            problem = f"takes its order from a {type(sampler).__qualname__}"
+            problem = f"is ordered by a {type(sampler).__qualname__}"
         elif connector.is_distributed and not is_shared:
             problem = "gives every worker all samples (use_distributed_sampler=False)"
         if problem:

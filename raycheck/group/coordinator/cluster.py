@@ -60,7 +60,7 @@ class Cluster:
         return []
 
     def start_agent(self, kind: type, node: str) -> Any:
-        """Start an object of this class in a process of its own on a node. Return its handle."""
+        """Start an object of this class in a separate process on a node. Return its handle."""
         raise _no_agents(kind.__name__, node)
 
     def alive(self) -> dict[str, str]:

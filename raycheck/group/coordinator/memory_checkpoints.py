@@ -1,9 +1,9 @@
 """Lists the memory checkpoints of a run: which of them all ranks have sealed, and which nodes hold their shards.
 
-They lie between the checkpoints of the bucket, in the memory of the nodes' actors (on_ray/nodes/memory_shards.py), and
-never in `latest`. This list is in the coordinator's memory alone: a new driver knows nothing of it, and goes on from
-the bucket. A memory checkpoint is offered to a new group only while the bucket's newest checkpoint is the one that this
-coordinator knows, so that whoever rewinds a run in the bucket is obeyed.
+Memory checkpoints are made between those in the bucket. The nodes' actors hold them (on_ray/nodes/memory_shards.py),
+and `latest` never lists them. This list exists only in the coordinator's memory: a new driver does not know it, and
+resumes from the bucket. A memory checkpoint is offered to a new group only while the newest checkpoint in the bucket is
+the one that this coordinator knows. So a rewind of the run in the bucket takes effect.
 """
 
 import asyncio

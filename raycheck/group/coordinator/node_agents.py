@@ -61,7 +61,7 @@ class NodeAgents:
         return {save: by for (found, save), by in self._handed.items() if found == group}
 
     async def ask_whether_saving(self, reports: Iterable[Report]) -> bool:
-        """Return whether the actors go on with what these ranks have handed in."""
+        """Return whether the actors are still uploading what these ranks handed in."""
         by_node: dict[tuple[str, str, int], list[int]] = {}
         for report in reports:
             by_node.setdefault((report.node, report.group, report.save), []).append(report.rank)

@@ -280,11 +280,14 @@ class Checkpointer:
         return self._state, tasks
 
     def _claim_run(self, at: Resume, selection: Selection) -> Claim:
-        """Claim the run, unless `peek` has done so. Raises ConfigError when that was asked for something else."""
+        """Claim the run, unless `peek` has done so. Raises ConfigError if `peek` was called with another `at`."""
         if self._claim is None:
             self._at, self._claim = at, claim_run(self._group, at)
         elif at not in (AUTO, self._at):
-            raise ConfigError("peek() has claimed the run without this at=...; give it to peek, or to restore alone")
+            raise ConfigError(
+                "peek() has already claimed the run, with another at=...: pass at=... to the first peek(), or to "
+                "restore() alone"
+            )
         if self._preview is not None:
             self._preview.check(selection)
         return self._claim

@@ -221,13 +221,13 @@ def _read_together(
         if claim.entry is None:  # some of the state may be that of the memory checkpoint
             raise SupersededError(
                 f"rank {group.rank}: {mine.key} is lost ({decision.message}), and the bucket has no checkpoint yet; "
-                "start the workers again, which begin the run anew"
+                "restart the workers, which start the run from the beginning"
             )
         if peeked is not None:
-            # The script has acted on what peek() said of the damaged one. All ranks are told so, and all start again.
+            # The script has acted on what peek() returned for the damaged one. All ranks get this error.
             raise SupersededError(
-                f"rank {group.rank}: peek() answered for {mine.key}, which is damaged ({decision.message}); start the "
-                f"workers again: peek() will answer for {claim.entry.key}"
+                f"rank {group.rank}: peek() described {mine.key}, which is damaged ({decision.message}); restart the "
+                f"workers: peek() will then describe {claim.entry.key}"
             )
 
 

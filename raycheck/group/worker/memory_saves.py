@@ -93,7 +93,7 @@ class MemorySaves:
         self._under_way = None
         try:
             found, ended = outcome.result()
-        except Exception as error:  # noqa: BLE001  whatever it was, training goes on, and the bucket has the truth
+        except Exception as error:  # noqa: BLE001  whatever it was, training continues, and the bucket has the truth
             staged.keep_buffers_apart()  # the coordinator may list it all the same
             text = f"no memory checkpoint: {type(error).__name__}: {error}"
             logger.warning(event(text, rank=self._group.rank, run=self._group.uri))

@@ -326,7 +326,7 @@ class SaveQueue:
         """
         if self._pending:
             names = ", ".join(str(save.report.save) for save in self._pending)
-            return f"save(s) {names} of this attempt have not ended in time; they go on"
+            return f"save(s) {names} of this attempt have not ended in time; they continue"
         if self._last_failed > max(0, self.saves - self._settings.buffers):
             return f"not every save was committed: {self._last_failure}"
         return ""
@@ -449,7 +449,7 @@ class SaveQueue:
         self.is_cured_by_next = is_cured_by_next
         self._failures_in_a_row += counts
         self.failed += 1
-        self._must_agree_after[number] = True  # all ranks hear of the failure, so all of them come to the agreement
+        self._must_agree_after[number] = True  # all ranks are told of the failure, so all will agree
         self._last_failure, self._last_failed = message, max(number, self._last_failed)
         self._state.components.forget()
         if number == self.saves:  # otherwise a later one is in flight

@@ -293,8 +293,8 @@ class SaveTriggers:
                 save_s=self._save_s, busy_s=busy_s, again_s=self._broadcast.again_s
             )
         can_save = self._preemption.can_save_in_time(save_s=self._save_s, busy_s=busy_s)
-        then = "saving" if can_save else "too little time for a save; one that is under way goes on"
-        logger.warning(event(f"a node of this group is about to go: {then}", step=step, run=self._group.uri))
+        then = "saving" if can_save else "too little time for another save; one in progress continues"
+        logger.warning(event(f"a node of this group is about to be taken away: {then}", step=step, run=self._group.uri))
         return can_save
 
     def _tasks_by_time(self, *, is_busy: bool) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from raycheck.transfer.stage.shard import Shard
 
 START_TIMEOUT_S = 60.0
 LAST_ANSWER_S = 5.0
-"""How much longer than a save may take the rank waits for the actor, which gives up a save by itself."""
+"""A rank waits this much longer than the save timeout, after which the actor itself gives up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,7 +252,7 @@ class NodeUploads:
         return answer
 
     def _note_failure(self, error: Exception) -> None:
-        """Ask for the actor anew at the next save: Ray starts a dead one again. The second time in a row, give it up.
+        """Look the actor up again at the next save: Ray restarts a dead one. At a second failure in a row, give it up.
 
         The training's saves must not all fail, nor each need a new buffer, because of an actor.
         """

@@ -76,7 +76,7 @@ class ExportedDirectory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportDecision:
-    """Whether an exported directory stays, and why."""
+    """The decision whether an exported directory stays, and its reason."""
 
     directory: ExportedDirectory
     is_kept: bool

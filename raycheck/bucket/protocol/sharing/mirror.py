@@ -40,7 +40,7 @@ def original(body: Latest) -> Latest:
 
 
 def look_at_mirror(register: Register) -> tuple[Latest | None, tuple[CheckpointName, ...]]:
-    """Read the body at the place of a mirror, None when nothing is there, and list the directories that it has.
+    """Read the body of a mirror, None if nothing is there, and list the mirror's directories.
 
     Raises CorruptError when there are checkpoints without `latest`, or of attempts that it does not know; ConfigError
     when the place contains other runs.
@@ -73,7 +73,7 @@ def check_mirror(uri: str, body: Latest, source: Latest) -> None:
         what = "somebody has trained, rewound or repaired there" if body.mirror is None else "somebody has claimed it"
         what = "it was deleted" if body.deleted_at is not None else what
         raise ConfigError(
-            f"{shown_uri(uri)}: it is the run itself, or a copy that has become a run of its own ({what}). "
+            f"{shown_uri(uri)}: this is the run itself, or a copy that has become a separate run ({what}). "
             "Copy to another place"
         )
     known, owners = original(body).owners, source.owners

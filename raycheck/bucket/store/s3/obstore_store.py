@@ -5,7 +5,7 @@ which follows redirects to a bucket's region and whose errors are translated in 
 decisions.
 
 The obstore used here is raycheck's private copy (private_obstore.py): the readers in forked loader workers may use the
-script's. Parts are sent directly from the caller's buffer. obstore releases them in threads of its own, even after an
+script's. Parts are sent directly from the caller's buffer. obstore releases them in its own threads, even after an
 error; the caller gets the buffer back once all parts are known to be free (buffer_loan.py).
 """
 

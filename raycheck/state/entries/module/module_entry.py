@@ -347,7 +347,7 @@ def _refuse_unfillable(name: str, tensor: torch.Tensor) -> None:
 
 
 def _by_first_rank(saved: SavedEntry, kind: str) -> dict[str, Any]:
-    """Return the saved values of one kind by key, each as the first rank that held the key saved it."""
+    """Return the saved values of one kind, by key. If several ranks saved a key, the first one's value counts."""
     found: dict[str, Any] = {}
     for values in (saved.values or {}, *saved.rank_values):
         found = values.get(kind, {}) | found
@@ -355,7 +355,7 @@ def _by_first_rank(saved: SavedEntry, kind: str) -> dict[str, Any]:
 
 
 def _extra_state(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return what set_extra_state gets. It may be a tensor, perhaps a new one at each call."""
+    """Return the values to pass to set_extra_state. One may be a tensor, and may be a new object at each call."""
     return {
         key: value
         for key, value in tree.items()
@@ -366,7 +366,7 @@ def _extra_state(tree: dict[str, Any]) -> dict[str, Any]:
 def _can_be_flattened(value: Any) -> bool:
     """Return whether `value` is a tensor subclass that names its inner tensors.
 
-    A DTensor is one too, but is saved in another way.
+    A DTensor is one too, but is saved differently, so it does not count.
     """
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and hasattr(value, "__tensor_flatten__")
 
