@@ -48,5 +48,5 @@ def _with_key(store: Store, body: Latest, key: str) -> Entry:
     if entry is None:
         is_dropped = any(item.key == key for item in body.evicted)
         why = "was dropped, by retention or by hand" if is_dropped else "is not listed: never committed, or dropped"
-        raise NotFoundError(f"{store}: checkpoint {key} {why}. 'raycheck ls' lists those that there are")
+        raise NotFoundError(f"{store}: checkpoint {key} {why}. 'raycheck ls' lists those that exist")
     return entry

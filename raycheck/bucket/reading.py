@@ -44,9 +44,9 @@ class RangeReader(Protocol):
 class Checkpoint:
     """A committed checkpoint, to read.
 
-    entry: its entry in `latest`. documents: its manifest and index as another rank has read them, whose checksums are
-    checked here too; None: they are read from the store. shards: where the bytes of its shards are read; None: from the
-    store. parsed: its manifest and index, if they have been read and checked already.
+    entry: its entry in `latest`. documents: its manifest and index as another rank read them, whose checksums are
+    checked here too; None: read them from the store. shards: the source of its shards' bytes; None: the store. parsed:
+    its manifest and index, if they have been read and checked already.
     """
 
     store: Store
@@ -76,7 +76,7 @@ class Checkpoint:
 
     @property
     def scores(self) -> Mapping[str, float]:
-        """Return what was measured after the commit, and attached to the checkpoint."""
+        """Return the scores that were measured after the commit and attached to the checkpoint."""
         return self.entry.scores
 
     def read_documents(self) -> Documents:

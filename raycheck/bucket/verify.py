@@ -105,7 +105,7 @@ def _where(
     try:
         index = index_of()
     except (NotFoundError, CorruptError):
-        return (f"{whose}: the index that says what is there is damaged too",)
+        return (f"{whose}: the index that describes it is damaged too",)
     found = []
     for chunk in _chunks(index, shard):
         bad = list(_bad_blocks(store, key, chunk, size_bytes))

@@ -55,7 +55,7 @@ class Preview:
     every saved tensor, by its name ("model.head.weight"). metrics: those saved with it. values: the saved values of
     entries without tensors, by entry: a plain dict, a scheduler's state_dict. rank_values: those of PerRank entries
     without tensors, by entry, of each rank that saved. refused: newer checkpoints that are damaged, each with the
-    proof. selection: what the restore is to take. partial: see Manifest.
+    proof. selection: the entries that the restore will include. partial: see Manifest.
     """
 
     step: int = 0

@@ -23,8 +23,8 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """Describes a box of a tensor that two ranks wrote. ranks: the one whose bytes are kept, and the other. crcs: where
-    the box's checksums are among those of each of them."""
+    """A box of a tensor that two ranks wrote. ranks: the one whose bytes are kept, and the other. crcs: where the box's
+    checksums are among those of each of them."""
 
     tensor: str
     ranks: tuple[int, int]

@@ -196,8 +196,8 @@ def _arms(expected: Any) -> tuple[Any, ...]:
 
 @cache
 def _expected(cls: Any) -> tuple[tuple[str, Any, frozenset[Any], bool], ...]:
-    """Return each field that this raycheck knows: its name, its type, those of its types that any value of will do for,
-    and whether a document must have it."""
+    """Return each known field: its name, its type, which of its types accept any value, and whether a document must
+    have it."""
     hints = get_type_hints(cls)
     return tuple(
         (

@@ -303,7 +303,7 @@ def _full(body: Latest, size: int, bound: int) -> ConfigError:
     return ConfigError(
         f"latest would have {size} bytes, more than {bound}: it lists {len(body.live)} checkpoints and "
         f"{len(body.evicted)} dropped ones. 'raycheck prune --keep-last N' makes room at once, also while the run is "
-        "active: what is neither pinned nor named is dropped. Then give SaveSettings(keep_last=...), to keep it so"
+        "active: what is neither pinned nor named is dropped. Then set SaveSettings(keep_last=...) to keep it small"
     )
 
 

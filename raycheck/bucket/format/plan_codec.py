@@ -24,8 +24,8 @@ MAX_DIMS = 64
 PLAN_ROOM_BYTES = 16 << 20
 TENSORS = 100_000
 TENSORS_PER_CHECKSUM = 16
-"""Limits the tensors and boxes by the checksums, which do not compress. Each box with elements has a checksum of its
-own in the index, unless several names share its bytes. So there are not many more tensors and boxes than checksums."""
+"""Limits the tensors and boxes by the checksums, which do not compress. Each box with elements has its own checksum in
+the index, unless several names share its bytes. So there are not many more tensors and boxes than checksums."""
 CRC_BYTES = 4
 
 

@@ -191,9 +191,10 @@ class ModuleEntry(StateEntry):
         return {**fitting, **extra, **unregistered}
 
     def _match_unregistered(self, saved: SavedEntry, all_live: Named) -> Named:
-        """Return tensors for the saved buffers that a module here could have and has not registered.
+        """Return tensors for saved buffers that a module here may register later.
 
-        It may register them at its first forward, with other initial values. Without `strict` it gets the saved ones.
+        A module may register buffers at its first forward, with other initial values. Without `strict`, it gets the
+        saved ones now.
         """
         names = [name for name in self._saved_buffers(saved) if name in saved.tensors and name not in all_live]
         places = {name: place for name in names if (place := self._place_for(name)) is not None}
