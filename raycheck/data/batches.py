@@ -30,7 +30,7 @@ _SET_BY_BATCHES = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_la
 
 
 class Batches(SampleStream):
-    """Stream a dataset as global batches, shared among the ranks.
+    """A stream of a dataset's global batches, shared among the ranks.
 
     Put it into the Checkpointer's state: then training resumes with the next sample, even with another world size.
 

@@ -1,6 +1,6 @@
-"""Describes a worker group as one rank sees it: who the rank is, where the run lies, how it calls the coordinator.
+"""A worker group as one rank sees it: its rank, the location of the run, and its calls to the coordinator.
 
-How its calls travel is its host's matter: see RayGroup (on_ray/ray_group.py) and ServedGroup (served_group.py).
+The host decides how the calls are sent: see RayGroup (on_ray/ray_group.py) and ServedGroup (served_group.py).
 """
 
 import pickle
@@ -129,9 +129,9 @@ class Group(ABC):
         raise ConfigError(f"rank {self.rank}: this group cannot read what nodes hold in memory: {sorted(holders)[:3]}")
 
     def pickled(self, name: str, function: Callable[..., Any]) -> bytes:
-        """Return a function as bytes from which a task after a commit makes it again. Raise what pickle raises.
+        """Return a function as bytes, from which a task after a commit restores it. Raises what pickle raises.
 
-        name: the task's, which no other one of the run has.
+        name: the task's name, which is unique in the run.
         """
         del name
         return pickle.dumps(function)

@@ -1,6 +1,6 @@
 """A worker group without Ray: rank 0's process runs the coordinator, and all ranks call it over TCP.
 
-It is for trainings that torchrun starts. When rank 0 dies, the coordinator dies with it, which loses nothing: it is not
+It is for training runs that torchrun starts. When rank 0 dies, the coordinator dies with it. Nothing is lost: it is not
 the source of truth, and torchrun restarts the whole group. It answers only callers that know the group's secret: a
 random key, which the ranks get from rank 0 through the process group that they already have.
 """
@@ -190,14 +190,14 @@ def _own(host: str) -> str:
 
 
 class _Client(BaseManager):
-    """Call a coordinator that another process serves."""
+    """A client of a coordinator that another process serves."""
 
 
 _Client.register("caller")
 
 
 class _Caller:
-    """Make the calls of all ranks in the coordinator's event loop."""
+    """The calls of all ranks, made in the coordinator's event loop."""
 
     def __init__(self, coordinator: Coordinator, loop: asyncio.AbstractEventLoop) -> None:
         self._coordinator = coordinator

@@ -1,8 +1,8 @@
 """The coordinator actor: one per driver and run, it turns the ranks' reports into commits.
 
-It holds no truth. When it dies, Ray starts it again with empty memory; the ranks repeat their calls until they are told
-a decision, and the first call of the live group makes it take the attempt over. This module gathers the ranks' calls in
-its event loop and waits; protocol_calls.py talks to the bucket, in threads.
+It is not the source of truth. When it dies, Ray starts it again with empty memory; the ranks repeat their calls until
+they are told a decision, and the first call of the live group makes it take the attempt over. This module gathers the
+ranks' calls in its event loop and waits; protocol_calls.py talks to the bucket, in threads.
 """
 
 import asyncio
@@ -61,7 +61,8 @@ NOT_COMPARED = "this rank saved before the replicas were compared; they will be 
 
 
 class Coordinator:
-    """Answer the calls of one driver's worker groups, its controller and its script. Every call may be repeated."""
+    """The coordinator of one driver: answers its worker groups, its controller and its script. Every call may be
+    repeated."""
 
     def __init__(self, uri: str, owner: str, resume: Resume = AUTO, cluster: Cluster | None = None) -> None:
         """owner: the id of the driver in `latest`. resume: only the driver's first claim obeys it. cluster: what this
@@ -482,7 +483,7 @@ class Coordinator:
 
 
 def _which(report: Report) -> tuple[Kind, int]:
-    """Return the kind of a save, and what tells it from others of that kind: memory checkpoints have no numbers."""
+    """Return the kind of a save, and its key among those of that kind: memory checkpoints have no numbers."""
     return ("memory", report.progress.step) if report.is_in_memory else ("save", report.save)
 
 

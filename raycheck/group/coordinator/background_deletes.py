@@ -11,7 +11,8 @@ from raycheck.log import event, logger
 
 
 class BackgroundDeletes:
-    """Run steps 20 to 23 for a coordinator. What cannot be deleted now is tried again later; nothing waits for it."""
+    """A coordinator's deletes, steps 20 to 23. What cannot be deleted now is tried again later; nothing waits for
+    it."""
 
     def __init__(self, register: Register, tasks: CommitTasks) -> None:
         """tasks: what they still read is not deleted."""

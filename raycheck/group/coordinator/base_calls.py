@@ -23,7 +23,7 @@ RETRIES_S = (5.0, 10.0, 20.0, 40.0)
 
 
 class BaseCalls:
-    """Make one coordinator's calls about the base of its run."""
+    """One coordinator's calls about the base of its run."""
 
     def __init__(self, register: Register, me: Identity, table: RendezvousTable) -> None:
         self._register = register

@@ -16,7 +16,7 @@ from raycheck.group.coordinator.task_run import TaskRun
 
 
 class Metrics:
-    """Exports the numbers of a run. This one exports nothing."""
+    """The exporter of a run's metrics. This one exports nothing."""
 
     def begin(self, attempt: int, entry: Entry | None, *, now: float, is_adopted: bool = False) -> None:
         """Begin an attempt.

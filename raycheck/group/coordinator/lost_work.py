@@ -16,7 +16,7 @@ MAX_CAUSE = 500
 
 
 class LostWork:
-    """Remember how far the live group is, and make the next attempt's `ResumeRecord` from it.
+    """The progress of the live group, from which the next attempt's `ResumeRecord` is made.
 
     cause: why the attempt before the live one ended. newest: the live group's newest heartbeat. has_trained: whether
     any group of this driver has completed a step, as far as this process can tell; a coordinator that was started again

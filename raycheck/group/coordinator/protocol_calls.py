@@ -47,7 +47,7 @@ PROBE_ATTEMPTS = 3
 
 
 class ProtocolCalls:
-    """Make the bucket protocol's calls on behalf of one start of one driver's coordinator."""
+    """The bucket protocol's calls on behalf of one start of one driver's coordinator."""
 
     def __init__(
         self,

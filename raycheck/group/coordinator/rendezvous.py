@@ -22,7 +22,7 @@ Kind = Literal["claim", "data", "peek", "restore", "base offer", "base match", "
 
 
 class Rendezvous(Generic[Arrived, Decision]):
-    """Collect values from the ranks until a decision is made, once, and return this decision to each of them.
+    """A place where values from the ranks are collected until one decision is made, which each of them is told.
 
     arrivals: the collected values, by rank; empty again after the decision.
     """

@@ -21,7 +21,7 @@ class _Request:
 
 
 class RequestedSaves:
-    """Keep the requests until a save is committed that began after rank 0 had learned of them."""
+    """The requests for a save, kept until a save is committed that began after rank 0 had learned of them."""
 
     def __init__(self) -> None:
         self._requests: list[_Request] = []

@@ -19,7 +19,7 @@ from raycheck.transfer.referred_component import ReferredComponent, difference, 
 from raycheck.transfer.stage.local_box import LocalBox
 
 BASE_TIMEOUT_S = 3600.0
-"""How much later than the first rank the last one may have compared its tensors."""
+"""How long after the first rank the last one may finish comparing its tensors."""
 
 
 def refer_to_base(group: Group, state: TrainState, uri: str, known: Sequence[str] = ()) -> None:

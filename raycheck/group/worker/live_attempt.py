@@ -80,7 +80,7 @@ class StartingPoint:
 
 
 class LiveAttempt:
-    """Count, decide, save and report on one rank, from the restore to the end of its attempt."""
+    """One rank's part in the live attempt: counts, decides, saves and reports, from the restore to the end."""
 
     def __init__(
         self,
@@ -352,7 +352,7 @@ class LiveAttempt:
         step = self._counter.step
         saved = f"step {step} is saved" if self._queue.saved_step == step else f"step {step} is not saved"
         self._watch.over = SupersededError(
-            f'rank {self._group.rank}: a node of this group is about to go, {saved}; leaving by on_preempt="restart"'
+            f'rank {self._group.rank}: a node of this group is about to be taken away, {saved}; leaving by on_preempt="restart"'
         )
         raise self._watch.over
 

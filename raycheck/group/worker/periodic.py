@@ -16,7 +16,7 @@ from raycheck.settings import check_triggers
 
 
 class Periodic:
-    """Decide when the script's own work is due.
+    """A schedule for the script's own periodic work.
 
     Put it into the state, and call `take_turn` after `end_step` and `end_epoch`.
 
@@ -97,7 +97,7 @@ def periodics_of(entries: Mapping[str, object], group: Group, *, is_led: bool) -
             raise ConfigError(f"state[{name!r}]: Periodic(every_s=...) belongs in the driver's state")
         if periodic.every_s is not None and group.broadcast is None and group.world_size > 1:
             raise ConfigError(
-                f"state[{name!r}]: Periodic(every_s=...) needs Group(broadcast=...): ranks must decide alike"
+                f"state[{name!r}]: Periodic(every_s=...) needs Group(broadcast=...): ranks must make the same decision"
             )
     return list(found.values())
 

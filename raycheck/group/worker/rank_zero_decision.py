@@ -47,7 +47,7 @@ class RankZeroDecision:
 
 
 class DecisionBroadcast:
-    """Share rank 0's decisions with all ranks, and choose after how many steps to do so again.
+    """The broadcast of rank 0's decisions to all ranks, and the choice after how many steps the next one follows.
 
     is_each_step: a decision is needed at every step. again_s: seconds until the next broadcast, as rank 0 expects them.
     """

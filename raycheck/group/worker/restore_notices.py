@@ -47,9 +47,9 @@ def warn_of_other_position(group: Group, preview: Preview, restored: Progress) -
 def say_what_begins_anew(group: Group, restored: Progress | None) -> None:
     """Log what happens to data whose position is not in the state, and warn about an interrupted epoch of Ray Data.
 
-    It does so at a run's first start, and whenever it happens. It is not an error: a run of one epoch loses nothing,
-    and for a run that is restarted at night, repeated samples are better than the end of the run. restored: None in a
-    fresh run.
+    This is logged at a run's first start, and whenever it happens. It is not an error: a run of one epoch loses
+    nothing, and for a run that is restarted at night, repeated samples are better than the end of the run. restored:
+    None in a fresh run.
     """
     names = ", ".join(host().dataset_names())
     if group.rank or (restored is not None and restored.epoch_step == 0) or not (names or restored):

@@ -87,7 +87,7 @@ class _UnderWay:
 
 
 class SaveQueue:
-    """Stage this rank's saves, have them uploaded one by one, and find out how each ended.
+    """This rank's saves: staged, uploaded one by one, and each with its outcome.
 
     saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save. newest: name of the
     checkpoint that was committed or restored last. save_s: how long the newest commit took. saves: how many saves were

@@ -21,7 +21,7 @@ from raycheck.settings import SaveSettings, function_name
 
 
 class SaveTriggers:
-    """Decide when to save, with the same result on every rank. Every rank calls its methods at the same steps.
+    """The decision when to save, which is the same on every rank. Every rank calls its methods at the same steps.
 
     is_preempted: a node is about to be taken away, so training should wait for nothing but a save. clock_s: rank 0's
     seconds of training in this attempt, as last broadcast. must_reach_memory: a node is about to be taken away, and the
@@ -67,7 +67,7 @@ class SaveTriggers:
         }
         for name, is_set in decided_by_rank_zero.items():
             if is_set and not self._broadcast.is_possible:
-                raise ConfigError(f"SaveSettings({name}) needs Group(broadcast=...): ranks must decide alike")
+                raise ConfigError(f"SaveSettings({name}) needs Group(broadcast=...): ranks must make the same decision")
 
     def start_at(self, progress: Progress, claims: Sequence[float]) -> None:
         """Start counting here. claims: when the run's attempts began, by the store's clock, in order."""
@@ -221,7 +221,7 @@ class SaveTriggers:
             return
         self.skipped, self._skipped_step = self.skipped + 1, step
         if self._group.rank == 0:
-            logger.warning(event("skipped a save: the one before is under way", step=step, run=self._group.uri))
+            logger.warning(event("skipped a save: the previous one is in progress", step=step, run=self._group.uri))
 
     def _hear_rank_zero(self, step: int, *, is_busy: bool, busy_s: float, metrics: Mapping[str, object]) -> None:
         began = time.monotonic()

@@ -21,7 +21,7 @@ from raycheck.transfer.stage.shared_memory import MemoryPlace
 
 
 class Uploader:
-    """Upload and report the saves of one rank, one after the other.
+    """The uploads of one rank's saves, each reported before the next one begins.
 
     refusal: why this process may not upload at all, as the newest save has shown; "" when it may.
     """

@@ -34,7 +34,7 @@ def mtbf_s(claims: Sequence[float], now: float) -> float:
 
 
 class Interval:
-    """Measure what saves cost, and compute from this how long to train between two of them.
+    """The measured cost of saves, and the training time between two saves that follows from it.
 
     overhead: the share of training time that saves may cost. at_most_s: the longest interval; None for no limit.
     """
