@@ -35,7 +35,7 @@ class Documents:
 
 
 class RangeReader(Protocol):
-    """Reads byte ranges of objects by their keys, as a store does."""
+    """A reader of byte ranges of objects by their keys, such as a store."""
 
     def get_range(self, key: str, start: int, stop: int) -> Buffer: ...
 

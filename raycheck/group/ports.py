@@ -27,7 +27,7 @@ class UnreportedCommit:
 
 
 class Reporter:
-    """Reports commits to whoever started the ranks. This one reports to nobody.
+    """The reporter of commits to whoever started the ranks. This one reports to nobody.
 
     is_heard: the reports reach somebody. pointed: the newest commit that the host can be told of.
     """

@@ -153,7 +153,7 @@ _functions: dict[tuple[str, str], Callable[..., Any]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class OfRankZero:
-    """Calls a function that rank 0's process has under a name."""
+    """A call of a function that rank 0's process has under a name."""
 
     group: str
     name: str

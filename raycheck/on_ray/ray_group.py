@@ -1,4 +1,4 @@
-"""One rank's place in a group whose coordinator is a Ray actor: under Ray Train, or in actors of the user's."""
+"""One rank's place in a group whose coordinator is a Ray actor: under Ray Train, or in a user's own actors."""
 
 import hashlib
 import time

@@ -44,7 +44,7 @@ class CheckpointMatch:
 
 
 class CheckpointMatcher:
-    """Compares checkpoints with the entries of one rank."""
+    """The comparison of checkpoints with the entries of one rank."""
 
     def __init__(self, entries: Sequence[StateEntry], *, rank: int, world_size: int) -> None:
         self._entries = entries

@@ -110,7 +110,7 @@ def copy_objects(
 
 
 class ObjectCopier:
-    """Copies objects between two stores, and counts bytes. Several threads may use it.
+    """A copier of objects between two stores, which counts bytes. Several threads may use it.
 
     sent_bytes: sent through this process. in_store_bytes: copied within the store. found_bytes: already there, and
     right. progress: called with each number of bytes completed, from several threads.

@@ -352,7 +352,8 @@ class LiveAttempt:
         step = self._counter.step
         saved = f"step {step} is saved" if self._queue.saved_step == step else f"step {step} is not saved"
         self._watch.over = SupersededError(
-            f'rank {self._group.rank}: a node of this group is about to be taken away, {saved}; leaving by on_preempt="restart"'
+            f"rank {self._group.rank}: a node of this group is about to be taken away, {saved}; "
+            'leaving by on_preempt="restart"'
         )
         raise self._watch.over
 

@@ -56,7 +56,7 @@ _driver_ids: dict[tuple[str, str | int], str] = {}
 
 
 class ActorCheckpointer:
-    """Save and restore the state of Ray actors, and the state of the driver, as one run at `uri`.
+    """The object that saves and restores the state of Ray actors, and of their driver, as one run at `uri`.
 
     actors: their handles, in rank order. state_of: called in each actor with the actor's instance; returns its state in
     the form that a Checkpointer takes. What is equal on all ranks is saved once, sharded tensors by all ranks. state:
@@ -352,7 +352,7 @@ class ActorCheckpointer:
 
 
 class ActorSaveHandle:
-    """Waits for one save of a group of actors, as SaveHandle does for a rank's. It asks rank 0's actor."""
+    """A handle on one save of a group of actors, like SaveHandle for a rank's. It asks rank 0's actor."""
 
     def __init__(self, actor: Any, uri: str, save_id: str) -> None:
         self._actor = actor

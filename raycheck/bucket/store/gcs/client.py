@@ -43,7 +43,8 @@ class GsClient(GCSFileSystem):
 
 
 class GsFiles(UriFiles, GsClient):
-    """Writes Ray's own files, as to gs://bucket/prefix?requester_pays=true. Each process finds its own credentials."""
+    """The file system for Ray's own files, such as at gs://bucket/prefix?requester_pays=true. Each process finds its
+    own credentials."""
 
     cachable = True
 

@@ -37,7 +37,7 @@ class ChainedFiles(s3fs.S3FileSystem):
 
 
 class S3Files(UriFiles, ChainedFiles):
-    """Writes Ray's own files where pyarrow's S3 does not know all the settings."""
+    """The file system for Ray's own files where pyarrow's S3 does not know all the settings."""
 
     def __init__(self, uri: str) -> None:
         at = parse_uri(uri)
@@ -63,7 +63,7 @@ class _Session(AioSession):
 
 
 class _Credentials(AioCredentials):
-    """Passes the chain's credentials to aiobotocore's signer, which asks before each request. Stores none itself."""
+    """The chain's credentials for aiobotocore's signer, which asks before each request. Nothing is stored here."""
 
     def __init__(self, chain: CredentialChain) -> None:
         super().__init__("", "", method="raycheck")

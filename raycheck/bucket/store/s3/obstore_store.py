@@ -41,7 +41,7 @@ _PLAIN_REGION = "us-east-1"  # servers at a custom endpoint accept it
 
 
 class FastS3Store(S3Store):
-    """Transfers bytes through obstore, and does everything else as S3Store does."""
+    """An S3Store that transfers bytes through obstore, and does everything else through s3fs."""
 
     def get_data(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> bytes:
         """Read as `get` does, at an eighth of its CPU time. obstore provides no time and no checksum of the store."""
