@@ -142,7 +142,7 @@ class CommittedCheckpoint:
 
     @property
     def shares_with(self) -> tuple[str, ...]:
-        """Return the keys of the checkpoints whose bytes this one uses, with a path if in another run ("../base/...")."""
+        """Return the keys of checkpoints whose bytes this one uses; one in another run has a path ("../base/...")."""
         return self._stored.entry.refs
 
     def restore(

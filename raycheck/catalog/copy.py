@@ -74,8 +74,8 @@ def copy_run(
     source, to: URIs of runs. `to` must be free, or an earlier copy of this run on which nobody has trained.
     at: copy only the newest checkpoint of this step, or that of this name or key, into a new run. None: the run.
     dry_run: make every check, and write nothing.
-    from_storage, to_storage: how the two buckets are reached.
-    progress: called with the bytes that are done, and those of the whole copy.
+    from_storage, to_storage: the settings for the two buckets.
+    progress: called with the bytes that are copied, and their total.
     stop: when it is set, the copy ends soon with StoppedError.
 
     Raises ConfigError if `to` is unsuitable, NotFoundError if there is nothing to copy, and DamagedError for a damaged
@@ -189,7 +189,7 @@ def _chosen(source: Store, body: Latest, at: int | str) -> Entry:
     entries = [entry for entry in body.live if at in (entry.step, str(entry.step), entry.key, entry.name)]
     if not entries:
         known = ", ".join(str(entry.step) for entry in body.live) or "none"
-        raise NotFoundError(f"{source}: no checkpoint {at}; there are those of the steps: {known}")
+        raise NotFoundError(f"{source}: no checkpoint {at}; there are checkpoints of the steps: {known}")
     if entries[-1].damaged:
         raise DamagedError(f"{source}: {entries[-1].key} is damaged: {entries[-1].damaged}")
     return entries[-1]

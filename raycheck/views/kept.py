@@ -17,7 +17,7 @@ from raycheck.settings import Retention, SaveSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptCheckpoint:
-    """Whether the next commit would keep a checkpoint, by its key, and why."""
+    """The decision whether the next commit would keep a checkpoint, by its key, and the reason."""
 
     key: str
     size_bytes: int

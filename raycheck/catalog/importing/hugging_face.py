@@ -40,7 +40,8 @@ MAX_NAMED = 3
 def read_hugging_face(files: SourceFiles, settings: ReadSettings) -> SourceState:
     """Read a directory with a model's weights, or one such file.
 
-    Raises ConfigError for what is no whole model, such as an adapter alone, CorruptError for files that do not fit.
+    Raises ConfigError for anything but a complete model, such as an adapter alone; CorruptError for files that do not
+    fit together.
     """
     files, notes = _snapshot(files)
     tensors = SourceTensors()
@@ -85,7 +86,7 @@ def _snapshot(files: SourceFiles) -> tuple[SourceFiles, tuple[str, ...]]:
         revision = revisions[0]
     if revision not in revisions or not _REVISION.fullmatch(revision):
         raise NotFoundError(
-            f"{files}: its refs/main names no snapshot that is there; name one of its folders snapshots/"
+            f"{files}: its refs/main names a snapshot that does not exist; name one of its folders snapshots/"
             f"{'/, snapshots/'.join(revisions[:5])}/"
         )
     return files.below(f"snapshots/{revision}/"), (f"snapshot {revision} of the hub's cache",)
@@ -200,7 +201,7 @@ def _in_file(
         return
     loaded = read_torch_file(files, name, tensors, verify=settings.verify)
     if not isinstance(loaded, dict) or not all(isinstance(item, torch.Tensor) for item in loaded.values()):
-        raise ConfigError(f"{files.what(name)} is no state dict of tensors")
+        raise ConfigError(f"{files.what(name)} is not a state dict of tensors")
     yield from loaded.items()
 
 
@@ -211,8 +212,8 @@ def _bytes(files: SourceFiles, name: str) -> torch.Tensor:
 
 def _text(files: SourceFiles, name: str) -> str:
     if not isinstance(files.read_json(name), dict):
-        raise CorruptError(f"{files.what(name)} is no JSON object")
+        raise CorruptError(f"{files.what(name)} is not a JSON object")
     try:
         return files.read(name, MAX_TEXT_BYTES).decode()
     except UnicodeDecodeError as error:
-        raise CorruptError(f"{files.what(name)} is no text: {error.reason}") from None
+        raise CorruptError(f"{files.what(name)} is not text: {error.reason}") from None

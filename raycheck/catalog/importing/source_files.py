@@ -68,7 +68,7 @@ class SourceFiles:
     def check(self, name: str) -> int:
         """Return a file's size in bytes. Raises CorruptError for a name that is not one of the source's files."""
         if name not in self.sizes:
-            raise CorruptError(f"{self}: {name!r} is named by the source's own documents, and is none of its files")
+            raise CorruptError(f"{self}: {name!r} is named by the source's own documents, but is not one of its files")
         return self.sizes[name]
 
     def read(self, name: str, max_bytes: int) -> bytes:
@@ -152,7 +152,7 @@ class LocalFiles(SourceFiles):
                 if not target.is_relative_to(self._allowed):
                     raise CorruptError(f"{path} is a link that leads out of {self._allowed}: it is not followed")
                 if path.exists() and not stat.S_ISREG(target.stat().st_mode):
-                    raise CorruptError(f"{path} is no file: a pipe or device is not read")
+                    raise CorruptError(f"{path} is not a file: pipes and devices are not read")
                 if path.exists():
                     yield name, target
 

@@ -42,7 +42,7 @@ class ExportRecord(Document):
 
     def __post_init__(self) -> None:
         if CheckpointName.parse(self.checkpoint) is None:
-            raise CorruptError(f"an export's record names {self.checkpoint!r}, which is no checkpoint's name")
+            raise CorruptError(f"an export's record names {self.checkpoint!r}, which is not a checkpoint's name")
         odd = [name for name in self.files if not _is_file_name(name) or name == EXPORT_RECORD]
         if odd or self.last not in self.files or self.last not in EXPORT_ENDS:
             raise CorruptError(f"an export's record lists {(odd or [self.last])[0]!r}, which is none of its files")

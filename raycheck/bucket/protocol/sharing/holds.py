@@ -121,7 +121,7 @@ def _way_over(store: Store, way: str, further: str) -> str:
         return way
     over = store.way_to(store.beside(way).beside(further))
     if over is None:
-        raise NotFoundError(f"{store}: {further}, as {way} names it, is no other run in this bucket")
+        raise NotFoundError(f"{store}: {further}, as {way} names it, is not another run in this bucket")
     return over
 
 
