@@ -1,4 +1,4 @@
-"""Delete what retention dropped and what incomplete saves left: in the background, and one pass at a time."""
+"""Deletes what retention dropped and what incomplete saves left: in the background, and one pass at a time."""
 
 import asyncio
 import time

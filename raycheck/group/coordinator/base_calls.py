@@ -1,4 +1,4 @@
-"""Answer the ranks of a group that ask for components of a base run (step 39): what it offers, and what they use.
+"""Answers the ranks of a group that ask for components of a base run (step 39): what it offers, and what they use.
 
 Only a setting that cannot work ends a training here. If anything else goes wrong, the ranks are told why, and upload
 what they have.

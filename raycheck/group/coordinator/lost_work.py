@@ -1,4 +1,4 @@
-"""Keep what the coordinator learns about the live group between saves, to report what the end of an attempt lost.
+"""Keeps what the coordinator learns about the live group between saves, to report what the end of an attempt lost.
 
 Rank 0's newest heartbeat says how far the group is, and Ray Train's controller says what happened to it. At the next
 start, the two show how many steps were trained and lost, and why. All of this is in memory only, and only informs

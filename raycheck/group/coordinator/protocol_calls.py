@@ -1,4 +1,4 @@
-"""Make the coordinator's calls of the bucket protocol: everything that it reads from and writes to the bucket.
+"""Makes the coordinator's calls of the bucket protocol: everything that it reads from and writes to the bucket.
 
 Each call blocks, so the coordinator makes it in a thread. bucket/protocol decides what may become of `latest`. This
 module reads what else a call needs, and passes the result to the run log, the tasks that follow a commit, and the

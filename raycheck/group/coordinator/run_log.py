@@ -1,4 +1,4 @@
-"""Report on a run while it is running: log lines, metrics, and the two documents of each attempt.
+"""Reports on a run while it is running: log lines, metrics, and the two documents of each attempt.
 
 Nothing in a running system depends on these reports, so nothing here raises when the store fails.
 """

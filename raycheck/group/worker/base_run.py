@@ -1,4 +1,4 @@
-"""Have the ranks of a new run refer to frozen components of its base run instead of uploading them. Step 39.
+"""Lets the ranks of a new run refer to frozen components of its base run instead of uploading them. Step 39.
 
 This is done once, before the first step, for what no restore has read from the bucket. Each byte of the base is read
 and compared with the live tensors. If a base cannot be used, that costs an upload, and one line in the log.

@@ -1,4 +1,4 @@
-"""Claim the run, and restore it on all ranks together: a restore is over when every rank has completed it.
+"""Claims the run, and restores it on all ranks together: a restore is over when every rank has completed it.
 
 When one rank finds the checkpoint damaged, all of them go back to the one before it. That decision is written into
 `latest` before any rank trains (step 26). This is the ranks' side; the coordinator's is in coordinator/actor.py.

@@ -1,4 +1,4 @@
-"""Run one rank's saving while its attempt is the live one: from the end of restore() to the end of training.
+"""Runs one rank's saving while its attempt is the live one: from the end of restore() to the end of training.
 
 A step costs one copy of the state; save_queue.py does the rest in the background. `end_step` shows the order in which
 everything happens.

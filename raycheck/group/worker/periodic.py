@@ -1,4 +1,4 @@
-"""Decide when a script's own periodic work is due, such as evaluation or logging.
+"""Decides when a script's own periodic work is due, such as evaluation or logging.
 
 All ranks get the same answer: each of them counts steps and epochs, and time is rank 0's clock, which is broadcast with
 its other decisions. The last turn is part of the state. So a restart neither forgets work that is due nor repeats work

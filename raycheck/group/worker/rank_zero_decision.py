@@ -1,4 +1,4 @@
-"""Make rank 0's decisions known to every rank, by a broadcast.
+"""Makes rank 0's decisions known to every rank, by a broadcast.
 
 Step triggers are arithmetic and need no broadcast. Rank 0 decides everything else (time, tokens, preemption, the user's
 own function, which commit to report) and sends it to all ranks in one small broadcast every k steps. k is chosen so

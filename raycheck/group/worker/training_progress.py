@@ -1,4 +1,4 @@
-"""Count a training's progress, measure how long it trains, and convert the metrics of its steps.
+"""Counts a training's progress, measures how long it trains, and converts the metrics of its steps.
 
 The counts are stored in a checkpoint as `progress`; the seconds are its `trained_s`.
 """

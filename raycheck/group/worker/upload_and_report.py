@@ -1,4 +1,4 @@
-"""Upload one staged save, and report it to the coordinator: in the rank's save thread, or in its node's actor.
+"""Uploads one staged save, and reports it to the coordinator: in the rank's save thread, or in its node's actor.
 
 A save always ends in an outcome that all ranks are told, or in an error at the deadline: any failure here is reported,
 since the other ranks must not wait for this one (I9).

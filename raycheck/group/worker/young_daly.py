@@ -1,4 +1,4 @@
-"""Compute how long to train between two saves from the user's budget, SaveSettings(overhead=...).
+"""Computes how long to train between two saves from the user's budget, SaveSettings(overhead=...).
 
 Saving too often costs time at every save; saving too rarely costs the work that a failure loses. Young (1974) and Daly
 (2006) balance the two by the cost of a save and the mean time between failures. Rank 0 observes both: the cost in its
