@@ -66,7 +66,7 @@ def read_dcp_directory(files: SourceFiles, settings: ReadSettings) -> SourceStat
         step=count_in(progress, "step") or count_in(tree, "global_step", "step", "iteration"),
         epoch=count_in(progress, "epoch") or count_in(tree, "epoch"),
         left_out=tuple(left_out),
-        notes=tuple(f"{hole}: nothing was saved at this place of a list; an empty dict is taken" for hole in holes),
+        notes=tuple(f"{hole}: nothing was saved at this position of a list; an empty dict is used" for hole in holes),
     )
 
 

@@ -50,7 +50,7 @@ def read_hugging_face(files: SourceFiles, settings: ReadSettings) -> SourceState
     if files.only:
         weights = {key: tensors.add(found, files.what(key)) for key, found in tensors_of(files, files.only)}
     if not weights:
-        raise CorruptError(f"{files}: there are no weights in it")
+        raise CorruptError(f"{files}: it contains no weights")
     state = files.read_json("trainer_state.json") if "trainer_state.json" in files.sizes else {}
     state = state if isinstance(state, dict) else {}
     epoch = state.get("epoch")
@@ -124,8 +124,8 @@ def _index(files: SourceFiles) -> str:
     for whole, index in (SAFETENSORS, BINARY):
         if index in files.sizes and whole in files.sizes and whole not in _weight_map(files, index).values():
             raise ConfigError(
-                f"{files} has both {whole} and {index}, and the index does not name that file, so the two may be of "
-                "different times: import from a copy of the directory that has only the newer one"
+                f"{files} has both {whole} and {index}, and the index does not name that file, so the two may come "
+                "from different saves: import a copy of the directory with only the newer one"
             )
         if {index, whole} & files.sizes.keys():
             return index if index in files.sizes else ""
@@ -182,9 +182,9 @@ def _refuse_other_places(what: str, named: Mapping[str, str], place: Mapping[str
         return
     told = []
     for key in wrong[:MAX_NAMED]:
-        here = f"it is in {place[key]}" if key in place else "it is in none of the files"
+        here = f"which is in {place[key]}" if key in place else "which is in none of the files"
         says = f"it names {named[key]} for" if key in named else "it does not name"
-        told.append(f"{says} {key[:200]!r}, and {here}")
+        told.append(f"{says} {key[:200]!r}, {here}")
     more = f", and {len(wrong) - MAX_NAMED} more tensors" if len(wrong) > MAX_NAMED else ""
     raise CorruptError(
         f"{what} does not fit its files: {'; '.join(told)}{more}. Fetch the model again, all files of one version; if "

@@ -135,7 +135,7 @@ def _no_archive(path: Path, what: str, error: Exception) -> str:
         start = file.read(4)
     if start[:1] == b"\x80":
         return (
-            f"{what} is a bare pickle or of the form before torch 1.6, which can neither be mapped nor checked. If "
+            f"{what} is a bare pickle, or from before torch 1.6, and can neither be mapped nor checked. If "
             "you trust it, load it and save it again: torch.save(torch.load(file, weights_only=True), new_file)"
         )
     is_cut = start == b"PK\x03\x04"
