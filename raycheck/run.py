@@ -525,7 +525,7 @@ def open_checkpoint(pointer: Any) -> CommittedCheckpoint:
     if not is_same_place(found.uri, here):
         # An object in a bucket must not send us, and our credentials, to another place. For the same reason we use
         # the settings with which the pointer was read, not those in it.
-        raise ConfigError(f"{pointer}: it points to {shown_uri(found.uri)}, which is not the run that it lies in")
+        raise ConfigError(f"{pointer}: it points to {shown_uri(found.uri)}, which is not the run that contains it")
     store = open_store(here)
     stored = Checkpoint(store, entry_at(store, read_latest(store), found.key))
     metrics = stored.read_manifest().metrics  # `latest` may repeat only some of them

@@ -99,7 +99,7 @@ def list_runs(
 ) -> tuple[RunSummary, ...]:
     """List every run under `prefix`, or the run at `prefix` itself, without listing the runs' objects.
 
-    depth: how many folders deep a run may lie below the prefix; 1 for runs directly below it. Folders inside of a run
+    depth: how many folders deep a run may be below the prefix; 1 for runs directly below it. Folders inside of a run
         are never looked at. sort: "age" (the newest commit first), "name" or "size" (the largest first). on_look:
         called with the number of folders looked at so far, and of runs found.
 
@@ -107,7 +107,7 @@ def list_runs(
     it that cannot be read is in the result, and its `state` and `text` say why.
     """
     if depth < 0:
-        raise ConfigError(f"depth={depth}: give 0 for the prefix itself, or how many folders deep runs may lie")
+        raise ConfigError(f"depth={depth}: give 0 for the prefix itself, or how many folders deep runs may be")
     if sort not in _SORTS:
         raise ConfigError(f"sort={sort}: give one of {', '.join(get_args(Sort))}")
     found = find_runs(open_store(prefix, storage), depth=depth, on_look=on_look)

@@ -59,7 +59,7 @@ def dcp_metadata(plan: Plan, component: str) -> bytes:
 
 
 def _rows(plan: Plan, first: int, end: int, own: Sequence[bool]) -> Sequence[int]:
-    """Return the rows of a tensor that lie in the component: nearly always all."""
+    """Return the rows of a tensor that are in the component: nearly always all."""
     return range(first, end) if all(own) else [row for row in range(first, end) if own[plan.object[row]]]
 
 

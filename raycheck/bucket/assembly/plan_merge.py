@@ -1,6 +1,6 @@
 """Merges the plans of all ranks into one, and proves that every tensor is covered exactly once.
 
-It works on whole columns: it finds once where each tensor's rows lie among those of all ranks, then puts every column
+It works on whole columns: it finds once where each tensor's rows are among those of all ranks, then puts every column
 together from runs of rows. It looks at single boxes only for tensors of which several ranks wrote equal boxes, or that
 were cut along several dimensions.
 """
@@ -123,7 +123,7 @@ def _numbered(plans: Sequence[Plan]) -> tuple[list[Tensor], list[list[int]]]:
 
 
 def _runs(numbers: Sequence[list[int]], num_tensors: int) -> list[list[range]]:
-    """Return for each tensor where its rows lie once all ranks' rows are concatenated, in order of rank.
+    """Return for each tensor where its rows are once all ranks' rows are concatenated, in order of rank.
 
     Neighbouring ranks that hold the same tensors give one run for all of them.
     """

@@ -14,7 +14,7 @@ from raycheck.errors import ConfigError
 
 SPREAD_FROM_BYTES = 1 << 20
 """Replicated parameters from this size on are spread over their holders by bytes. Smaller tensors stay with the first
-holder, since every tensor that lies elsewhere costs each reader one more object to open."""
+holder, since every tensor that is elsewhere costs each reader one more object to open."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

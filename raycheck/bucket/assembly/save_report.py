@@ -35,7 +35,7 @@ class Report:
     to. section: the rank's part of the index. blocked_s, staged_s, upload_s: see RankRecord. tasks: the tasks after the
     commit, by name, in rank 0's report: an export, or a function as bytes. node: the node on which the rank runs.
     restored_from, partial, trained_s, began_at, is_rolling, is_by_notice, settings, replaces: see Manifest.
-    is_in_memory: the shards lie in the node's memory, for a memory checkpoint. label: the name, the note and the expiry
+    is_in_memory: the shards are in the node's memory, for a memory checkpoint. label: the name, the note and the expiry
     that the save gives its checkpoint. keeps_drift: replicas that differ do not fail the save, as the first holder's
     are written.
     """

@@ -81,7 +81,7 @@ class Periodic:
 
 
 def _is_passed(last: int, now: int, every: int | None) -> bool:
-    """Return whether a multiple of `every` lies between the last turn and now."""
+    """Return whether a multiple of `every` is between the last turn and now."""
     return every is not None and now // every > last // every
 
 

@@ -1,6 +1,6 @@
 """Uploads saves from an actor on the ranks' node, outside the training processes (SaveSettings(upload_by="node")).
 
-A rank tells the actor where its staged copy lies in shared memory; the actor maps it, uploads it and reports it. From
+A rank tells the actor where its staged copy is in shared memory; the actor maps it, uploads it and reports it. From
 then on the save no longer needs the rank. The coordinator starts the actor, and a claim waits for its saves
 (group/coordinator/node_agents.py). A rank whose node has no such actor, or cannot share memory with it, uploads itself.
 """
