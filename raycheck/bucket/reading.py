@@ -194,7 +194,7 @@ def read_latest_at(store: Store) -> tuple[Latest, float]:
 def get_latest(store: Store) -> tuple[Latest, Got]:
     """GET `latest` once and parse it. Return the body and the response.
 
-    All reads of `latest` use this, except that of a repair, which continues with a body that cannot be read. Raises
+    All reads of `latest` use this, except a repair, which continues with a body that cannot be read. Raises
     NotFoundError, and CorruptError, on which no caller may act before a second reading (again_if_corrupt).
     """
     got = store.get(object_keys.LATEST_KEY, MAX_LATEST)

@@ -72,7 +72,7 @@ def copy_run(
     up to date.
 
     source, to: URIs of runs. `to` must be free, or an earlier copy of this run on which nobody has trained.
-    at: copy only the newest checkpoint of this step, or that of this name or key, into a new run. None: the run.
+    at: copy only the newest checkpoint of this step, or the one with this name or key, into a new run. None: the run.
     dry_run: make every check, and write nothing.
     from_storage, to_storage: the settings for the two buckets.
     progress: called with the bytes that are copied, and their total.

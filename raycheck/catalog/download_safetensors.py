@@ -90,7 +90,8 @@ def _lay_out(source: WeightSource, index: Index) -> tuple[dict[str, list[Weight]
 
 
 def _entry_of(tensor: Tensor) -> str:
-    """Return a tensor's entry, usable as a file name; that of `metric.rank3.total`, one rank's own, is `metric`."""
+    """Return a tensor's entry, usable as a file name. For one rank's own tensor, `metric.rank3.total`, it is
+    `metric`."""
     entry = re.sub(r"\.rank\d+\..*", "", str(tensor.path[0] if tensor.path else tensor.name))
     if not _SAFE.fullmatch(entry):
         raise ConfigError(f"{entry[:120]!r} cannot be a file's name; use format='dcp'")

@@ -38,7 +38,7 @@ class SourceProof:
         return sorted(found.items())
 
     def differing(self, saved: Sequence[Sequence[int]]) -> list[int]:
-        """Return the numbers of the samples that differ from those of a checkpoint."""
+        """Return the numbers of the samples that differ from a checkpoint's samples."""
         return [number for number, crc in saved if number in self.lasting and self.samples[number] != crc]
 
 

@@ -180,7 +180,7 @@ def serve(uri: str) -> Served:
 
 
 def _own(host: str) -> str:
-    """Return the address to listen at: that of this host, or all addresses if `host` is not this host's own name."""
+    """Return the address to listen on: this host's, or all addresses if `host` is not this host's own name."""
     try:
         with socket.socket() as probe:
             probe.bind((host, 0))

@@ -45,7 +45,8 @@ def rng_values() -> Any:
 
 
 def apply_rng(rank_values: Sequence[Any], rank: int) -> str:
-    """Set this process's random state from that of each rank. Return what was done, for the restore report."""
+    """Set this process's random state from the saved states of all ranks. Return what was done, for the restore
+    report."""
     if not rank_values:
         raise CorruptError("the checkpoint has no random state")
     if rank >= len(rank_values):

@@ -24,7 +24,7 @@ Box = tuple[tuple[int, int], ...]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
     """A box of a tensor that two ranks wrote. ranks: the one whose bytes are kept, and the other. crcs: where the box's
-    checksums are among those of each of them."""
+    checksums are among each rank's checksums."""
 
     tensor: str
     ranks: tuple[int, int]

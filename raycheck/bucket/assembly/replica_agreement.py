@@ -43,8 +43,8 @@ class ValueChecksums:
     """The checksums of an entry's non-tensor values.
 
     names_crc32: the checksum of the names that this rank holds in the entry. may_differ: ranks may hold different
-    names, as those of a pipeline do. crc32: None where they are not compared, as values may differ by nature (a
-    module's extra state). cure: see Cure.
+    names, as in a pipeline. crc32: None where they are not compared, as values may differ by nature (a module's extra
+    state). cure: see Cure.
     """
 
     names_crc32: int

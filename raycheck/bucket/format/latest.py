@@ -285,8 +285,8 @@ class Latest(Document):
     def borrowed(self, source: str) -> set[str]:
         """Return the checkpoints of the run at `source` whose directories this run still needs.
 
-        It needs those to which a live entry refers, those of an evicted entry whose readers still have time, and those
-        of its holds.
+        It needs what a live entry refers to, what an evicted entry refers to while its readers still have time, and
+        what its holds name.
         """
         directories = self.held() | {directory for item in self.evicted for directory in item.borrowed}
         return {name for way, name in map(split_directory, directories) if way == source}

@@ -22,7 +22,7 @@ from raycheck.errors import ConfigError, FencedError, SupersededError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """The identity of a writer: the id of the driver's `fit` (owner), and that of this start of its coordinator."""
+    """The identity of a writer: the id of the driver's `fit` (owner), and the id of this start of its coordinator."""
 
     owner: str
     coordinator: str

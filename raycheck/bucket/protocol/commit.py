@@ -86,8 +86,8 @@ def _by_rules(body: Latest, rules: Retention, now: float) -> Latest:
 def check_room_for_save(body: Latest, rules: Retention, now: float, *, metrics: Mapping[str, float]) -> None:
     """Refuse a save for which `latest` has no room, before anything of it is uploaded. Step 17.
 
-    metrics: those of the save; if it has none, those of the head are used. now: the bucket's time. Raises ConfigError,
-    which says how to make room.
+    metrics: the save's; if it has none, the head's are used. now: the bucket's time. Raises ConfigError, which says how
+    to make room.
     """
     current = body.attempt
     key = CheckpointName(step=MAX_STEP, attempt=current.number, save=current.last_save + 1)

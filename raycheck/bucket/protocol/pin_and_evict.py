@@ -30,8 +30,7 @@ def pin(register: Register, key: str, *, pinned: bool = True) -> Latest:
 
 
 def with_pin(uri: str, body: Latest, key: str, *, pinned: bool) -> Latest:
-    """Return `body`, that of the run at `uri`, with the checkpoint `key` pinned or unpinned. Raises the errors of
-    `pin`."""
+    """Return `body` with the checkpoint `key` pinned or unpinned. uri: the run's. Raises the errors of `pin`."""
     refuse_mirror(uri, body, "pin the checkpoint")
     entry = body.entry(key)
     if entry is None:

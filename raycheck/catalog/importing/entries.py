@@ -230,7 +230,7 @@ def _plain(name: str) -> str:
 
 
 def _plain_in(models: Mapping[str, Mapping[str, Any]], *, keep_names: bool) -> Callable[[str], str]:
-    """Return the function that maps an optimizer's parameter names to those of these models, where they exist."""
+    """Return the function that maps an optimizer's parameter names to the names in these models, if they are there."""
     known = {name for model in models.values() for name in model}
 
     def plain(name: str) -> str:

@@ -39,7 +39,8 @@ class LostWork:
 
     @property
     def now(self) -> float:
-        """Return the store's time in unix seconds: that of the claim, plus what this process's clock has added."""
+        """Return the store's time in unix seconds: the claim's time plus the time that has passed on this process's
+        clock."""
         return self._began + self._clock()
 
     def claimed(

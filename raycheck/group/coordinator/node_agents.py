@@ -52,7 +52,7 @@ class NodeAgents:
         self._handed.setdefault((report.group, report.save), {})[report.rank] = report
 
     def ended(self, at: Place) -> None:
-        """Forget a save that was decided, those before it, and those of other groups."""
+        """Forget a decided save, the saves before it, and the saves of other groups."""
         group, number = at
         self._handed = {place: by for place, by in self._handed.items() if place[0] == group and place[1] > number}
 

@@ -23,7 +23,7 @@ BASE_TIMEOUT_S = 3600.0
 
 
 def refer_to_base(group: Group, state: TrainState, uri: str, known: Sequence[str] = ()) -> None:
-    """Refer to those of this run's frozen components that the base run at `uri` has. Every rank calls it.
+    """Refer to the frozen components of this run that the base run at `uri` has. Every rank calls it.
 
     known: components that a restore has found in the bucket. Raises ConfigError when the run at `uri` cannot be a base,
     and what ends the attempt.

@@ -218,7 +218,7 @@ def _read_together(
             assert result is not None, "a rank that found damage never gets a final decision"
             return _Agreed(claim=claim, result=result, resume=decision.resume)
         claim = decision.claim
-        if claim.entry is None:  # some of the state may be that of the memory checkpoint
+        if claim.entry is None:  # some of the state may come from the memory checkpoint
             raise SupersededError(
                 f"rank {group.rank}: {mine.key} is lost ({decision.message}), and the bucket has no checkpoint yet; "
                 "restart the workers, which start the run from the beginning"

@@ -58,7 +58,7 @@ class SaveStatus:
 
     @classmethod
     def of_slowest(cls, ranks: Sequence["SaveStatus"]) -> Self:
-        """Return the status of a group: each value is that of its slowest rank."""
+        """Return the status of a group: each value is its slowest rank's."""
         return cls(
             is_busy=any(rank.is_busy for rank in ranks),
             busy_s=max((rank.busy_s for rank in ranks if rank.busy_s is not None), default=None),
@@ -332,7 +332,7 @@ class SaveQueue:
         return ""
 
     def finish(self, step: int) -> None:
-        """Wait for the last save, that of `step`. Raises SaveFailedError when it is not committed."""
+        """Wait for the last save, which is of `step`. Raises SaveFailedError when it is not committed."""
         failures = self._failures_in_a_row
         self.wait(self.longest_s)
         if self._pending or self._failures_in_a_row > failures or self.saved_step != step:

@@ -60,7 +60,7 @@ class ExportedDirectory:
     """A directory as it was found.
 
     place: its prefix in the store. sizes: the bytes of each file in it, by name. record: None when it is missing or
-    cannot be read. version: that of the record's object.
+    cannot be read. version: the version of the record's object.
     """
 
     place: str

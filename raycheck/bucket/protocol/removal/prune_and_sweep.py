@@ -3,7 +3,7 @@
 A delete cannot be fenced, so only objects that can never be needed again are deleted (I6). Then it does not matter who
 deletes them, how late, or how often. There are two kinds. First, an evicted checkpoint, except directories that a live
 entry holds: a commit may refer only to what an entry of the body it replaces holds, so what nobody holds is never held
-again. Second, what an attempt lower than that of `latest` wrote and `latest` does not name: an older attempt cannot
+again. Second, what an attempt older than the one in `latest` wrote and `latest` does not name: an older attempt cannot
 commit (I4).
 
 Nothing outside `checkpoints/` is ever touched, and nothing whose name is not exactly a checkpoint's.

@@ -99,7 +99,7 @@ def _candidates(base: Store, body: Latest, wanted: Wanted) -> Iterator[tuple[Che
 
 
 def missing_in(index: Index, component: str, tensors: Sequence[WantedTensor]) -> str:
-    """Return in words what the component of a checkpoint lacks of these tensors; "" for nothing."""
+    """Return in words which of these tensors a checkpoint's component lacks; "" for none."""
     numbers = numbers_in(index, component)
     if not numbers:
         return f"its checkpoints have no component {component}"

@@ -62,7 +62,7 @@ def look_at_mirror(register: Register) -> tuple[Latest | None, tuple[CheckpointN
 
 
 def check_mirror(uri: str, body: Latest, source: Latest) -> None:
-    """Raise ConfigError when the body at `uri` is not that of a mirror of the run whose body is `source`.
+    """Raise ConfigError unless the body at `uri` belongs to a mirror of the run with the body `source`.
 
     Owners are never removed from their list, and every branch of a run begins with a claim. So a copy has an owner that
     its source lacks as soon as the two have diverged.

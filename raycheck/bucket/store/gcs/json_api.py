@@ -200,8 +200,8 @@ class ResumableUpload:
 async def _body(response: aiohttp.ClientResponse, check: Callable[[int], None]) -> bytes:
     """Read a response's body, and call `check` with its size.
 
-    It is read piece by piece where the response does not state its length, or states that of compressed bytes, which
-    aiohttp decompresses.
+    It is read piece by piece where the response does not state its length, or states the length of compressed bytes,
+    which aiohttp decompresses.
     """
     if response.status >= 400:
         return await response.read()

@@ -1,4 +1,4 @@
-"""Loads a private copy of obstore, whose threads are not those of the `obstore` that a training script imports.
+"""Loads a private copy of obstore, with its own threads, apart from the `obstore` that a training script imports.
 
 A process has one set of obstore's threads. The first request starts them, and they do not survive a fork: a forked
 DataLoader worker that reads with obstore waits forever once anything in its parent has used obstore. raycheck uploads

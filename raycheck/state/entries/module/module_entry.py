@@ -145,7 +145,7 @@ class ModuleEntry(StateEntry):
         return found
 
     def _frozen(self, names: Iterable[str], live: Mapping[str, torch.Tensor]) -> frozenset[str]:
-        """Return those of `names` whose parameter gets no gradient, and the inner tensors of such a parameter."""
+        """Return the names whose parameter gets no gradient, and the inner tensors of such a parameter."""
         fixed = {name for name in self._parameters if name in live and not live[name].requires_grad}
         return frozenset(name for name in names if fixed and (name in fixed or name.rpartition(".")[0] in fixed))
 
