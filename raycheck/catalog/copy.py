@@ -94,7 +94,7 @@ def copy_run(
 
 
 def _planned(source: Store, target: Store, at: int | str | None) -> CopiedRun:
-    """Return what a copy would do. Raises what it would raise before its first write."""
+    """Return the result that a copy would have. Raises the errors that it would raise before its first write."""
     if at is None:
         body, entries = MirrorCopier(source, target, stop=Event()).missing()
         if body.head is None:
@@ -111,7 +111,7 @@ def _planned(source: Store, target: Store, at: int | str | None) -> CopiedRun:
 
 
 def result_of(copier: MirrorCopier, body: Latest) -> CopiedRun:
-    """Return what a copier did. Raises DamagedError, which names them, if it had to leave out checkpoints."""
+    """Return the result of a copier. Raises DamagedError, which names them, if it had to leave out checkpoints."""
     report, objects = copier.report, copier.objects
     if report.damaged:
         said = "".join(f"\n  {why}" for why in report.damaged.values())

@@ -82,7 +82,7 @@ def delete_run(
 def _planned(
     uri: str, store: Store, tally: ProgressTally, *, live: bool, keep_shared: bool, keep_exports: bool, lost: bool
 ) -> DeletedRun:
-    """Return what a delete of the run would do. Raises what it would raise before its first write."""
+    """Return the result that a delete would have. Raises the errors that it would raise before its first write."""
     used_by: tuple[str, ...] = ()
     try:
         body = read_latest(store)

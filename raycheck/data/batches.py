@@ -102,7 +102,7 @@ class Batches(SampleStream):
     def _source_of(
         self, dataset: Dataset[Any], order: Callable[[int], Sequence[int]] | None, batches_per_epoch: int | None
     ) -> BatchSource:
-        """Return what makes this rank's batches of the dataset.
+        """Return the source of this rank's batches of the dataset.
 
         Raises ConfigError for arguments that do not fit its kind.
         """

@@ -29,7 +29,7 @@ class SourceProof:
     said: tuple[str, ...] = ()
 
     def state(self, known: Sequence[Sequence[int]] = ()) -> list[tuple[int, int]]:
-        """Return what a checkpoint stores: the number and the checksum of each sample in `lasting`.
+        """Return the part that a checkpoint stores: the number and the checksum of each sample in `lasting`.
 
         known: what the restored checkpoint stored, some of which this proof may have had no time to read.
         """

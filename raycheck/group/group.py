@@ -81,7 +81,8 @@ class Group(ABC):
 
     @abstractmethod
     def fetch(self, references: list[Any]) -> Any:
-        """Return what the coordinator has shared (Cluster.share); None when it shared nothing, or it was lost."""
+        """Return the value that the coordinator has shared (Cluster.share); None if there is none, or if it was
+        lost."""
 
     @abstractmethod
     def tell(self, method: str, *args: Any) -> Any:
@@ -112,11 +113,11 @@ class Group(ABC):
         """
 
     def reporter(self) -> Reporter:
-        """Return what tells this rank's host of commits."""
+        """Return the reporter of commits to this rank's host."""
         return Reporter()
 
     def node_sink(self, *, timeout_s: float, given_up: Callable[[str], object]) -> NodeSink:
-        """Return what keeps this rank's saves in another process of its node.
+        """Return the sink that keeps this rank's saves in another process of its node.
 
         timeout_s: how long a save may take; errors name it. given_up: called with the reason when that process takes no
         more saves.
@@ -125,7 +126,7 @@ class Group(ABC):
         return NoNodeSink(given_up)
 
     def memory_reader(self, holders: Mapping[str, Sequence[Holder]]) -> RangeReader:
-        """Return what reads the shards of a memory checkpoint. holders: who holds each, by key."""
+        """Return the reader of a memory checkpoint's shards. holders: the nodes that hold each shard, by key."""
         raise ConfigError(f"rank {self.rank}: this group cannot read what nodes hold in memory: {sorted(holders)[:3]}")
 
     def pickled(self, name: str, function: Callable[..., Any]) -> bytes:

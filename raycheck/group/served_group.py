@@ -120,7 +120,7 @@ class ServedGroup(Group):
             ) from error
 
     def pickled(self, name: str, function: Callable[..., Any]) -> bytes:
-        """Return what calls rank 0's function of this name: tasks run in its process."""
+        """Return a pickled call of rank 0's function of this name: tasks run in its process."""
         if self.rank == 0:
             _functions[self.id, name] = function
         return pickle.dumps(OfRankZero(group=self.id, name=name))

@@ -164,7 +164,8 @@ class StagedState:
         self.replicas.wait()
 
     def to_share(self) -> "SharedState | None":
-        """Return what another process on the node needs to upload this save, or None. Call it after `wait`."""
+        """Return a description with which another process on the node can upload this save, or None. Call it after
+        `wait`."""
         shards = [shard.to_share() for shard in self.staged]
         if any(shard is None for shard in shards):
             return None
@@ -200,7 +201,7 @@ class StagedState:
 
     @property
     def sliced_s(self) -> float:
-        """Return how many seconds after the staging the last live tensor was copied. Call it after the upload."""
+        """Return the seconds from the staging to the copy of the last live tensor. Call it after the upload."""
         return max((slices.copied_at - self.staged_at for slices in self.slices), default=0.0)
 
     def upload(self, store: Store, checkpoint: str) -> None:

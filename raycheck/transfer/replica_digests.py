@@ -122,7 +122,8 @@ class ReplicaDigests:
         self._pending, self._encoded, self._boxes, self._values, self._digested = None, None, (), (), {}
 
     def report(self, shards: Sequence[Shard]) -> RankDigests:
-        """Return what the coordinator compares. shards: the shards of this save. Call it only after the upload."""
+        """Return the digests that the coordinator compares. shards: the shards of this save. Call it only after the
+        upload."""
         crcs = {
             box_name(shard.tensors[chunk.tensor].name, chunk.offsets): chunk.crcs
             for shard in shards

@@ -169,7 +169,7 @@ def with_copies(
 
 
 def described(found: Sequence[Difference]) -> str:
-    """Say what differs, and on which ranks. found: at least one difference."""
+    """Return in words what differs, and on which ranks. found: at least one difference."""
     first, others = found[0], [item.label for item in found[1:]]
     also = f"; neither {'are' if others[1:] else 'is'} {first_few(others, MAX_NAMED)}" if others else ""
     return f"{first.label} is not the same on ranks {_listed(first.ranks)}{also}"
@@ -183,13 +183,13 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def labels(found: Sequence[Difference]) -> tuple[str, ...]:
-    """Name what differs, as a manifest does."""
+    """Return the names of what differs, in the form for a manifest."""
     more = (f"and {len(found) - MAX_LISTED} more",) if len(found) > MAX_LISTED else ()
     return (*(item.label for item in found[:MAX_LISTED]), *more)
 
 
 def refusal(found: Sequence[Difference]) -> str:
-    """Say what differs, why it may, and what to do. found: at least one difference."""
+    """Return the text of an error: what differs, possible causes, and what to do. found: at least one difference."""
     by_cure: dict[Cure, list[str]] = {}
     for item in found:
         by_cure.setdefault(item.cure, []).append(item.label)

@@ -136,7 +136,7 @@ def _replaced(body: Latest, manifest: Manifest) -> tuple[str, ...]:
 
 
 def _trained(manifest: Manifest) -> Trained | None:
-    """Return what `latest` repeats of a manifest's training time; None when the start of the run is unknown."""
+    """Return a manifest's training time in the form for `latest`; None if the start of the run is unknown."""
     if manifest.began_at is None:
         return None
     return Trained(key=manifest.key, trained_s=manifest.trained_s, began_at=manifest.began_at)

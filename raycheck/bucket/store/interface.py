@@ -197,7 +197,7 @@ class Store(ABC):
 
     @abstractmethod
     def part_bytes(self, size_bytes: int) -> int:
-        """Return how long the parts of an object of this size should be, in bytes."""
+        """Return the size in bytes that the parts of an object of this size should have."""
 
     def put_assembled(
         self,

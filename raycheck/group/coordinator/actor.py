@@ -464,7 +464,7 @@ class Coordinator:
             await asyncio.sleep(0.1)
 
     def _staged_on_all_ranks(self, group: str) -> list[list[Report]]:
-        """Return what was handed over but not yet reported, of each undecided save that all ranks have staged."""
+        """Return, for each undecided save that all ranks have staged, the reports that have not arrived yet."""
         found = []
         for save, handed in sorted(self._node_agents.undecided(group).items()):
             rendezvous = self._table.find(group, "save", save)

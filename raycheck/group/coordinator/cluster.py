@@ -42,7 +42,7 @@ class Cluster:
     """What a coordinator has beyond its own process. This one is alone: it has neither nodes nor shared objects."""
 
     def metrics(self, uri: str) -> Metrics:
-        """Return what exports the metrics of the run at `uri`."""
+        """Return the exporter of the metrics of the run at `uri`."""
         del uri
         return Metrics()
 

@@ -119,7 +119,7 @@ class MemoryCheckpoints:
         self._agents.keep(None, (self._attempt, -1))
 
     async def claimed(self, attempt: int, head: Entry | None) -> MemoryOffer | None:
-        """Return what the new group can restore from memory; None for nothing. What earlier groups had begun is over.
+        """Return the memory checkpoint that the new group can restore, or None. Drop what earlier groups had begun.
 
         attempt: the new group's. head: the checkpoint of the bucket that the claim names.
         """

@@ -201,7 +201,7 @@ class ProtocolCalls:
         return made, at
 
     def _failed(self, error: Exception, reports: dict[int, Report]) -> Outcome:
-        """Return what all ranks are told about a failed save."""
+        """Return the outcome of a failed save, which all ranks are told."""
         first = next(iter(reports.values()))
         if is_lost := isinstance(error, ReferenceLostError):
             logger.error(event(str(error), step=first.progress.step, run=self._store.uri))

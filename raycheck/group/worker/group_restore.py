@@ -232,7 +232,7 @@ def _read_together(
 
 
 def _checkpoint(group: Group, claim: Claim, entry: Entry) -> Checkpoint:
-    """Return what this rank has to read: the checkpoint in the bucket, or one that the nodes hold in memory."""
+    """Return the checkpoint that this rank has to read: from the bucket, or from the nodes' memory."""
     if claim.memory is None:
         return Checkpoint(group.store, entry, group.fetch(claim.documents))
     reader = group.memory_reader(claim.memory.holders)

@@ -84,7 +84,8 @@ class MemorySaves:
             return  # the coordinator is told, and logs it
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Learn how the one under way has ended, and so which buffer is free. timeout_s: seconds to wait for that."""
+        """Find out how the one in progress has ended, and thereby which buffer is free. timeout_s: how long to wait for
+        it."""
         if self._under_way is None:
             return
         staged, outcome = self._under_way

@@ -352,7 +352,7 @@ class SaveQueue:
             self._reporter.point_to(self._newest_commit)
 
     def memory_saves(self) -> MemorySaves:
-        """Return what makes this rank's memory checkpoints."""
+        """Return the maker of this rank's memory checkpoints."""
         timeout_s = self._settings.save_timeout_s
         return MemorySaves(self._state, self._group, self._report, agree=self._agree_for_memory, timeout_s=timeout_s)
 

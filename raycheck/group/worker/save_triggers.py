@@ -185,7 +185,7 @@ class SaveTriggers:
         )
 
     def _kind_at_epoch(self, epoch: int) -> SaveKind | None:
-        """Return what is due for the epochs that ended since the last decision.
+        """Return the kind of save that is due for the epochs that ended since the last decision.
 
         An epoch counts even if the script did not call end_epoch and the data simply continued.
         """
@@ -305,7 +305,7 @@ class SaveTriggers:
         return tuple(n for n, task in self._tasks.items() if _is_over(now - self._run_at[n], task.every_s))
 
     def _kind_by_time(self, *, is_busy: bool) -> SaveKind | None:
-        """Return what is due by time, by tokens, or because somebody requested a save. Rank 0 decides by it."""
+        """Return the kind of save that is due by time, by tokens, or on request. Rank 0 uses it for its decision."""
         settings, now = self._settings, time.monotonic()
         if is_busy and settings.when_busy == "skip" and not self._is_wanted:
             return None

@@ -46,7 +46,7 @@ def run_config() -> Any:
 
 
 def retention_asked_for() -> Retention | None:
-    """Return what the RunConfig's CheckpointConfig says of which checkpoints stay; None when it limits nothing."""
+    """Return the retention that the RunConfig's CheckpointConfig asks for; None if it sets no limit."""
     config = run_config().checkpoint_config
     count, metric = getattr(config, "num_to_keep", None), getattr(config, "checkpoint_score_attribute", None)
     if count is None:

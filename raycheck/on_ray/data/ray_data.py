@@ -106,7 +106,8 @@ class RayData(SampleStream):
                 )
 
     def _share(self) -> Any:
-        """Return what this rank iterates for the rest of the epoch. After a restore in mid-epoch this is a barrier."""
+        """Return the shard that this rank iterates for the rest of the epoch. After a restore in mid-epoch this is a
+        barrier."""
         rest, self._rest = self._rest, None
         if rest is None:
             return self._shard

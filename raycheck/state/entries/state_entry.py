@@ -104,7 +104,8 @@ class StateEntry(ABC):
 
     @abstractmethod
     def values(self, tree: dict[str, Any], tensors: Named) -> Any:
-        """Return what is not a tensor, as a lossless tree. Add to `tensors` those to which only the values refer."""
+        """Return all values that are not tensors, as a lossless tree. Add to `tensors` those to which only the values
+        refer."""
 
     @abstractmethod
     def match(self, saved: SavedEntry) -> Named:

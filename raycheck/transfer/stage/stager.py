@@ -158,7 +158,8 @@ class Stager:
         return found, b"".join(there)
 
     def _record_of_leaf(self, value: object) -> bytes:
-        """Return what torch.save writes for a leaf. Records of plain values are cached, since torch.save is slow."""
+        """Return the record that torch.save writes for a leaf. Records of plain values are cached, since torch.save is
+        slow."""
         items = value if type(value) is tuple else (value,)
         if not all(type(item) in (bool, int, float, str, type(None)) for item in items):
             return _pickled(value)

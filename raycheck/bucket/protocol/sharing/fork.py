@@ -161,7 +161,7 @@ def origin_of(store: Store, body: Latest) -> str | None:
 
 
 def origin_in(body: Latest, first: Manifest) -> str | None:
-    """Return what `origin_of` returns, from the manifest of the run's first checkpoint, without a request."""
+    """Return the result of `origin_of`, from the manifest of the run's first checkpoint, without a request."""
     return (first.restored_from or "").rpartition(" ")[0] or None if is_fork(body) else None
 
 

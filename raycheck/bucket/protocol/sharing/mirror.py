@@ -171,8 +171,8 @@ def show(
 
 
 def _evicted(body: Latest, new: Latest, source: Latest, directories: Iterable[str], now: float) -> tuple[Evicted, ...]:
-    """Return what is evicted after the swap: what was evicted before, and what has left the source and is not listed
-    here."""
+    """Return the evicted checkpoints after the swap: those evicted before, and those that have left the source and are
+    not listed here."""
     before, live = {item.key for item in body.evicted}, {entry.key for entry in new.live}
     released = (body.held() - new.held()) & before  # again, so that readers have the whole grace period
     left = {key for key in body.held() | set(directories) if key not in before | live and _has_gone(source, key)}
