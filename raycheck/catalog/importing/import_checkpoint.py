@@ -80,8 +80,8 @@ def import_checkpoint(
     step: the number of completed optimizer steps. None: the number in the source, or 0 if it has none.
     skip_values: leave out values of a DCP directory that only pickle could make, instead of refusing them.
     keep_names: keep a `module.` with which all names of a model begin: it belongs to the model, not to DDP.
-    storage: the settings for the buckets. dry_run: write nothing. progress: called with the bytes written, and their
-    total.
+    storage: the settings for the buckets. dry_run: write nothing.
+    progress: called with the bytes written, and their total.
 
     Do nothing if an earlier call created this run from the same bytes. Raises ConfigError for a source that cannot be
     imported and if another run exists there, and CorruptError for a damaged source. Then no run is created.
