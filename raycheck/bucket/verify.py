@@ -22,7 +22,7 @@ MISSING = "missing"
 class Finding:
     """The result for one object.
 
-    problem: empty when size and checksum are right. where: for a damaged shard its rank and component, with the tensors
+    problem: empty when size and checksum are right. where: for a damaged shard, its rank and component, and the tensors
     and sub-blocks that have changed.
     """
 

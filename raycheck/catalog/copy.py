@@ -38,10 +38,10 @@ from raycheck.storage_settings import StorageSettings
 class CopiedRun:
     """The result of a copy, or its preview.
 
-    uri, run_id, head: of the copy; "" and None in the preview of a new run. copied: the size in bytes of each
-    checkpoint that is copied now, by key; one that was partly copied before counts whole. present: those that existed
-    before. dropped: those that the source dropped in the meantime. sent_bytes: bytes sent through this process.
-    in_store_bytes: bytes copied inside the store. found_bytes: bytes that existed before.
+    uri, run_id, head: the copy's; "" and None in the preview of a new run. copied: the size in bytes of each checkpoint
+    that is copied now, by key; one that was partly copied before counts whole. present: those that existed before.
+    dropped: those that the source dropped in the meantime. sent_bytes: bytes sent through this process. in_store_bytes:
+    bytes copied inside the store. found_bytes: bytes that existed before.
     """
 
     uri: str

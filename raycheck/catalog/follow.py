@@ -27,8 +27,8 @@ TIDY_EVERY_S = 60.0
 class FollowNews:
     """News of a mirror.
 
-    text: the message. step: of the mirror's head, None if it has not moved. lag_s: seconds from the head's commit in
-    the source until it was here. is_trouble: a round has failed and will be repeated.
+    text: the message. step: the step of the mirror's head, None if it has not moved. lag_s: seconds from the head's
+    commit in the source until it was here. is_trouble: a round has failed and will be repeated.
     """
 
     text: str

@@ -58,7 +58,7 @@ class RunSummary:
         not be read, twice; "newer": a newer raycheck wrote it; "unreadable": the store refused or failed.
     text: the state as text, with what to do. is_resumable: training has stopped before its end, and the next start
         resumes from `step`.
-    step: of the head, None without one. committed_at, age_s: the time of the newest commit by the store's clock, and
+    step: the head's, None without a head. committed_at, age_s: the time of the newest commit by the store's clock, and
         its age. idle_s: the time since the run's last claim, commit, or end. metrics: those of the head that `latest`
         contains.
     num_checkpoints: how many checkpoints are live. size_bytes, max_size_bytes: how many bytes these keep at least and

@@ -17,7 +17,7 @@ class SourceProof:
     kind: the dataset's class. order: what the order of samples depends on, which must be equal on all ranks. samples:
     the checksum of each compared sample, by number. lasting: the numbers of those that do not depend on random
     augmentation. is_exact: whether a stream resumes exactly where its state was taken; None if that is unknown or does
-    not apply. reason: why it does not, or why it is unknown. said: other findings for the user.
+    not apply. reason: why it does not resume there, or why that is unknown. said: other findings for the user.
     """
 
     kind: str

@@ -32,11 +32,11 @@ CLAIM_TIMEOUT_S = 300.0
 class Group(ABC):
     """One rank's place in a worker group. It also makes the rank's calls to the coordinator.
 
-    id: equal on all ranks, new for every start of the group. uri: the run's root. coordinator: what leads to it.
+    id: equal on all ranks, new for every start of the group. uri: the run's root. coordinator: the means to call it.
     broadcast: returns rank 0's value on all ranks; None if that is not possible (then only step triggers work). notice:
     returns when the first of the group's nodes will be preempted, in unix seconds: inf when the time is not known, None
-    without a notice. is_first_on_node: this rank checks what its node may do in the bucket. retention: the checkpoints
-    to keep, as whoever started the group has asked; None: SaveSettings alone decide.
+    without a notice. is_first_on_node: this rank checks what its node may do in the bucket. retention: the retention
+    requested by the system that started the group; None: only SaveSettings decide.
     """
 
     id: str

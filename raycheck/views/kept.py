@@ -39,7 +39,7 @@ class KeptCheckpoints:
 
 
 def why_kept(body: Latest, settings: Sequence[str], *, now: float) -> KeptCheckpoints:
-    """Decide which checkpoints in `body` to keep. settings: of the newest manifest. now: the bucket's time."""
+    """Decide which checkpoints in `body` to keep. settings: those in the newest manifest. now: the bucket's time."""
     defaults = SaveSettings().retention
     names = {spec.name for spec in fields(Retention)}
     chosen: dict[str, Any] = {name: getattr(defaults, name) for name in names}

@@ -156,7 +156,7 @@ class PlanCache:
         """Merge the ranks' plans, or return what the last save made of equal ones.
 
         sections: those of all ranks, in order, each of them complete. components: the names of all components.
-        is_in_memory: for a memory checkpoint. Raises ConfigError when ranks disagree on a tensor.
+        is_in_memory: the save is a memory checkpoint. Raises ConfigError when ranks disagree on a tensor.
         """
         form = (tuple(section.plan_hash for section in sections), tuple(components))
         merged = next((merged for known, merged in self._merged.values() if known == form), None)

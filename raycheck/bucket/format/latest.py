@@ -174,7 +174,7 @@ class Latest(Document):
     only after that answer, so a directory of a higher attempt means that `latest` was lost (step 10). finished: the end
     of training, until the run continues or goes back (step 33). holds, loans: what other runs use of this one, and what
     this one uses of others (step 30). deleted_at: when someone deleted the run, whose objects may still exist (step
-    37). mirror: what the run is a copy of; see is_mirror. trained: of the newest commit, None when it is not known.
+    37). mirror: what the run is a copy of; see is_mirror. trained: the newest commit's, None when it is not known.
     """
 
     when_true: ClassVar[frozenset[str]] = frozenset({"finished", "holds", "loans", "deleted_at", "mirror", "trained"})

@@ -24,7 +24,7 @@ from raycheck.storage_settings import StorageSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportedEntryReport:
-    """One entry of an import. kind: module, optimizer, object, value, or files. size_bytes: of its tensors."""
+    """One entry of an import. kind: module, optimizer, object, value, or files. size_bytes: the size of its tensors."""
 
     name: str
     kind: str
@@ -36,7 +36,7 @@ class ImportedEntryReport:
 class Imported:
     """The result of an import, or its preview.
 
-    uri: of the run. checkpoint: its name; "" for a dry run. kind: of the source. left_out: the parts of the source that
+    uri: the run's. checkpoint: its name; "" for a dry run. kind: the source's. left_out: the parts of the source that
     are not imported, by name. notes: what was chosen, and why something is left out. is_new: False for a dry run, and
     if an earlier call had created this run.
     """

@@ -128,7 +128,7 @@ class NewCheckpoint:
     def write(self, register: Register, *, run_id: str, name: CheckpointName) -> Latest:
         """Write the checkpoint and create the run. Returns the body at the place: another run's if that was faster.
 
-        name: of attempt 0, and reserved.
+        name: the checkpoint's name, which is of attempt 0 and reserved.
 
         Raises CorruptError when the source's boxes overlap, or its bytes are not what it says.
         """

@@ -84,7 +84,7 @@ class LostWork:
     ) -> ResumeRecord | None:
         """Return how the live attempt resumes, once all its ranks have restored `entry`; None for a run's first.
 
-        arrivals: of the ranks, in order. is_from_memory: it is a memory checkpoint.
+        arrivals: the ranks' arrivals, in order. is_from_memory: `entry` is a memory checkpoint.
         """
         first = arrivals[0] if arrivals else Arrival()
         last, self._reached = self._last, (first.step, first.trained_s)

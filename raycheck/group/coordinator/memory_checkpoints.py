@@ -269,7 +269,7 @@ class MemoryCheckpoints:
 def neighbours(node: str, nodes: Sequence[str], zones: Mapping[str, str]) -> list[str]:
     """Return the other nodes that may take the copies of `node`, the best one first.
 
-    nodes: those of the group, sorted. zones: of the nodes that are alive. Nodes of other zones come first, beginning
+    nodes: the group's nodes, sorted. zones: the zones of the live nodes. Nodes of other zones come first, beginning
     with the one at this node's place in its own zone, so that they share the copies evenly. Then come those that follow
     in the ring of all nodes.
     """

@@ -172,7 +172,8 @@ class LiveAttempt:
         self._clock.go()
 
     def _save_to_memory(self, kind: SaveKind | None) -> None:
-        """Begin a memory checkpoint if one is due. kind: of the save to the bucket that this step begins, if any.
+        """Begin a memory checkpoint if one is due. kind: the kind of the save to the bucket that this step begins, if
+        any.
 
         When this step also saves to the bucket, a memory checkpoint is begun only if a node is about to be taken away,
         because the other nodes then have a copy sooner.

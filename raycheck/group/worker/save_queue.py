@@ -380,8 +380,8 @@ class SaveQueue:
     def _take_doubt(self, number: int) -> bool:
         """Return whether it is uncertain that the replicas are equal, and that one rank writes each.
 
-        number: of the save that begins. The answer comes from the newest save whose outcome all ranks know, and is
-        given once. Of later saves, some ranks may know the outcome and others may not.
+        number: the number of the save that begins. The answer comes from the newest save whose outcome all ranks know,
+        and is given once. Of later saves, some ranks may know the outcome and others may not.
         """
         return self._must_agree_after.pop(number - self._settings.buffers, False) or not self._has_agreed
 

@@ -137,8 +137,8 @@ class SaveTriggers:
         """Decide, together with all ranks, whether to save at the end of this step, and as what.
 
         progress: rank 0's token count is used. is_busy: the next save would wait for one of this rank. busy_s: how long
-        the saves in progress may still take. metrics: of the step. Raises ConfigError, on all ranks, for what the
-        user's own function raised.
+        the saves in progress may still take. metrics: the step's. Raises ConfigError, on all ranks, for what the user's
+        own function raised.
         """
         self._decision, self.tasks = RankZeroDecision(step=None), ()
         step, self._tokens = progress.step, progress.tokens

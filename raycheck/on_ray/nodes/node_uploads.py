@@ -37,9 +37,9 @@ LAST_ANSWER_S = 5.0
 class NodeAnswer:
     """The result of a save that a rank has handed to its node's actor.
 
-    outcome: what all ranks are told; None when the actor did not take the save. shards: of a committed save, the rows
-    of each shard outside `train`, by component: a later save may refer to these. problem: why the rank has to upload
-    from now on; "" when it need not.
+    outcome: what all ranks are told; None when the actor did not take the save. shards: if the save was committed, the
+    rows of each shard outside `train`, by component: a later save may refer to these. problem: why the rank has to
+    upload from now on; "" when it need not.
     """
 
     outcome: Outcome | None = None
