@@ -65,7 +65,7 @@ _MODULES: dict[str, str] = {
     "transformers": "raycheck.frameworks.transformers",
     "values": "raycheck.values",
 }
-"""The public modules by the name under which they are reached: raycheck.NAME."""
+"""The home of each public module, by the name under which users reach it: raycheck.NAME."""
 
 __all__ = [
     "ActorCheckpointer",
@@ -107,7 +107,7 @@ def __getattr__(name: str) -> object:
 
 
 def _version() -> str:
-    """Return the installed version. It is unknown for a raycheck that `raycheck submit` sent along."""
+    """Return the installed version. It is unknown if `raycheck submit` shipped raycheck with the job."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

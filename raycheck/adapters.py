@@ -1,7 +1,7 @@
-"""Has the names of which adapters of training frameworks are made: raycheck's own, and those that a user writes.
+"""The names from which adapters for training frameworks are built: raycheck's own adapters, and those of users.
 
-Some of them are in `raycheck` too. Its own adapters take all from here, since `raycheck` is what loads them.
-Everything loads on first use: an adapter that trains under torchrun needs no Ray.
+Some of these names are in `raycheck` too. raycheck's own adapters import them from here, since `raycheck` loads the
+adapters. Everything loads on first use: an adapter that trains under torchrun needs no Ray.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,25 @@
-"""Defines every error that raycheck raises, one class for each thing a caller may do about it.
+"""The errors that raycheck raises, one class for each thing a caller may do about it.
 
-Each takes one message, which names the object and says what to do. So pickling between Ray's processes leaves it
-unchanged. `ends_run` marks the errors that a restart cannot fix: on these `raycheck.fit` stops the run, however many
+    RaycheckError
+        NotFoundError           correct the address
+        ConflictError           call again: somebody else has just changed the run
+            FencedError         stop: another driver owns the run
+            SupersededError     let this attempt end: a newer one is running
+        CorruptError            repair the run, or install a newer raycheck
+            DamagedError        restore another checkpoint
+        StoreError              try again later
+            DeniedError         grant the permission
+        ConfigError             correct what the message names
+            StateMismatchError  make the state match the checkpoint, or restore part of it
+        SaveFailedError         find out why saves fail
+        StoppedError            call again to continue
+
+Two modules define a subclass of one of these that only raycheck itself handles differently: NewerFormatError in
+bucket/format/document.py, and ReferenceLostError in bucket/protocol/referred_objects.py. No other error leaves a public
+call.
+
+Each class takes one message, which names the object and says what to do, so pickling between Ray's processes leaves it
+unchanged. `ends_run` marks the errors that a restart cannot fix: on these, `raycheck.fit` stops the run, however many
 retries Ray has left. A message may quote the contents of a bucket, so it is made safe for a terminal.
 """
 
@@ -54,14 +72,9 @@ class DamagedError(CorruptError):
 class StoreError(RaycheckError):
     """The store, or the connection to it, failed. The call may succeed later, unless this is a DeniedError."""
 
-    is_denied = False
-    """True for a DeniedError, False for any other StoreError."""
-
 
 class DeniedError(StoreError):
     """The store refused the request because the credentials lack a permission, which the message names."""
-
-    is_denied = True
 
 
 class ConfigError(RaycheckError, ValueError):
@@ -76,3 +89,10 @@ class StateMismatchError(ConfigError):
 
 class SaveFailedError(RaycheckError):
     """A save did not become a checkpoint. Earlier checkpoints are untouched."""
+
+
+class StoppedError(RaycheckError):
+    """The copy was asked to stop. What is complete in the target stays there."""
+
+    def __init__(self, message: str = "the copy was stopped; repeat it to continue") -> None:
+        super().__init__(message)

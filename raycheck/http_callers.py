@@ -1,4 +1,4 @@
-"""Checks the host name of a request, and whether a page of another site sent it: for both servers.
+"""Checks, for both servers, the host name of a request, and whether a page of another site sent it.
 
 Every site open in the user's browser can reach a server on 127.0.0.1, by DNS rebinding under a name of that site, and
 by cross-site requests. So a request must name a known host and must not come from another site.

@@ -1,4 +1,5 @@
-"""Serves an aiohttp application; no client can hold a connection forever, exhaust the server, or write to its log.
+"""Serves an aiohttp application so that no client can hold a connection forever, exhaust the server, or write to its
+log.
 
 aiohttp waits without limit for the end of a started request, and for a client that does not read its response. It
 accepts every connection until the process has no descriptor left. And for each request that is not HTTP it logs a
@@ -35,7 +36,7 @@ class HttpLimits:
 
     head_s: the time from the connection, or from the last response, to the end of the next request's headers; also how
     long a client may stop reading a response. body_s: the time from the headers to the end of the body. connections:
-    how many may be open; further clients get 503 at once.
+    how many may be open; any further client gets a 503 immediately.
     """
 
     head_s: float = 20.0
@@ -122,7 +123,7 @@ async def listen(
         for listener in listeners:
             listener.close()
         await runner.cleanup()
-        for connection in opened:  # those that aiohttp does not know
+        for connection in opened:  # connections that aiohttp does not know about
             connection.abort()
 
 

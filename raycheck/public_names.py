@@ -8,7 +8,7 @@ from importlib import import_module
 def on_first_use(
     module: str, homes: Mapping[str, Iterable[str]]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return what a public module takes as its `__getattr__` and `__dir__`.
+    """Return the `__getattr__` and `__dir__` of a public module.
 
     module: its name. homes: the names that each module of the package defines for it.
     """

@@ -1,7 +1,7 @@
-"""Opens a run outside of any training: shows what is committed, restores it into live objects, and exports it.
+"""Opens a run outside of training: shows what is committed, restores it into live objects, and exports it.
 
-These are the public `open_run`, `open_checkpoint` and `export_hf`. None of them changes the run. The methods of `Run`
-that pin, name, score, rewind, prune and sweep do, also during a training.
+`open_run`, `open_checkpoint` and `export_hf` are public and do not change the run. The methods of `Run` that pin, name,
+score, rewind, prune and sweep do change it, and may be called while it trains.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ NO_NUMPY = "looking at values needs NumPy, which is not installed: pip install n
 
 @dataclass(frozen=True, slots=True)
 class CommittedCheckpoint:
-    """Describes a committed checkpoint, and restores it into live objects outside of any training."""
+    """A committed checkpoint: what it contains, and its restore into live objects outside of training."""
 
     _stored: Checkpoint
     _documents: "tuple[Manifest, Index] | None" = field(default=None, compare=False, repr=False)
@@ -84,12 +84,12 @@ class CommittedCheckpoint:
 
     @property
     def name(self) -> str | None:
-        """Return the name that a save or a person gave it; None when it has none."""
+        """Return the name that a save or a person gave to the checkpoint; None if it has none."""
         return self._stored.entry.name
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Return the metrics of its save: the first 32, or fewer for older checkpoints of a run with very many.
+        """Return the metrics of the save: the first 32, or fewer for older checkpoints of a run with very many.
 
         A checkpoint from `open_checkpoint` has all of them.
         """
@@ -97,52 +97,52 @@ class CommittedCheckpoint:
 
     @property
     def scores(self) -> Mapping[str, float]:
-        """Return what was measured after the commit, and attached to the checkpoint."""
+        """Return the scores that were measured after the commit and attached to the checkpoint."""
         return self._stored.entry.scores
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of everything in it, including what it shares with other checkpoints."""
+        """Return the size of everything in the checkpoint, including what it shares with other checkpoints."""
         return self._stored.entry.size_bytes
 
     @property
     def committed_at(self) -> float:
-        """Return the time of the commit, in unix seconds by the bucket's clock."""
+        """Return the time of the commit, in unix seconds by the store's clock."""
         return self._stored.entry.committed_at
 
     @property
     def expires_at(self) -> float | None:
-        """Return when retention drops it whatever keeps it, in unix seconds by the bucket's clock; None for never."""
+        """Return when the checkpoint expires, in unix seconds by the store's clock; None for never."""
         return self._stored.entry.expires_at
 
     @property
     def damaged(self) -> str | None:
-        """Return what a restore found wrong with it; None for nothing."""
+        """Return the damage that a restore found in the checkpoint; None if it found none."""
         return self._stored.entry.damaged
 
     @property
     def is_pinned(self) -> bool:
-        """Return whether `Run.pin` keeps it."""
+        """Return whether `Run.pin` keeps the checkpoint."""
         return self._stored.entry.pinned
 
     @property
     def is_rolling(self) -> bool:
-        """Return whether its save was a rolling one, of which few are kept."""
+        """Return whether this is a rolling checkpoint, of which only a few are kept."""
         return self._stored.entry.rolling
 
     @property
     def is_by_notice(self) -> bool:
-        """Return whether it was saved because a node was about to be removed."""
+        """Return whether the checkpoint was saved because a node was about to be taken away."""
         return self._stored.entry.by_notice
 
     @property
     def is_drifted(self) -> bool:
-        """Return whether replicas differed when it was saved, under SaveSettings(on_drift="keep_first")."""
+        """Return whether replicas differed when the checkpoint was saved, with SaveSettings(on_drift="keep_first")."""
         return self._stored.entry.drifted
 
     @property
     def shares_with(self) -> tuple[str, ...]:
-        """Return the checkpoints whose bytes it uses, by key, with the way to the run ("../base/...") of another."""
+        """Return the keys of checkpoints whose bytes this one uses; one in another run has a path ("../base/...")."""
         return self._stored.entry.refs
 
     def restore(
@@ -164,11 +164,12 @@ class CommittedCheckpoint:
         return state.apply(self._stored, Selection.of(into, skip), strict=strict, cast=cast).manifest.step
 
     def samples(self, first: int, end: int) -> "list[StepSamples]":
-        """Return which samples made the steps from `first` to before `end`, whatever the world size was.
+        """Return the samples that trained the steps from `first` up to, but not including, `end`, at any world size.
 
-        Steps count from 1, as in logs: those from 401 to before 501 lie between the checkpoints of steps 400 and 500.
-        It is known of steps up to this checkpoint's, of a run with raycheck.Batches in its state; this needs torch.
-        Raises ConfigError when it is not known, CorruptError for a checkpoint with other values than Batches write.
+        Steps count from 1, as in logs: first=401, end=501 are the steps between the checkpoints of steps 400 and 500.
+        The samples are known for steps up to this checkpoint's, if the run has raycheck.Batches in its state. Needs
+        torch. Raises ConfigError if the samples are not known, CorruptError if the saved values are not those of
+        Batches.
         """
         from raycheck.data.step_samples import positions_in, samples_of
         from raycheck.state.preview import saved_values
@@ -188,7 +189,8 @@ class CommittedCheckpoint:
         return checkpoint_html(self.uri, self._stored.entry)
 
     def opened(self) -> "CommittedCheckpoint":
-        """Return the same checkpoint with its two documents read, so that its other methods need not read them again.
+        """Return this checkpoint with its manifest and index already read, so that the other methods need not read
+        them.
 
         Raises NotFoundError when retention has dropped the checkpoint, DamagedError.
         """
@@ -203,13 +205,13 @@ class CommittedCheckpoint:
         return manifest, self._stored.read_index(manifest, values=values)
 
     def note(self) -> Mapping[str, NoteValue]:
-        """Read the note of its save. Raises the errors of `details`."""
+        """Read the note that was attached to the save. Raises the errors of `details`."""
         return (self._documents or (self._stored.read_manifest(),))[0].note
 
     def details(self, *, values: bool = False) -> "CheckpointDetails":
         """Read how the checkpoint was saved, and what is in it: entries, components, objects. Reads no tensor.
 
-        values: also the values that are not tensors. Raises NotFoundError when retention has dropped the checkpoint,
+        values: include the values that are not tensors. Raises NotFoundError when retention has dropped the checkpoint,
         DamagedError.
         """
         from raycheck.views.details import details_of
@@ -217,7 +219,8 @@ class CommittedCheckpoint:
         return details_of(*self._read(values=values))
 
     def tensors(self) -> "tuple[TensorSummary, ...]":
-        """List the checkpoint's tensors: form, place, and which parameter a moment belongs to. Reads no tensor.
+        """List the checkpoint's tensors: shapes, locations, and the parameter of each optimizer moment. Reads no
+        tensor.
 
         Raises NotFoundError when retention has dropped the checkpoint, DamagedError.
         """
@@ -238,11 +241,11 @@ class CommittedCheckpoint:
     def compare_values(
         self, other: "CommittedCheckpoint", tensor: str, *, max_bytes: int | None = None
     ) -> "TensorChange":
-        """Read at most `max_bytes` (4 MiB by default) of a tensor here and in a later checkpoint, and compare them.
+        """Read at most `max_bytes` (4 MiB by default) of a tensor in this and a later checkpoint, and compare them.
 
-        other: a checkpoint of the same run. This needs NumPy. Raises NotFoundError when one of them has no such tensor,
-        or retention has dropped it; ConfigError for another shape, a type that cannot be compared, and a tensor that
-        must be read whole, because it was saved in other boxes, and is larger than that; DamagedError.
+        other: a checkpoint of the same run. Needs NumPy. Raises NotFoundError if one of them has no such tensor, or if
+        retention has dropped it; ConfigError if the shapes differ, if the type cannot be compared, or if the tensor was
+        saved in other boxes, so that it must be read whole, and is larger than `max_bytes`; DamagedError.
         """
         try:
             from raycheck.views.tensor_change import compare_tensor
@@ -279,11 +282,11 @@ class CommittedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Describes a run as its pointer `latest` had it at one moment. Open it again to see later commits.
+    """A run, as its `latest` described it at one moment. Open it again to see later commits.
 
-    Methods that say which checkpoint is meant (`at`) take a step, for the newest checkpoint of that step, a name that a
-    checkpoint was given, or a checkpoint's key. Those that change the run leave this value as it is, and return the run
-    as it is afterwards. With dry_run=True they make every check, write nothing, and return what they would return.
+    The argument `at` selects a checkpoint: by its step (the newest one of that step), by its name, or by its key.
+    Methods that change the run do not change this object: they return a new one. With dry_run=True, they make every
+    check and return the same, but write nothing.
 
     read_at: when `latest` was read, in unix seconds by the store's clock; None after a change made through this class.
     """
@@ -293,7 +296,7 @@ class Run:
     read_at: float | None = None
 
     def reopened(self) -> "Run":
-        """Read the run again, by the connections that it has. Raises NotFoundError when it is gone."""
+        """Read the run again over the same connections. Raises NotFoundError if the run is gone."""
         return run_in(self._store)
 
     @property
@@ -303,22 +306,22 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        """Return the id that the run got at its first start. Copies have the id of their source."""
+        """Return the id that the run got when it first started. A copy has the id of its source."""
         return self._latest.run_id
 
     @property
     def attempt(self) -> int:
-        """Return the number of the newest attempt: how often a worker group has begun, or a person has rewound."""
+        """Return the number of the newest attempt. Each start of a worker group and each manual rewind counts one."""
         return self._latest.attempt.number
 
     @property
     def num_writes(self) -> int:
-        """Return how often the run was changed: by each commit, start, pin and so on."""
+        """Return how many changes were made to the run: commits, starts, pins and so on."""
         return self._latest.counter
 
     @property
     def head(self) -> CommittedCheckpoint | None:
-        """Return the checkpoint that a resume would restore; None when nothing was committed yet."""
+        """Return the checkpoint that a resume would restore; None if nothing is committed yet."""
         return None if self._latest.head is None else self.at(None)
 
     @property
@@ -328,13 +331,13 @@ class Run:
 
     @property
     def lent(self) -> dict[str, tuple[str, ...]]:
-        """Return the checkpoints whose bytes other runs use, such as forks, by the way to each run ("../other")."""
+        """Return the checkpoints whose bytes other runs use, such as forks, by the path to each run ("../other")."""
         own = {hold.holder: hold.directories for hold in self._latest.holds if hold.run_id != self.run_id}
         return {holder: tuple(name for name in names if "/" not in name) for holder, names in own.items()}
 
     @property
     def borrowed(self) -> dict[str, tuple[str, ...]]:
-        """Return the checkpoints of other runs whose bytes this run uses, by the way to each run ("../base")."""
+        """Return the checkpoints of other runs whose bytes this run uses, by the path to each run ("../base")."""
         return {loan.source: loan.directories for loan in self._latest.loans}
 
     def _repr_html_(self) -> str:
@@ -345,7 +348,7 @@ class Run:
     def at(self, at: int | str | None) -> CommittedCheckpoint:
         """Return the committed checkpoint with this step, name or key; the head for None.
 
-        Of several with one step it is the newest. Raises NotFoundError, which says what there is.
+        If several have this step, the newest is returned. Raises NotFoundError, which lists what exists.
         """
         return CommittedCheckpoint(Checkpoint(self._store, entry_at(self._store, self._latest, at)))
 
@@ -369,16 +372,17 @@ class Run:
         return status_of(self._latest, read_record(self._store, self.attempt), now=self._now())
 
     def history(self) -> "RunHistory":
-        """Read what happened to the run until it was opened: its attempts, why each ended, its commits, its goodput."""
+        """Read the run's history up to when it was opened: its attempts, why each ended, its commits, and its
+        goodput."""
         from raycheck.views.history import read_history
 
         return read_history(self._store, self._latest, now=self._now())
 
     def kept(self, history: "RunHistory | None" = None, *, rules: Retention | None = None) -> "KeptCheckpoints":
-        """Say why each checkpoint stays, by the rules that the training had at its newest commit. Changes nothing.
+        """Explain why each checkpoint stays, by the rules that training had at its newest commit. Changes nothing.
 
-        history: what `history` has returned, where that was asked already: it has the rules, and spares a request.
-        rules: decide by these instead. Raises NotFoundError when the head was dropped since the run was opened.
+        history: the result of `history`, if you have it; it contains the rules, so one request fewer is sent. rules:
+        use these rules instead. Raises NotFoundError if the head was dropped after the run was opened.
         """
         from raycheck.views.kept import kept_by, why_kept
 
@@ -390,7 +394,7 @@ class Run:
         return why_kept(self._latest, settings, now=self._now())
 
     def exports(self) -> tuple[str, ...]:
-        """List the names of what lies below `exports/` of the run."""
+        """List the names of the directories below `exports/` in the run."""
         return tuple(self._store.list_names(EXPORTS_PREFIX))
 
     def export(self, name: str) -> StoredExport:
@@ -405,11 +409,11 @@ class Run:
         return found
 
     def pin(self, at: int | str, *, dry_run: bool = False) -> "Run":
-        """Keep a checkpoint, whatever retention says, until `unpin`. Raises NotFoundError."""
+        """Keep a checkpoint, regardless of retention, until `unpin`. Raises NotFoundError."""
         return self._changed(partial(pin_and_evict.pin, key=self.at(at).key), dry_run=dry_run)
 
     def unpin(self, at: int | str, *, dry_run: bool = False) -> "Run":
-        """Leave a pinned checkpoint to retention again. Raises NotFoundError."""
+        """Make a pinned checkpoint subject to retention again. Raises NotFoundError."""
         return self._changed(partial(pin_and_evict.pin, key=self.at(at).key, pinned=False), dry_run=dry_run)
 
     def name_checkpoint(
@@ -421,12 +425,12 @@ class Run:
         overwrite: bool = False,
         dry_run: bool = False,
     ) -> "Run":
-        """Give a checkpoint a name, by which it can be restored, and which keeps it from retention.
+        """Name a checkpoint. The name can be given to a restore, and retention keeps named checkpoints.
 
-        expire_after_s: from now on, after this many seconds, the name keeps it no longer, and neither does any rule;
-        None: it never expires. overwrite: take the name from a checkpoint of another step, or another name from this
-        one. Raises ConfigError when that is needed and not given, and for a name that cannot be one; NotFoundError when
-        there is no such checkpoint.
+        expire_after_s: the checkpoint expires this many seconds from now: neither its name nor any rule keeps it then.
+        None: it never expires. overwrite: take the name away from a checkpoint of another step, or replace this
+        checkpoint's name. Raises ConfigError if that is needed and overwrite is False, or if the name is not allowed;
+        NotFoundError if there is no such checkpoint.
         """
         label = Label(name=name, expire_after_s=expire_after_s, may_move=overwrite)
         return self._changed(partial(name_and_score.name, key=self.at(at).key, label=label), dry_run=dry_run)
@@ -436,23 +440,23 @@ class Run:
         return self._changed(partial(name_and_score.rename, old=old, new=new), dry_run=dry_run)
 
     def unname_checkpoint(self, name: str, *, dry_run: bool = False) -> "Run":
-        """Take a name off its checkpoint, which is left to retention again. Raises NotFoundError."""
+        """Remove a name from its checkpoint, which is then subject to retention again. Raises NotFoundError."""
         return self._changed(partial(name_and_score.unname, old=name), dry_run=dry_run)
 
     def score(self, at: int | str, scores: Mapping[str, float], *, dry_run: bool = False) -> "Run":
-        """Attach what was measured of a checkpoint after its commit, such as {"mmlu": 0.63}.
+        """Attach scores to a checkpoint that were measured after its commit, such as {"mmlu": 0.63}.
 
-        `keep_best` obeys it from the next commit on, and prefers it to a metric of that name. Raises ConfigError for
-        more than 32 scores and for a value that is not finite, NotFoundError when the checkpoint was dropped.
+        From the next commit on, `keep_best` uses a score in preference to a metric of the same name. Raises ConfigError
+        for more than 32 scores and for a value that is not finite; NotFoundError if the checkpoint was dropped.
         """
         return self._changed(partial(name_and_score.score, key=self.at(at).key, scores=scores), dry_run=dry_run)
 
     def rewind(self, at: int | str, *, dry_run: bool = False, progress: ShowProgress = show_nothing) -> "Run":
-        """Make an earlier checkpoint the head: the next start restores it. A training that still runs is ended.
+        """Make an earlier checkpoint the head: the next start restores it. Training that is still running ends.
 
-        Later checkpoints stay listed until retention drops them. progress: called with the bytes that are read of a
-        checkpoint that is marked as damaged, and all. Raises NotFoundError, and DamagedError for a checkpoint that is
-        still damaged.
+        Later checkpoints stay listed until retention drops them. progress: called while a checkpoint that is marked as
+        damaged is read again, with the bytes read and their total. Raises NotFoundError, and DamagedError if the
+        checkpoint is still damaged.
         """
         return self._changed(partial(rewind, key=self.at(at).key, progress=progress), dry_run=dry_run)
 
@@ -467,10 +471,12 @@ class Run:
         dry_run: bool = False,
         progress: ShowProgress = show_nothing,
     ) -> tuple[Deletion, ...]:
-        """Delete what was dropped or has expired, once its readers had `grace_s` seconds. Running training continues.
+        """Delete checkpoints that were dropped or have expired, after a grace period for readers. Training may
+        continue.
 
-        rules: drop what these do not keep, such as SaveSettings(keep_last=3).retention; None: drop only what has
-        expired. progress: called with the number of objects. Returns what is deleted, and what will be after the grace.
+        rules: also drop what these do not keep, such as SaveSettings(keep_last=3).retention; None: drop only what has
+        expired. grace_s: seconds from the drop to the delete. progress: called with the number of objects. Returns what
+        was deleted, and what will be after the grace period.
         """
         register, chosen = Register(self._store), NO_RULES if rules is None else rules
         found = plan_prune(register, chosen, grace_s=grace_s, tally=ProgressTally(progress))
@@ -483,10 +489,10 @@ class Run:
     def sweep(
         self, *, whole: bool = False, dry_run: bool = False, progress: ShowProgress = show_nothing
     ) -> tuple[Deletion, ...]:
-        """Delete what interrupted saves of earlier attempts left, and return it. Running training continues.
+        """Delete what interrupted saves of earlier attempts left, and return it. Training may continue.
 
         whole: also delete whole checkpoints that the run does not list. progress: called with the number of objects.
-        Raises CorruptError when `latest` is older than a directory; nothing is deleted then.
+        Raises CorruptError, and deletes nothing, if `latest` is older than a directory.
         """
         if dry_run:
             return plan_sweep(self._store, also_whole=whole)
@@ -497,7 +503,7 @@ class Run:
 
 
 def open_run(uri: str, storage: StorageSettings | None = None) -> Run:
-    """Open the run at `uri`, which is Ray's storage path and the run's name: "s3://bucket/runs/my-run".
+    """Open the run at `uri`, which is Ray's storage path plus the run's name: "s3://bucket/runs/my-run".
 
     storage: settings that override those in the URI and the environment. Raises NotFoundError if there is no run.
     """
@@ -514,15 +520,15 @@ def open_checkpoint(pointer: Any) -> CommittedCheckpoint:
     """Open the checkpoint that a ray.train.Checkpoint of a raycheck run points to.
 
     pointer: `Result.checkpoint`, the argument of a validation function, or any other ray.train.Checkpoint of the run.
-    The answer has `step`, all `metrics` of its save, and `restore(into=)`. Raises ConfigError when `pointer` is not one
-    of raycheck's, NotFoundError when retention has dropped the checkpoint.
+    The result has `step`, all `metrics` of the save, and `restore(into=)`. Raises ConfigError if raycheck did not
+    report `pointer`, NotFoundError if retention has dropped the checkpoint.
     """
     found = _pointed_to(pointer)
     here = uri_of(pointer.filesystem, pointer.path.removesuffix(f"/ray/{found.key}"))
     if not is_same_place(found.uri, here):
-        # What lies in a bucket must not send us, and our credentials, to another place. For the same reason the
-        # settings are those the pointer was read with, not those it holds.
-        raise ConfigError(f"{pointer}: it points to {shown_uri(found.uri)}, which is not the run that it lies in")
+        # An object in a bucket must not send us, and our credentials, to another place. For the same reason we use
+        # the settings with which the pointer was read, not those in it.
+        raise ConfigError(f"{pointer}: it points to {shown_uri(found.uri)}, which is not the run that contains it")
     store = open_store(here)
     stored = Checkpoint(store, entry_at(store, read_latest(store), found.key))
     metrics = stored.read_manifest().metrics  # `latest` may repeat only some of them
@@ -562,24 +568,24 @@ def export_hf(
 ) -> "Exported":
     """Write the model of a checkpoint as a Hugging Face directory that `from_pretrained` loads.
 
-    This needs torch, but neither Ray nor transformers nor an accelerator, and a bounded amount of memory. The directory
-    is whole or not there.
+    This needs torch, but neither Ray, transformers nor an accelerator, and its memory is bounded. The directory is
+    either complete or not loadable.
 
     source: a run's URI, or a checkpoint such as `open_checkpoint` returns. at: which checkpoint of the run, by its
         step, name or key; None: the head.
-    to: a new or empty folder, or the URI of a free place in a bucket.
-    storage: how the source's bucket is reached, and a destination of the same kind of store.
+    to: a new or empty folder, or the URI of an unused prefix in a bucket.
+    storage: the settings for the source's bucket, and for a destination in the same kind of store.
     entry: the model's name in the state. None: the one entry that has a Hugging Face configuration.
-    files: the tokenizers and processors that are written too, by their names in the state. None: all of them.
+    files: the tokenizers and processors to include, by their names in the state. None: all of them.
     merge_lora: write a PEFT model as a plain model with its adapter merged. False: write the adapter alone.
     dtype: the type that floating-point weights are converted to, such as torch.bfloat16 or "bfloat16". None: as saved.
     config_from: a folder, or its URI, with the config.json of a model that was saved without one.
-    max_shard_bytes: how large a file of weights may be, in bytes. None: 5 GB, and less for a small model.
+    max_shard_bytes: the largest size of a weights file, in bytes. None: 5 GB, and less for a small model.
     dry_run: make every check, and write nothing.
-    progress: called with the bytes of weights that are written, and all.
+    progress: called with the bytes of weights that are written, and their total.
 
-    Returns the files with their sizes in bytes. Raises NotFoundError when there is no such checkpoint, ConfigError,
-    before anything was written, for what cannot be done, and CorruptError for bytes that are not those saved.
+    Returns the files with their sizes in bytes. Raises NotFoundError if there is no such checkpoint; ConfigError,
+    before anything is written, if the export cannot be made; and CorruptError if the bytes differ from those saved.
     """
     from raycheck.huggingface.export import export_hf as export
     from raycheck.huggingface.export import write_all

@@ -13,7 +13,7 @@ def show_nothing(done: int, total: int) -> None:
 
 
 class ProgressTally:
-    """Adds up what several threads have done, and shows the sum."""
+    """The sum of what several threads have done, shown whenever it grows."""
 
     def __init__(self, show: ShowProgress = show_nothing, *, total: int = 0) -> None:
         self._show = show

@@ -41,7 +41,7 @@ def printable_lines(text: str) -> str:
 
 
 class PrintableFilter(logging.Filter):
-    """Make a logger's lines `printable_lines`, whichever handler they go to."""
+    """A filter that makes a logger's lines `printable_lines`, whichever handler they go to."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = printable_lines(record.getMessage()), None

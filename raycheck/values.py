@@ -1,6 +1,6 @@
-"""Has the types of the values that public calls take and return, for annotations. Everything loads on first use.
+"""The types of the values that public calls take and return, for annotations. Everything loads on first use.
 
-The types that a training script names are in `raycheck`, and the results of `raycheck.catalog` are there.
+The types that a training script names are in `raycheck`, and the results of `raycheck.catalog` are in that module.
 """
 
 from typing import TYPE_CHECKING

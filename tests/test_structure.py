@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -271,16 +272,63 @@ def test_modules_say_why_they_exist_and_functions_stay_small() -> None:
 
 
 def test_errors_are_few_and_survive_pickling() -> None:
+    """The limit counts what a caller may have to handle: the subclasses of the root, which itself is only caught."""
     classes = [value for value in vars(errors).values() if isinstance(value, type)]
 
-    assert len(classes) <= 12
+    assert len([error for error in classes if error is not errors.RaycheckError]) <= 12
     for error in classes:
         copy = pickle.loads(pickle.dumps(error("run x: what to do")))
         assert type(copy) is error
         assert str(copy) == "run x: what to do"
         assert issubclass(error, errors.RaycheckError)
-    assert issubclass(raycheck.catalog.StoppedError, errors.RaycheckError)
-    assert str(pickle.loads(pickle.dumps(raycheck.catalog.StoppedError("stopped")))) == "stopped"
+
+
+def test_other_modules_define_only_the_errors_that_errors_py_names() -> None:
+    """Each is a subclass of a class there which already says what a caller does; none extends the root itself."""
+    kinds = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    found = {
+        node.name: {ast.unparse(base) for base in node.bases}
+        for path in FILES
+        if path.name != "errors.py" or path.parent != PACKAGE
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    elsewhere = {name: bases & kinds for name, bases in found.items() if bases & kinds}
+
+    assert elsewhere == {"NewerFormatError": {"CorruptError"}, "ReferenceLostError": {"SaveFailedError"}}
+    assert all(name in (errors.__doc__ or "") for name in kinds | set(elsewhere))
+    assert not [name for name, bases in found.items() if bases & set(elsewhere)]
+
+
+def test_every_invariant_is_named_where_it_is_upheld_and_where_it_is_proven() -> None:
+    """A function of the package names it in its docstring, and a test in its name or docstring."""
+    text = (PACKAGE / "bucket" / "FORMAT.md").read_text()
+    invariants = set(re.findall(r"^- \*\*(I\d+)\*\* ", text, re.MULTILINE))
+    tests = [(path, node) for path, node in functions(Path(__file__).parent) if node.name.startswith("test_")]
+
+    upheld = {name for _, node in functions(PACKAGE) for name in invariants_in(ast.get_docstring(node) or "")}
+    proven = {
+        name
+        for _, node in tests
+        for name in invariants_in(f"{node.name.replace('_', ' ').upper()} {ast.get_docstring(node) or ''}")
+    }
+
+    assert len(invariants) >= 11
+    assert invariants - upheld == set()
+    assert invariants - proven == set()
+    assert (upheld | proven) - invariants == set()
+
+
+def functions(folder: Path) -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield path, node
+
+
+def invariants_in(text: str) -> set[str]:
+    """Return the invariants that a text names: each by its number, so that a search for one finds the text."""
+    return set(re.findall(r"\bI[1-9]\d?\b", text))
 
 
 def test_no_class_name_stands_for_two_things() -> None:

@@ -1,4 +1,4 @@
-"""Writes and reads two small documents per attempt, which are for people.
+"""Writes and reads two small documents per attempt, for people to read.
 
 `attempts/NNNNNN.json` states what the attempt was and why it ended; it is written when the attempt is over. A repair
 and `raycheck submit` read it, too. `attempts/NNNNNN.start.json` states how the attempt continued from the previous one,

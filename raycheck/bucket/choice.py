@@ -30,7 +30,7 @@ def entry_at(store: Store, body: Latest, at: int | str | None) -> Entry:
     if CheckpointName.parse(at) is not None:
         return _with_key(store, body, at)
     raise NotFoundError(
-        f"{store}: {at!r} is no checkpoint's name. Names given: {names_in(body)}; keys are like "
+        f"{store}: {at!r} is not a checkpoint's name. Names in use: {names_in(body)}; keys are like "
         f"{body.head or 'step-000000100-a1-s1'}; a step is a whole number"
     )
 
@@ -48,5 +48,5 @@ def _with_key(store: Store, body: Latest, key: str) -> Entry:
     if entry is None:
         is_dropped = any(item.key == key for item in body.evicted)
         why = "was dropped, by retention or by hand" if is_dropped else "is not listed: never committed, or dropped"
-        raise NotFoundError(f"{store}: checkpoint {key} {why}. 'raycheck ls' lists those that there are")
+        raise NotFoundError(f"{store}: checkpoint {key} {why}. 'raycheck ls' lists those that exist")
     return entry

@@ -16,7 +16,7 @@ D_co = TypeVar("D_co", covariant=True)
 
 
 class Load(Protocol[D_co]):
-    """Parses the bytes of an object that errors call `what`. Raises CorruptError."""
+    """The parser of an object's bytes; `what` names the object in errors. Raises CorruptError."""
 
     def __call__(self, data: bytes, *, what: str) -> D_co: ...
 

@@ -35,7 +35,7 @@ class Documents:
 
 
 class RangeReader(Protocol):
-    """Reads byte ranges of objects by their keys, as a store does."""
+    """A reader of byte ranges of objects by their keys, such as a store."""
 
     def get_range(self, key: str, start: int, stop: int) -> Buffer: ...
 
@@ -44,9 +44,9 @@ class RangeReader(Protocol):
 class Checkpoint:
     """A committed checkpoint, to read.
 
-    entry: its entry in `latest`. documents: its manifest and index as another rank has read them, whose checksums are
-    checked here too; None: they are read from the store. shards: where the bytes of its shards are read; None: from the
-    store. parsed: its manifest and index, if they have been read and checked already.
+    entry: its entry in `latest`. documents: its manifest and index as another rank read them, whose checksums are
+    checked here too; None: read them from the store. shards: the source of its shards' bytes; None: the store. parsed:
+    its manifest and index, if they have been read and checked already.
     """
 
     store: Store
@@ -76,7 +76,7 @@ class Checkpoint:
 
     @property
     def scores(self) -> Mapping[str, float]:
-        """Return what was measured after the commit, and attached to the checkpoint."""
+        """Return the scores that were measured after the commit and attached to the checkpoint."""
         return self.entry.scores
 
     def read_documents(self) -> Documents:
@@ -177,7 +177,8 @@ class Checkpoint:
 
 
 def read_latest(store: Store) -> Latest:
-    """Read the body of `latest`. Raises NotFoundError, which says what exists instead, when there is no run."""
+    """Read the body of `latest`, and write nothing (I8). Raises NotFoundError, which says what exists instead, when
+    there is no run."""
     return read_latest_at(store)[0]
 
 
@@ -193,7 +194,7 @@ def read_latest_at(store: Store) -> tuple[Latest, float]:
 def get_latest(store: Store) -> tuple[Latest, Got]:
     """GET `latest` once and parse it. Return the body and the response.
 
-    All reads of `latest` use this, except that of a repair, which continues with a body that cannot be read. Raises
+    All reads of `latest` use this, except a repair, which continues with a body that cannot be read. Raises
     NotFoundError, and CorruptError, on which no caller may act before a second reading (again_if_corrupt).
     """
     got = store.get(object_keys.LATEST_KEY, MAX_LATEST)

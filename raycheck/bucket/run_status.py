@@ -49,8 +49,7 @@ def read_status(store: Store) -> Status:
 
 
 def status_of(body: Latest, record: AttemptRecord | None, *, now: float) -> Status:
-    """Determine the status from a body of `latest`. record: that of the live attempt. now: the time by the store's
-    clock."""
+    """Determine the status from a body of `latest`. record: the live attempt's. now: the time by the store's clock."""
     attempt = body.attempt
     if body.deleted_at is not None:
         return Status(state="deleted", text=_of_deleted(body, now), at=body.deleted_at, now=now)

@@ -22,7 +22,7 @@ MISSING = "missing"
 class Finding:
     """The result for one object.
 
-    problem: empty when size and checksum are right. where: for a damaged shard its rank and component, with the tensors
+    problem: empty when size and checksum are right. where: for a damaged shard, its rank and component, and the tensors
     and sub-blocks that have changed.
     """
 
@@ -105,7 +105,7 @@ def _where(
     try:
         index = index_of()
     except (NotFoundError, CorruptError):
-        return (f"{whose}: the index that says what is there is damaged too",)
+        return (f"{whose}: the index that describes it is damaged too",)
     found = []
     for chunk in _chunks(index, shard):
         bad = list(_bad_blocks(store, key, chunk, size_bytes))

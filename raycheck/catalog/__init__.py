@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from raycheck.public_names import on_first_use
 
 if TYPE_CHECKING:
-    from raycheck.bucket.protocol.object_copy import StoppedError
     from raycheck.bucket.protocol.removal.delete import DeletedRun
     from raycheck.bucket.protocol.sharing.fork import Forked
     from raycheck.catalog.archive.layout import Archived
@@ -48,7 +47,6 @@ __all__ = [
     "ImportedEntryReport",
     "PrunedRun",
     "RunFolder",
-    "StoppedError",
     "TarStream",
     "copy_run",
     "delete_checkpoint",
@@ -65,7 +63,6 @@ __all__ = [
 __getattr__, __dir__ = on_first_use(
     __name__,
     {
-        "raycheck.bucket.protocol.object_copy": ("StoppedError",),
         "raycheck.bucket.protocol.removal.delete": ("DeletedRun",),
         "raycheck.bucket.protocol.sharing.fork": ("Forked",),
         "raycheck.catalog.archive.layout": ("Archived",),

@@ -260,7 +260,7 @@ def check_source(uri: str, body: Latest) -> None:
 def check_places(source: Store, target: Store) -> None:
     """Raise ConfigError if source and target are the same place, or one is inside the other."""
     if overlap(source.uri, target.uri):
-        raise ConfigError(f"{target} is {source} itself, or one of them lies inside the other")
+        raise ConfigError(f"{target} is {source} itself, or one of them is inside the other")
 
 
 def _able(waiting: list[Entry], running: Collection[Entry], settled: Collection[str]) -> list[Entry]:

@@ -38,10 +38,10 @@ from raycheck.storage_settings import StorageSettings
 class CopiedRun:
     """The result of a copy, or its preview.
 
-    uri, run_id, head: of the copy; "" and None in the preview of a new run. copied: the size in bytes of each
-    checkpoint that is copied now, by key; one that was partly copied before counts whole. present: those that existed
-    before. dropped: those that the source dropped in the meantime. sent_bytes: bytes sent through this process.
-    in_store_bytes: bytes copied inside the store. found_bytes: bytes that existed before.
+    uri, run_id, head: the copy's; "" and None in the preview of a new run. copied: the size in bytes of each checkpoint
+    that is copied now, by key; one that was partly copied before counts whole. present: those that existed before.
+    dropped: those that the source dropped in the meantime. sent_bytes: bytes sent through this process. in_store_bytes:
+    bytes copied inside the store. found_bytes: bytes that existed before.
     """
 
     uri: str
@@ -72,10 +72,10 @@ def copy_run(
     up to date.
 
     source, to: URIs of runs. `to` must be free, or an earlier copy of this run on which nobody has trained.
-    at: copy only the newest checkpoint of this step, or that of this name or key, into a new run. None: the run.
+    at: copy only the newest checkpoint of this step, or the one with this name or key, into a new run. None: the run.
     dry_run: make every check, and write nothing.
-    from_storage, to_storage: how the two buckets are reached.
-    progress: called with the bytes that are done, and those of the whole copy.
+    from_storage, to_storage: the settings for the two buckets.
+    progress: called with the bytes that are copied, and their total.
     stop: when it is set, the copy ends soon with StoppedError.
 
     Raises ConfigError if `to` is unsuitable, NotFoundError if there is nothing to copy, and DamagedError for a damaged
@@ -94,7 +94,7 @@ def copy_run(
 
 
 def _planned(source: Store, target: Store, at: int | str | None) -> CopiedRun:
-    """Return what a copy would do. Raises what it would raise before its first write."""
+    """Return the result that a copy would have. Raises the errors that it would raise before its first write."""
     if at is None:
         body, entries = MirrorCopier(source, target, stop=Event()).missing()
         if body.head is None:
@@ -111,7 +111,7 @@ def _planned(source: Store, target: Store, at: int | str | None) -> CopiedRun:
 
 
 def result_of(copier: MirrorCopier, body: Latest) -> CopiedRun:
-    """Return what a copier did. Raises DamagedError, which names them, if it had to leave out checkpoints."""
+    """Return the result of a copier. Raises DamagedError, which names them, if it had to leave out checkpoints."""
     report, objects = copier.report, copier.objects
     if report.damaged:
         said = "".join(f"\n  {why}" for why in report.damaged.values())
@@ -189,7 +189,7 @@ def _chosen(source: Store, body: Latest, at: int | str) -> Entry:
     entries = [entry for entry in body.live if at in (entry.step, str(entry.step), entry.key, entry.name)]
     if not entries:
         known = ", ".join(str(entry.step) for entry in body.live) or "none"
-        raise NotFoundError(f"{source}: no checkpoint {at}; there are those of the steps: {known}")
+        raise NotFoundError(f"{source}: no checkpoint {at}; there are checkpoints of the steps: {known}")
     if entries[-1].damaged:
         raise DamagedError(f"{source}: {entries[-1].key} is damaged: {entries[-1].damaged}")
     return entries[-1]

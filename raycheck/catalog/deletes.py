@@ -1,4 +1,4 @@
-"""Deletes checkpoints and runs by hand, or says what that would delete."""
+"""Deletes checkpoints and runs by hand, or reports what that would delete."""
 
 from raycheck.bucket.choice import entry_at
 from raycheck.bucket.protocol.removal import delete
@@ -25,10 +25,10 @@ def delete_checkpoint(
 ) -> str:
     """Delete a checkpoint of the run at `uri`, even a pinned or named one. Returns its key.
 
-    It is no longer listed or restored at once. Its objects go `grace_s` seconds later, so that whoever reads it now can
-    end: with the next prune of the training, or of `raycheck prune`. What other checkpoints or runs use of it stays.
-    at: a step, a name, or a key. dry_run: make every check, and delete nothing. progress: called with the number of
-    objects that are deleted. Raises NotFoundError when there is none, ConfigError for the head.
+    From then on it is neither listed nor restored. Its objects are deleted `grace_s` seconds later, so that current
+    readers can finish, by training's next prune or by `raycheck prune`. Whatever other checkpoints or runs use of it
+    stays. at: a step, a name, or a key. dry_run: make every check, and delete nothing. progress: called with the number
+    of objects that are deleted. Raises NotFoundError if there is no such checkpoint, ConfigError for the head.
     """
     store = open_store(uri, storage)
     key = entry_at(store, read_latest(store), at).key
@@ -53,12 +53,13 @@ def delete_run(
 ) -> DeletedRun:
     """Delete the run at `uri` and everything in its folder. May be repeated.
 
-    live: also when it seems to be running; that training ends with FencedError. keep_shared: what other runs use stays
-    until they have dropped it; without it a run that others use is refused. keep_exports: leave `exports/` alone. lost:
-    also when `latest` is missing: then nobody can say what the checkpoints there were for, and whether a training goes
-    on. dry_run: make every check, count what there is, and delete nothing. progress: called with the number of objects
-    that are deleted, or counted. Raises NotFoundError when there is no run, ConflictError when somebody starts it at
-    this moment, and ConfigError when it is refused, also since another run lies in its folder.
+    live: delete it even if it seems to be running; its training then ends with FencedError. keep_shared: what other
+    runs use stays until they have dropped it; otherwise, a run that others use is refused. keep_exports: leave
+    `exports/` alone. lost: delete it even if `latest` is missing, when nobody can tell what its checkpoints were for or
+    whether it is still training. dry_run: make every check, count what there is, and delete nothing. progress: called
+    with the number of objects that are deleted, or counted. Raises NotFoundError if there is no run, ConflictError if
+    somebody starts it at this moment, and ConfigError if the delete is refused, for example because another run is in
+    its folder.
     """
     store, tally = open_store(uri, storage), ProgressTally(progress)
     if dry_run:
@@ -81,7 +82,7 @@ def delete_run(
 def _planned(
     uri: str, store: Store, tally: ProgressTally, *, live: bool, keep_shared: bool, keep_exports: bool, lost: bool
 ) -> DeletedRun:
-    """Return what a delete of the run would do. Raises what it would raise before its first write."""
+    """Return the result that a delete would have. Raises the errors that it would raise before its first write."""
     used_by: tuple[str, ...] = ()
     try:
         body = read_latest(store)

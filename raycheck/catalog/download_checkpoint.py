@@ -63,8 +63,8 @@ def download(
     checkpoint: a step, its name, or None for the head. components: the names of the components to fetch; None: all.
     format: "dcp", a stock DCP directory per component, which torch.distributed.checkpoint loads; or
     "safetensors", the tensors of each entry in safetensors files under their names in the checkpoint, and all other
-    values in values.json, for which torch is needed. For a Hugging Face directory see export_hf. storage: how the
-    bucket is reached. progress: is told the bytes that are there, and how many there will be.
+    values in values.json, for which torch is needed. For a Hugging Face directory see export_hf. storage: the settings
+    for the bucket. progress: called with the bytes that have arrived, and their total.
 
     Raises NotFoundError if there is no such checkpoint or retention drops it in the meantime, ConfigError for a folder
     with other files, and DamagedError if bytes differ from what was saved.

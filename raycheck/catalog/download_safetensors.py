@@ -74,7 +74,7 @@ def _lay_out(source: WeightSource, index: Index) -> tuple[dict[str, list[Weight]
     for tensor in index.tensors:
         saved = source.saved(tensor.name)
         if saved.dtype not in SAFETENSORS_DTYPES or tensor.name == "__metadata__":
-            raise ConfigError(f"{tensor.name} ({tensor.dtype}) cannot be in a safetensors file; take format='dcp'")
+            raise ConfigError(f"{tensor.name} ({tensor.dtype}) cannot be in a safetensors file; use format='dcp'")
         weight = Weight(name=tensor.name, saved=saved, shape=tensor.shape, dtype=saved.dtype)
         entries.setdefault(_entry_of(tensor), []).append(weight)
     files: dict[str, list[Weight]] = {}
@@ -90,10 +90,11 @@ def _lay_out(source: WeightSource, index: Index) -> tuple[dict[str, list[Weight]
 
 
 def _entry_of(tensor: Tensor) -> str:
-    """Return a tensor's entry, usable as a file name; that of `metric.rank3.total`, one rank's own, is `metric`."""
+    """Return a tensor's entry, usable as a file name. For one rank's own tensor, `metric.rank3.total`, it is
+    `metric`."""
     entry = re.sub(r"\.rank\d+\..*", "", str(tensor.path[0] if tensor.path else tensor.name))
     if not _SAFE.fullmatch(entry):
-        raise ConfigError(f"{entry[:120]!r} cannot be a file's name; take format='dcp'")
+        raise ConfigError(f"{entry[:120]!r} cannot be a file's name; use format='dcp'")
     return entry
 
 

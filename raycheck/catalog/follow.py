@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from threading import Event
 
 from raycheck.bucket.format.latest import Latest
-from raycheck.bucket.protocol.object_copy import StoppedError
 from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S
 from raycheck.bucket.store import open_store
 from raycheck.catalog.copier import MirrorCopier, SourceBody
-from raycheck.errors import ConfigError, DamagedError, NotFoundError, StoreError
+from raycheck.errors import ConfigError, DamagedError, NotFoundError, StoppedError, StoreError
 from raycheck.show_progress import ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 
@@ -28,8 +27,8 @@ TIDY_EVERY_S = 60.0
 class FollowNews:
     """News of a mirror.
 
-    text: the message. step: of the mirror's head, None if it has not moved. lag_s: seconds from the head's commit in
-    the source until it was here. is_trouble: a round has failed and will be repeated.
+    text: the message. step: the step of the mirror's head, None if it has not moved. lag_s: seconds from the head's
+    commit in the source until it was here. is_trouble: a round has failed and will be repeated.
     """
 
     text: str
@@ -51,15 +50,15 @@ def follow_run(
     stop: Event | None = None,
     grace_s: float = GRACE_S,
 ) -> None:
-    """Copy a run to `to`, and go on to copy what is committed and to drop what is dropped there, until `stop` is set.
+    """Copy a run to `to`. Then keep copying what is committed, and dropping what is dropped, until `stop` is set.
 
-    every_s: seconds between two looks at the source. until_finished: end when the source has come to the end of its
-    training and all of it is here. news: called with what happens. progress: called with the bytes that are done, and
-    with those that there are as far as it has looked. grace_s: seconds that readers of the mirror have between the drop
-    of a checkpoint and the delete. The other arguments are those of copy_run.
+    every_s: seconds between two reads of the source's `latest`. until_finished: end when the source's training has
+    finished and everything is copied. news: called with each event. progress: called with the bytes that are copied,
+    and the total known so far. grace_s: seconds that readers of the mirror have between the drop of a checkpoint and
+    its delete. The other arguments are those of copy_run.
 
-    Raises StoppedError when it was stopped before there was anything to show, ConfigError when `to` is no place for the
-    mirror any more, CorruptError when `latest` of either was lost or rolled back.
+    Raises StoppedError if it was stopped before the first checkpoint was complete, ConfigError if `to` can no longer
+    hold the mirror, CorruptError when `latest` of either was lost or rolled back.
     """
     if every_s <= 0:
         raise ConfigError(f"every={every_s}: give a number of seconds above 0")

@@ -23,13 +23,13 @@ def fork_run(
     """Create a run at `to` from a checkpoint of the run at `source`. Training started there resumes from it.
 
     Within one bucket the new run uses the tensors where they are, and the other run keeps them as long as they are
-    used, whatever it drops. Into another bucket they are copied. Does nothing if the run at `to` exists.
+    used, whatever it drops. Into another bucket they are copied. Do nothing if the run at `to` exists.
 
     source, to: URIs of runs. at: a step, a name, or a checkpoint's key; None: the head. copy: copy the tensors also
-    within one bucket, so that the runs are independent. dry_run: make every check, and write nothing. storage: how both
-    are reached, when the environment and the URIs do not say it. progress: called with the bytes that are copied, and
-    all. Raises NotFoundError when there is no such checkpoint, ConfigError when the run at `to` has begun without a
-    checkpoint, CorruptError for copied bytes that differ from their checksums.
+    within one bucket, so that the runs are independent. dry_run: make every check, and write nothing. storage: the
+    settings for both, where the environment and the URIs have none. progress: called with the bytes that are copied,
+    and their total. Raises NotFoundError when there is no such checkpoint, ConfigError when the run at `to` has begun
+    without a checkpoint, CorruptError for copied bytes that differ from their checksums.
     """
     store = open_store(source, storage)
 

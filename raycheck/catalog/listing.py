@@ -59,7 +59,7 @@ class RunSummary:
         not be read, twice; "newer": a newer raycheck wrote it; "unreadable": the store refused or failed.
     text: the state as text, with what to do. is_resumable: training has stopped before its end, and the next start
         resumes from `step`.
-    step: of the head, None without one. committed_at, age_s: the time of the newest commit by the store's clock, and
+    step: the head's, None without a head. committed_at, age_s: the time of the newest commit by the store's clock, and
         its age. idle_s: the time since the run's last claim, commit, or end. metrics: those of the head that `latest`
         contains.
     num_checkpoints: how many checkpoints are live. size_bytes, max_size_bytes: how many bytes these keep at least and
@@ -100,7 +100,7 @@ def list_runs(
 ) -> tuple[RunSummary, ...]:
     """List every run under `prefix`, or the run at `prefix` itself, without listing the runs' objects.
 
-    depth: how many folders deep a run may lie below the prefix; 1 for runs directly below it. Folders inside of a run
+    depth: how many folders deep a run may be below the prefix; 1 for runs directly below it. Folders inside of a run
         are never looked at. sort: "age" (the newest commit first), "name" or "size" (the largest first). on_look:
         called with the number of folders looked at so far, and of runs found.
 
@@ -131,7 +131,7 @@ class RunFolder:
     ) -> tuple[RunSummary, ...]:
         """List every run in the folder. The arguments and errors are those of list_runs."""
         if depth < 0:
-            raise ConfigError(f"depth={depth}: give 0 for the prefix itself, or how many folders deep runs may lie")
+            raise ConfigError(f"depth={depth}: give 0 for the prefix itself, or how many folders deep runs may be")
         if sort not in _SORTS:
             raise ConfigError(f"sort={sort}: give one of {', '.join(get_args(Sort))}")
         found = find_runs(self._store, depth=depth, on_look=on_look)

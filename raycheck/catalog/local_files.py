@@ -23,13 +23,13 @@ def partial_of(path: Path) -> Path:
 def opened_partial(path: Path, *, goes_on: bool = False) -> Iterator[IO[bytes]]:
     """Open the file that becomes `path`, and flush it if the block succeeds. A link in its place is not followed.
 
-    goes_on: write after what is there already.
+    goes_on: append to the bytes that are already there.
     """
     partial = partial_of(path)
     if partial.is_symlink():
         partial.unlink()
     if path.parent.is_symlink():
-        raise ConfigError(f"{path.parent} is a symbolic link; take it away, or name another folder")
+        raise ConfigError(f"{path.parent} is a symbolic link; remove it, or name another folder")
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_APPEND if goes_on else os.O_TRUNC)
     with os.fdopen(os.open(partial, flags, 0o666), "wb") as file:
         yield file
@@ -66,4 +66,4 @@ def check_room(root: Path, needed: int) -> None:
     """Raise ConfigError, before anything is fetched, if the disk has too little room."""
     free = shutil.disk_usage(root).free
     if needed > free:
-        raise ConfigError(f"{root}: {needed} bytes are to be fetched, and the disk has room for {free}")
+        raise ConfigError(f"{root}: {needed} bytes must be fetched, but the disk has room for {free}")

@@ -115,11 +115,11 @@ def prune_runs(
 ) -> tuple[PrunedRun, ...]:
     """Prune every run under `prefix` by the first rule of a policy that matches it.
 
-    policy: see parse_policy. dry_run: only say what would go. depth: how many folders deep runs may lie. grace_s:
-    seconds that readers get before what was dropped is deleted. storage: how the bucket is reached. progress: called
-    with the number of runs that are done, and of all. A run that cannot be pruned is in the result with its problem,
-    and the others are pruned all the same. A run that others use is not deleted. Raises ConfigError for a policy that
-    makes no sense, before anything is read.
+    policy: see parse_policy. dry_run: only report what would be deleted. depth: how many folders deep runs may be.
+    grace_s: seconds that readers get before what was dropped is deleted. storage: the settings for the bucket.
+    progress: called with the number of runs that are done, and of all runs. A run that cannot be pruned is in the
+    result with its problem; the others are still pruned. A run that others use is not deleted. Raises ConfigError for
+    an invalid policy, before anything is read.
     """
     rules = parse_policy(policy)
     progress(0, 0)

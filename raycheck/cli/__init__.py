@@ -81,7 +81,7 @@ GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
 
 
 class _Grouped(TyperGroup):
-    """Lists the commands in their groups, as plain text."""
+    """The group of all commands, whose help lists them by topic as plain text."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         named = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}

@@ -15,17 +15,17 @@ Steps = Annotated[
     str,
     typer.Option(
         metavar="FIRST:END",
-        help="From step FIRST to before step END, as logs count them: 401:501 lies between checkpoints 400 and 500.",
+        help="The steps from FIRST up to, but not including, END: 401:501 follow checkpoint 400 and end at 500.",
     ),
 ]
 
 
 def data(uri: Uri, steps: Steps, at: Step = None, as_json: Json = False, storage: Storage = None) -> None:
-    """Show which samples made these steps.
+    """Show which samples were trained on in these steps.
 
-    Samples are listed by epoch and index in the dataset, in training order, over all ranks, as the head or the
-    checkpoint of --at knows them. The last line is the argument of Batches(skip=...) that leaves them out after a
-    rewind.
+    Samples of all ranks are listed in training order, by epoch and index in the dataset. They are read from the head,
+    or from the checkpoint given by --at. The last line is the argument for Batches(skip=...) that leaves these samples
+    out after a rewind.
     """
     from raycheck.data.step_samples import skip_of
 

@@ -102,7 +102,8 @@ def submit_until_done(
 
     uri: the run that the script trains. It goes, without settings, into the job's metadata as `raycheck_run`.
     address: the cluster, as for `ray job submit`. runtime_env: Ray's; see with_raycheck. retries: how often the script
-    is submitted again after it has FAILED. tell: is given the job's output as it comes, and raycheck's own lines.
+    is submitted again after it has FAILED. tell: called with the job's output as it arrives, and with raycheck's own
+    lines.
 
     Returns how the last job ended: SUCCEEDED, FAILED or STOPPED. Raises ConfigError for a cluster that does not answer
     or does not take the job. Raises StoreError when the job server or the bucket is later unreachable for ten minutes.

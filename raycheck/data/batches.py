@@ -30,7 +30,7 @@ _SET_BY_BATCHES = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_la
 
 
 class Batches(SampleStream):
-    """Stream a dataset as global batches, shared among the ranks.
+    """A stream of a dataset's global batches, shared among the ranks.
 
     Put it into the Checkpointer's state: then training resumes with the next sample, even with another world size.
 
@@ -102,7 +102,7 @@ class Batches(SampleStream):
     def _source_of(
         self, dataset: Dataset[Any], order: Callable[[int], Sequence[int]] | None, batches_per_epoch: int | None
     ) -> BatchSource:
-        """Return what makes this rank's batches of the dataset.
+        """Return the source of this rank's batches of the dataset.
 
         Raises ConfigError for arguments that do not fit its kind.
         """

@@ -17,7 +17,7 @@ class SourceProof:
     kind: the dataset's class. order: what the order of samples depends on, which must be equal on all ranks. samples:
     the checksum of each compared sample, by number. lasting: the numbers of those that do not depend on random
     augmentation. is_exact: whether a stream resumes exactly where its state was taken; None if that is unknown or does
-    not apply. reason: why it does not, or why it is unknown. said: other findings for the user.
+    not apply. reason: why it does not resume there, or why that is unknown. said: other findings for the user.
     """
 
     kind: str
@@ -29,7 +29,7 @@ class SourceProof:
     said: tuple[str, ...] = ()
 
     def state(self, known: Sequence[Sequence[int]] = ()) -> list[tuple[int, int]]:
-        """Return what a checkpoint stores: the number and the checksum of each sample in `lasting`.
+        """Return the part that a checkpoint stores: the number and the checksum of each sample in `lasting`.
 
         known: what the restored checkpoint stored, some of which this proof may have had no time to read.
         """
@@ -38,7 +38,7 @@ class SourceProof:
         return sorted(found.items())
 
     def differing(self, saved: Sequence[Sequence[int]]) -> list[int]:
-        """Return the numbers of the samples that differ from those of a checkpoint."""
+        """Return the numbers of the samples that differ from a checkpoint's samples."""
         return [number for number, crc in saved if number in self.lasting and self.samples[number] != crc]
 
 

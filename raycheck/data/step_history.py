@@ -16,7 +16,7 @@ MAX_ENTRIES = 10_000
 class StepPattern:
     """Consecutive steps, each of which took `stride` consecutive batches of an epoch.
 
-    step, batch: of the first one. A step that skipped batches has several entries with the same step.
+    step, batch: those of the first step. A step that skipped batches has several entries with the same step.
     """
 
     step: int

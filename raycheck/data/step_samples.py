@@ -43,7 +43,7 @@ def positions_in(value: object, *, depth: int = 4) -> Iterator[Mapping[str, Any]
 
 
 def samples_of(state: Mapping[str, Any], first: int, end: int, *, step: int) -> list[StepSamples]:
-    """Return what the steps from `first` to before `end` were trained on.
+    """Return the samples of the steps from `first` to before `end`.
 
     A step that skipped batches appears more than once.
 

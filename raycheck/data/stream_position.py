@@ -66,7 +66,7 @@ class StreamPosition:
         self._move(_RESTORE)
 
     def restore(self, *, epoch: int, consumed: int, samples: int, history: dict[str, Any] | None) -> None:
-        """Move to a saved position. samples: of all epochs. history: None if it was not saved."""
+        """Move to a saved position. samples: those of all epochs. history: None if it was not saved."""
         self.epoch, self.consumed, self.samples = epoch, consumed, samples
         self.history = StepHistory() if history is None else StepHistory.of(history)
         self.end_loaders()

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -87,7 +87,7 @@ def _train(screen: Console, uri: str, workers: int, config: dict[str, Any]) -> l
     ray.init(num_cpus=max(workers + 1, 4), log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
-        board: Any = Board.remote()  # type: ignore[attr-defined]  # ray.remote is untyped
+        board: Any = cast("Any", Board).remote()  # ray.remote is untyped
         trainer = ray.train.torch.TorchTrainer(
             train_fn,
             train_loop_config={**config, "board": board},
@@ -171,7 +171,7 @@ def _hugging_face(run: Run) -> tuple[Path, str]:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     folder = Path(tempfile.mkdtemp(prefix="raycheck-demo-hf-"))
     export_hf(run.at(None), str(folder))
     model: Any = AutoModelForCausalLM.from_pretrained(folder)

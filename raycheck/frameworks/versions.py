@@ -8,7 +8,7 @@ from raycheck.errors import ConfigError
 
 
 def require(distribution: str, at_least: str, *, extra: str) -> None:
-    """Raises ConfigError, with the command to run, unless a distribution is installed in this version or a newer one.
+    """Raise ConfigError, with the command to run, unless a distribution is installed in this version or a newer one.
 
     distribution: its name for pip. at_least: the oldest version tested with the adapter. extra: the raycheck extra that
     installs it.

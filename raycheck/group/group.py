@@ -1,6 +1,6 @@
-"""Describes a worker group as one rank sees it: who the rank is, where the run lies, how it calls the coordinator.
+"""A worker group as one rank sees it: its rank, the location of the run, and its calls to the coordinator.
 
-How its calls travel is its host's matter: see RayGroup (on_ray/ray_group.py) and ServedGroup (served_group.py).
+The host decides how the calls are sent: see RayGroup (on_ray/ray_group.py) and ServedGroup (served_group.py).
 """
 
 import pickle
@@ -32,11 +32,11 @@ CLAIM_TIMEOUT_S = 300.0
 class Group(ABC):
     """One rank's place in a worker group. It also makes the rank's calls to the coordinator.
 
-    id: equal on all ranks, new for every start of the group. uri: the run's root. coordinator: what leads to it.
+    id: equal on all ranks, new for every start of the group. uri: the run's root. coordinator: the means to call it.
     broadcast: returns rank 0's value on all ranks; None if that is not possible (then only step triggers work). notice:
     returns when the first of the group's nodes will be preempted, in unix seconds: inf when the time is not known, None
-    without a notice. is_first_on_node: this rank checks what its node may do in the bucket. retention: the checkpoints
-    to keep, as whoever started the group has asked; None: SaveSettings alone decide.
+    without a notice. is_first_on_node: this rank checks what its node may do in the bucket. retention: the retention
+    requested by the system that started the group; None: only SaveSettings decide.
     """
 
     id: str
@@ -81,7 +81,8 @@ class Group(ABC):
 
     @abstractmethod
     def fetch(self, references: list[Any]) -> Any:
-        """Return what the coordinator has shared (Cluster.share); None when it shared nothing, or it was lost."""
+        """Return the value that the coordinator has shared (Cluster.share); None if there is none, or if it was
+        lost."""
 
     @abstractmethod
     def tell(self, method: str, *args: Any) -> Any:
@@ -112,11 +113,11 @@ class Group(ABC):
         """
 
     def reporter(self) -> Reporter:
-        """Return what tells this rank's host of commits."""
+        """Return the reporter of commits to this rank's host."""
         return Reporter()
 
     def node_sink(self, *, timeout_s: float, given_up: Callable[[str], object]) -> NodeSink:
-        """Return what keeps this rank's saves in another process of its node.
+        """Return the sink that keeps this rank's saves in another process of its node.
 
         timeout_s: how long a save may take; errors name it. given_up: called with the reason when that process takes no
         more saves.
@@ -125,13 +126,13 @@ class Group(ABC):
         return NoNodeSink(given_up)
 
     def memory_reader(self, holders: Mapping[str, Sequence[Holder]]) -> RangeReader:
-        """Return what reads the shards of a memory checkpoint. holders: who holds each, by key."""
+        """Return the reader of a memory checkpoint's shards. holders: the nodes that hold each shard, by key."""
         raise ConfigError(f"rank {self.rank}: this group cannot read what nodes hold in memory: {sorted(holders)[:3]}")
 
     def pickled(self, name: str, function: Callable[..., Any]) -> bytes:
-        """Return a function as bytes from which a task after a commit makes it again. Raise what pickle raises.
+        """Return a function as bytes, from which a task after a commit restores it. Raises what pickle raises.
 
-        name: the task's, which no other one of the run has.
+        name: the task's name, which is unique in the run.
         """
         del name
         return pickle.dumps(function)
@@ -176,9 +177,9 @@ def ask_until_decided(
 ) -> Any:
     """Call a coordinator method that all ranks call, until it answers with the decision for all of them.
 
-    deadline: by time.monotonic(). what: names the call in errors. late: makes the error that is raised at the deadline,
-    from the text that names the missing ranks; by default a StoreError. Raises StoreError when the coordinator does not
-    answer at all.
+    No rank waits past the deadline, and the error names the missing ranks (I9). deadline: by time.monotonic(). what:
+    names the call in errors. late: makes the error that is raised at the deadline, from the text that names the missing
+    ranks; by default a StoreError. Raises StoreError when the coordinator does not answer at all.
     """
     within_s = deadline - time.monotonic()
     while True:

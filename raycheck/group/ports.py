@@ -20,16 +20,16 @@ NO_AGENTS = "there is no Ray that could start an actor"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnreportedCommit:
-    """Describes a commit that the host has not been told of. metrics: rank 0's at its step, with its step and epoch."""
+    """A commit that the host has not been told of. metrics: rank 0's at its step, with its step and epoch."""
 
     key: str
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Reporter:
-    """Reports commits to whoever started the ranks. This one reports to nobody.
+    """The reporter of commits to whoever started the ranks. This one reports to nobody.
 
-    is_heard: somebody listens. pointed: the newest commit that the host can be told of.
+    is_heard: the reports reach somebody. pointed: the newest commit that the host can be told of.
     """
 
     is_heard = False

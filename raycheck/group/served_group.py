@@ -1,6 +1,6 @@
 """A worker group without Ray: rank 0's process runs the coordinator, and all ranks call it over TCP.
 
-It is for trainings that torchrun starts. When rank 0 dies, the coordinator dies with it, which loses nothing: it is not
+It is for training runs that torchrun starts. When rank 0 dies, the coordinator dies with it. Nothing is lost: it is not
 the source of truth, and torchrun restarts the whole group. It answers only callers that know the group's secret: a
 random key, which the ranks get from rank 0 through the process group that they already have.
 """
@@ -120,7 +120,7 @@ class ServedGroup(Group):
             ) from error
 
     def pickled(self, name: str, function: Callable[..., Any]) -> bytes:
-        """Return what calls rank 0's function of this name: tasks run in its process."""
+        """Return a pickled call of rank 0's function of this name: tasks run in its process."""
         if self.rank == 0:
             _functions[self.id, name] = function
         return pickle.dumps(OfRankZero(group=self.id, name=name))
@@ -153,7 +153,7 @@ _functions: dict[tuple[str, str], Callable[..., Any]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class OfRankZero:
-    """Calls a function that rank 0's process has under a name."""
+    """A call of a function that rank 0's process has under a name."""
 
     group: str
     name: str
@@ -180,7 +180,7 @@ def serve(uri: str) -> Served:
 
 
 def _own(host: str) -> str:
-    """Return the address to listen at: that of this host, or all addresses if `host` is not this host's own name."""
+    """Return the address to listen on: this host's, or all addresses if `host` is not this host's own name."""
     try:
         with socket.socket() as probe:
             probe.bind((host, 0))
@@ -190,14 +190,14 @@ def _own(host: str) -> str:
 
 
 class _Client(BaseManager):
-    """Call a coordinator that another process serves."""
+    """A client of a coordinator that another process serves."""
 
 
 _Client.register("caller")
 
 
 class _Caller:
-    """Make the calls of all ranks in the coordinator's event loop."""
+    """The calls of all ranks, made in the coordinator's event loop."""
 
     def __init__(self, coordinator: Coordinator, loop: asyncio.AbstractEventLoop) -> None:
         self._coordinator = coordinator

@@ -32,7 +32,7 @@ class LoraAdapter:
     """The active adapter of an entry.
 
     others: names of other adapters in the model, which are not exported. problem: why no export is possible; empty if
-    it is possible. layers: by the path of the module.
+    it is possible. layers: the LoRA layers, by the path of the module.
     """
 
     name: str

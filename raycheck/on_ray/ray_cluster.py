@@ -1,4 +1,5 @@
-"""What a coordinator that is a Ray actor has of Ray: actors on the ranks' nodes, the object store, tasks, metrics."""
+"""The parts of Ray that a coordinator in a Ray actor uses: actors on the ranks' nodes, the object store, tasks,
+metrics."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,12 +17,12 @@ from raycheck.on_ray.ray_tasks import run_in_ray
 from raycheck.on_ray.reports.ray_metrics import RayMetrics
 
 CALLS = 64
-"""How many calls of one agent may be under way: one save of each of its ranks, and questions about them."""
+"""How many calls of one agent may be in progress: one save of each of its ranks, and questions about them."""
 ZONE = "ray.io/availability-zone"
 
 
 class RayCluster(Cluster):
-    """The Ray that the coordinator runs in."""
+    """The Ray cluster in which the coordinator runs."""
 
     def metrics(self, uri: str) -> RayMetrics:
         return RayMetrics(uri)
@@ -47,7 +48,7 @@ class RayCluster(Cluster):
         ).remote()
 
     def alive(self) -> dict[str, str]:
-        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        nodes: list[dict[str, Any]] = ray.nodes()
         return {node["NodeID"]: node.get("Labels", {}).get(ZONE, "") for node in nodes if node["Alive"]}
 
     def tell(self, agent: Any, method: str, *args: object) -> None:

@@ -1,4 +1,4 @@
-"""One rank's place in a group whose coordinator is a Ray actor: under Ray Train, or in actors of the user's."""
+"""One rank's place in a group whose coordinator is a Ray actor: under Ray Train, or in a user's own actors."""
 
 import hashlib
 import time
@@ -22,6 +22,7 @@ from raycheck.group.ports import NodeSink, Reporter
 from raycheck.on_ray.api import train_context
 from raycheck.on_ray.api.calls import call, this_node
 from raycheck.on_ray.api.controller_callbacks import guard_from_fit, guard_this_run
+from raycheck.on_ray.api.preemption_notices import preemption_deadline
 from raycheck.on_ray.api.run_location import run_uri
 from raycheck.on_ray.nodes.memory_shards import MemoryReader
 from raycheck.on_ray.nodes.node_uploads import NodeUploads
@@ -85,7 +86,7 @@ class RayGroup(Group):
     def pickled(self, name: str, function: Callable[..., Any]) -> bytes:
         """Return a function, also one of a script or a lambda, as bytes."""
         del name
-        return bytes(ray.cloudpickle.dumps(function))  # type: ignore[no-untyped-call]
+        return bytes(ray.cloudpickle.dumps(function))
 
 
 def group_of_ray_train() -> RayGroup:
@@ -114,7 +115,7 @@ def group_of_ray_train() -> RayGroup:
         world_size=world_size,
         coordinator=coordinator or shared[1],
         broadcast=train_context.broadcast if world_size > 1 else same,
-        notice=train_context.preemption_deadline,
+        notice=preemption_deadline,
         is_ray_train=True,
         is_first_on_node=train_context.is_first_on_node(),
         retention=train_context.retention_asked_for(),

@@ -1,4 +1,4 @@
-"""What has started this process, when it uses Ray: Ray Train, or a driver or actor of the user's."""
+"""Finds out what started a process that uses Ray: Ray Train, or a user's driver or actor."""
 
 import ray
 

@@ -98,8 +98,8 @@ def _values(objects: Mapping[str, object]) -> Iterator[tuple[str, object, set[in
 
 @cache
 def _of_optimizers() -> frozenset[str]:
-    """Return the attributes that every optimizer has. To make one loads torch's compiler, a second's work: not before
-    one is looked at, which has loaded it already."""
+    """Return the attributes that every optimizer has. This creates an optimizer, which loads torch's compiler and takes
+    a second. Call it only when the state has an optimizer, since then that is already loaded."""
     return frozenset(
         {*vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)), "_opt_called", "_step_count", "_zero_grad_profile_name"}
     )

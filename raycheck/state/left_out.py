@@ -1,4 +1,4 @@
-"""Names what is trained and would be in no checkpoint: before the first step, and again at the first save.
+"""Names everything that is trained but would be in no checkpoint, before the first step and again at the first save.
 
 A module may leave tensors out of its own state_dict(), and an optimizer may train parameters that are in no entry of
 the state. A tensor counts as saved if an entry saves its name or its memory.
@@ -69,7 +69,7 @@ def _unknown_to_modules(name: str, optimizer: Optimizer, known: set[int], saved:
     if not unknown:
         return []
     advice = 'Add the module that holds them, or a list of the tensors, as in {"weights": [weight, bias]}'
-    text = "trains what no entry of the state holds, so the values are not saved"
+    text = "trains parameters that are in no entry of the state, so their values are not saved"
     return [f"state[{name!r}] {text}: {first_few(unknown)}. {advice}"]
 
 

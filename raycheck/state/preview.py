@@ -55,7 +55,7 @@ class Preview:
     every saved tensor, by its name ("model.head.weight"). metrics: those saved with it. values: the saved values of
     entries without tensors, by entry: a plain dict, a scheduler's state_dict. rank_values: those of PerRank entries
     without tensors, by entry, of each rank that saved. refused: newer checkpoints that are damaged, each with the
-    proof. selection: what the restore is to take. partial: see Manifest.
+    proof. selection: the entries that the restore will include. partial: see Manifest.
     """
 
     step: int = 0
@@ -114,18 +114,18 @@ class Preview:
         return not self.is_fresh and self._takes(name, self.selection)
 
     def _takes(self, name: str, selection: Selection) -> bool:
-        """Return whether a restore of this selection takes an entry.
+        """Return whether a restore of this selection includes an entry.
 
-        A selection is applied once: a checkpoint that descends from it is restored whole.
+        A selection is applied once: a checkpoint that was saved after it was applied is restored completely.
         """
         return str(selection) in self.partial or selection.takes(name)
 
     def check(self, selection: Selection) -> None:
-        """Raise ConfigError when a restore of `selection` would lead to another step than this preview shows."""
+        """Raise ConfigError if a restore of `selection` would start at another step than this preview shows."""
         if not self.is_fresh and self._takes("progress", selection) != self.will_restore("progress"):
             raise ConfigError(
-                f"peek() returned step {self.step}, but this restore would lead to another step: one of them "
-                'takes "progress" and the other does not. Call peek() with the same only and skip'
+                f"peek() returned step {self.step}, but this restore() would start at another step: only one of "
+                'them includes "progress". Pass the same only and skip to both'
             )
 
 

@@ -2,8 +2,8 @@
 
 Every rank keeps its own. With another world size, a rank that existed takes its own state, and a new rank gets seeds
 derived from rank 0's saved state and its own number, so that the same resize always gives the same run. With another
-number of devices the first ones are set, and always the one that the rank trains on. State that is not in a checkpoint
-is left unchanged.
+number of devices, the first ones are set, and always the one on which the rank trains. State that is not in a
+checkpoint is left unchanged.
 """
 
 import hashlib
@@ -45,7 +45,8 @@ def rng_values() -> Any:
 
 
 def apply_rng(rank_values: Sequence[Any], rank: int) -> str:
-    """Set this process's random state from that of each rank. Return what was done, for the restore report."""
+    """Set this process's random state from the saved states of all ranks. Return what was done, for the restore
+    report."""
     if not rank_values:
         raise CorruptError("the checkpoint has no random state")
     if rank >= len(rank_values):

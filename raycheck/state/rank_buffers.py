@@ -83,8 +83,8 @@ class PerRankBuffers:
 def _tensors_in(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif type(value) in (dict, list, tuple):
-        for item in value.values() if isinstance(value, dict) else iter(value):  # type: ignore[call-overload]
+    elif isinstance(value, dict | list | tuple) and type(value) in (dict, list, tuple):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors_in(item)
 
 

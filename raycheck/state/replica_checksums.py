@@ -1,5 +1,5 @@
-"""Finds what this rank has and other ranks may have too, for the ranks' agreement and for the comparison
-at each save.
+"""Finds everything on this rank that other ranks may have too, for the ranks' agreement and for the comparison at each
+save.
 """
 
 import json

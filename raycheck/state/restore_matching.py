@@ -44,7 +44,7 @@ class CheckpointMatch:
 
 
 class CheckpointMatcher:
-    """A matcher of checkpoints with the entries of one rank."""
+    """The comparison of checkpoints with the entries of one rank."""
 
     def __init__(self, entries: Sequence[StateEntry], *, rank: int, world_size: int) -> None:
         self._entries = entries
@@ -236,7 +236,7 @@ def _refuse_differences(
 
 
 def _boxes_to_read(wanted: Mapping[StateEntry, Named], saved: Mapping[StateEntry, SavedEntry]) -> list[LocalBox]:
-    """Return the boxes to read, each memory once, without those of which this rank has no elements.
+    """Return the boxes to read, each memory once, except boxes of which this rank has no elements.
 
     Record a mismatch for tensors that are tied here and were not tied when saved.
     """

@@ -145,10 +145,10 @@ class TrainState:
         return {name: own for name, own in boxes.items() if name != TRAIN}
 
     def replica_checksums(self, *, is_compared: bool = True, may_spread: bool = True) -> Holdings:
-        """Return what this rank has and others may have too, for replica_agreement.agree.
+        """Return everything on this rank that others may have too, for replica_agreement.agree.
 
-        is_compared: include checksums, so that differences are refused. may_spread: another rank than its first holder
-        may write a large box.
+        is_compared: include checksums, so that differences are refused. may_spread: a large box may be written by a
+        rank other than its first holder.
         """
         gathered = self._gather()
         boxes = self._boxes(gathered)
@@ -224,7 +224,7 @@ class TrainState:
         return replace(staged, values=values, rank_values=rank_values, replicas=replicas)
 
     def _begin_to_digest(self, gathered: Sequence[GatheredEntry]) -> ReplicaDigests:
-        """Start to digest what other ranks may have too, for the coordinator's comparison."""
+        """Start digesting what other ranks may have too, for the coordinator's comparison."""
         if self._world_size == 1:
             return ReplicaDigests()
         sources = self._sources(gathered, [shared.box for shared in self._shared])
@@ -242,10 +242,11 @@ class TrainState:
     ) -> Restored:
         """Restore a checkpoint into the live objects, resharded to this rank. Tensors on the meta device get memory.
 
-        cast: floating-point tensors of modules and optimizers may have been saved in another floating-point type. once:
-        a checkpoint that descends from the same selection is restored whole. share: all ranks call this together, so
-        that one rank may read what all of them need. strict: refuse what is only here or only in the checkpoint;
-        otherwise leave it unchanged and report it. What both sides have but with differences is always refused.
+        cast: accept floating-point tensors of modules and optimizers that were saved in another floating-point type.
+        once: restore a checkpoint completely if it was saved after the same selection was applied. share: all ranks
+        call this together, so that one rank can read what all of them need. strict: refuse what is only here or only in
+        the checkpoint; otherwise leave it unchanged and report it. What both sides have but with differences is always
+        refused.
 
         Raises StateMismatchError, which lists every difference, before anything was changed. Raises DamagedError,
         CorruptError or NotFoundError while reading; the state is then partly restored and must not be trained on before

@@ -10,7 +10,7 @@ A tensor's bytes pass through these files when they are saved:
    no memory for that, the upload copies them slice by slice while training waits (live_slices.py).
 5. torch_record.py: frames each box's bytes, so that stock torch can load them. stock_torch_names.py adds the names
    under which stock torch looks for an optimizer's state.
-6. shard.py: records where each box lies in the shard, for the checkpoint's index.
+6. shard.py: records where each box is in the shard, for the checkpoint's index.
 7. staged_shard.py: yields the object in parts, and computes its checksums on the way.
 
 They pass through these files when they are restored:

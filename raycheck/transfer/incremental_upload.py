@@ -1,4 +1,4 @@
-"""Decide per component whether this rank's shard is uploaded, or is in the bucket already.
+"""Decides for each component whether this rank's shard is uploaded, or is already in the bucket.
 
 Everything that training changes is the component `train`, which each save writes. The parameters of a module that get
 no gradient are a separate component, which is uploaded only if its contents differ from those at the newest commit.
@@ -56,7 +56,7 @@ def by_component(boxes: Iterable[LocalBox]) -> dict[str, list[LocalBox]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoredShards:
-    """The checkpoint that a restore has read. digests: of the live tensors outside `train`, by name."""
+    """The checkpoint that a restore has read. digests: those of the live tensors outside `train`, by name."""
 
     manifest: Manifest
     index: Index
@@ -78,7 +78,8 @@ class RestoredShards:
         return cls(manifest=manifest, index=index, digests=found | _digests(others, [box.local for box in others]))
 
     def find(self, component: str, rank: int, boxes: Sequence[LocalBox], rows: IndexRows) -> ReferredComponent | None:
-        """Return a component in this rank's boxes, None unless its shard of this rank has exactly these rows."""
+        """Return a component that was saved in this rank's boxes, None unless this rank's shard has exactly these
+        rows."""
         saved = self._saved(component)
         record = next((shard for shard in saved.shards if shard.rank == rank), None) if saved else None
         if saved is None or record is None:
@@ -100,10 +101,10 @@ class RestoredShards:
         return ReferredComponent(reference=reference, digests=self.digests, shard=shard, boxes=boxes)
 
     def whole(self, component: str, forms: Forms, *, is_for_memory: bool) -> ReferredComponent | None:
-        """Return a component in whatever boxes it lies, None unless this rank has exactly its tensors.
+        """Return a component in whatever boxes it was saved, None unless this rank has exactly its tensors.
 
-        For a save to the bucket: only one that the checkpoint has borrowed. For memory: only one of which all ranks
-        have all tensors.
+        For a save to the bucket, only a component that the checkpoint has borrowed; for a memory checkpoint, only one
+        of which every rank has all tensors.
         """
         saved = self._saved(component)
         if saved is None:
@@ -122,8 +123,8 @@ class RestoredShards:
 class UploadedShard:
     """A shard outside `train` that a save uploads.
 
-    boxes, digests: see ReferredComponent. digests: None where they are the checksums that the upload computes, in host
-    memory.
+    boxes, digests: see ReferredComponent. digests: None if the tensors are in host memory, where the checksums of the
+    upload are the digests.
     """
 
     staged: Staged
@@ -131,7 +132,7 @@ class UploadedShard:
     digests: Mapping[str, Digest] | None
 
     def known(self, checkpoint: str) -> ReferredComponent:
-        """Return what later saves may refer to, once the upload is committed as part of `checkpoint`."""
+        """Return the component to which later saves may refer, once the upload is committed as part of `checkpoint`."""
         shard, found = self.staged.shard(), self.digests
         if found is None:  # the first chunks are those of the boxes, in their order
             found = {box.box_name: chunk.crcs for box, chunk in zip(self.boxes, shard.chunks, strict=False)}
@@ -143,9 +144,9 @@ class UploadedShard:
 class StagedState:
     """One save of this rank: shards to upload, components that it refers to, and values.
 
-    staged: the shards to upload. written: those of them outside `train`, by component. referred: the components of
-    which this rank uploads nothing. values, rank_values: what is no tensor, of all ranks and of this one. replicas:
-    digests of what other ranks may hold too. staged_at: when it was staged, by time.monotonic.
+    staged: the shards to upload. written: those of them outside `train`, by component. referred: the components that
+    this rank does not upload. values, rank_values: the non-tensor values that all ranks share, and this rank's own.
+    replicas: the digests of what other ranks may hold too. staged_at: when it was staged, by time.monotonic.
     """
 
     staged: Sequence[Staged]
@@ -157,13 +158,14 @@ class StagedState:
     staged_at: float = field(default_factory=time.monotonic)
 
     def wait(self) -> None:
-        """Wait until everything is copied from the devices, and digested there."""
+        """Wait until everything has been copied from the devices, and digested there."""
         for shard in self.staged:
             shard.wait()
         self.replicas.wait()
 
     def to_share(self) -> "SharedState | None":
-        """Return what another process on the node needs to upload this save, or None. Call it after `wait`."""
+        """Return a description with which another process on the node can upload this save, or None. Call it after
+        `wait`."""
         shards = [shard.to_share() for shard in self.staged]
         if any(shard is None for shard in shards):
             return None
@@ -199,7 +201,7 @@ class StagedState:
 
     @property
     def sliced_s(self) -> float:
-        """Return how many seconds after the staging the last live tensor was copied. Call it after the upload."""
+        """Return the seconds from the staging to the copy of the last live tensor. Call it after the upload."""
         return max((slices.copied_at - self.staged_at for slices in self.slices), default=0.0)
 
     def upload(self, store: Store, checkpoint: str) -> None:
@@ -235,11 +237,11 @@ class StagedState:
 
     @property
     def references(self) -> tuple[Reference, ...]:
-        """Return what is reported of the components of which this rank uploads nothing."""
+        """Return the report's entries for the components that this rank does not upload."""
         return tuple(known.reference for known in self.referred)
 
     def replica_digests(self) -> RankDigests:
-        """Return what the coordinator compares with the other ranks'. Call it after the upload."""
+        """Return the digests that the coordinator compares with those of other ranks. Call it after the upload."""
         self.replicas.wait()
         return self.replicas.report(self.shards)
 
@@ -273,7 +275,7 @@ class SharedState:
 
 
 class Components:
-    """Stages all components of a rank, and remembers which of them are in the bucket.
+    """The components of a rank: stages them, and remembers which of them are in the bucket.
 
     buffers: how many saves may be in progress at a time; they take turns. A save that uploads more than `train` must
     have finished before the next one is staged. is_shared: another process on the node may upload from the buffers.
@@ -281,7 +283,7 @@ class Components:
 
     A component for which the host has no memory is staged in slices: training then waits for its upload.
 
-    digested: by name, the digests that the last save has taken of tensors outside `train`.
+    digested: the digests that the last save computed for tensors outside `train`, by name.
     """
 
     def __init__(self, rank: int, buffers: int = 1, *, is_shared: bool = False, has_memory: bool = False) -> None:
@@ -302,7 +304,8 @@ class Components:
         return len(self._train)
 
     def prepare(self, boxes: Mapping[str, Sequence[LocalBox]], *, world_size: int) -> None:
-        """Claim memory, and have it faulted in while training runs. Warn of what the host has no memory for.
+        """Claim memory, and have it faulted in while training runs. Warn about each part for which the host has too
+        little.
 
         boxes: all that this rank may write, by component.
         """
@@ -332,9 +335,9 @@ class Components:
     def _prepare_memory(
         self, memory: list[dict[str, Stager]], boxes: Sequence[LocalBox], *, world_size: int, deadline: float
     ) -> None:
-        """Claim the buffers for memory checkpoints, once this rank's for the bucket are there: these come first.
+        """Claim the buffers for memory checkpoints, after this rank's buffers for the bucket, which come first.
 
-        deadline: until when to wait for what is claimed twice, by time.monotonic.
+        deadline: until when to wait for memory that other claims count too, by time.monotonic.
         """
         text = "no memory checkpoints rank=%d: %s"
         if self._sliced:  # their slices need what is left
@@ -384,7 +387,8 @@ class Components:
         referred: Mapping[str, ReferredComponent],
         written: Mapping[str, UploadedShard] = MappingProxyType({}),
     ) -> StagedState:
-        """Put a save together. Rank 0's section alone has the rows of what lies in other boxes than the ranks'."""
+        """Assemble the save. Only rank 0's section has the rows of components that were saved in other boxes than the
+        ranks'."""
         in_order = [referred[name] for name in sorted(referred)]
         if self._rank:
             in_order = [replace(known, rows=NO_ROWS) for known in in_order]
@@ -400,7 +404,7 @@ class Components:
     ) -> Staged:
         """Stage a component into its buffer, or in slices.
 
-        When there is no memory for these, raises ConfigError at the first save, and SaveFailedError at a later one.
+        If there is no memory for the slices, raises ConfigError at the first save, and SaveFailedError at a later one.
         """
         try:
             return stager.stage(boxes, leaves, sources, also)
@@ -413,7 +417,7 @@ class Components:
         return stager.stage_in_slices(boxes, leaves, sources, also)
 
     def _warn_of_slices(self, component: str, why: str) -> None:
-        """Warn, once, that training waits for the uploads of a component. why: what there is no memory for."""
+        """Warn, once, that training waits for the uploads of a component. why: the error about the missing memory."""
         if component in self._sliced:
             return
         self._sliced.add(component)
@@ -429,12 +433,12 @@ class Components:
         also: Places,
         forms: Mapping[str, Forms],
     ) -> StagedState:
-        """Stage all that is not in the bucket into the buffers of one of two memory checkpoints, 0 or 1.
+        """Stage everything that is not in the bucket into the buffers of memory checkpoint 0 or 1.
 
-        The other arguments: see `stage`. Between a restore and the first save to the bucket, this refers to all that
-        was restored from the bucket, in whatever boxes it lies. Raises SaveFailedError when the bucket has no shard at
-        all of another component than `train`: such a component is mostly large and never changes, so a save to the
-        bucket uploads it first.
+        The other arguments: see `stage`. Between a restore and the first save to the bucket, this refers to everything
+        that was restored from the bucket, in whatever boxes it was saved. Raises SaveFailedError if the bucket lacks a
+        component other than `train`: such a component is usually large and never changes, so a save to the bucket must
+        upload it first.
         """
         if not self._memory:
             raise SaveFailedError(f"rank {self._rank}: the host has no room for memory checkpoints")
@@ -460,9 +464,9 @@ class Components:
     def _unchanged(
         self, selected: Mapping[str, BoxesAndSources], forms: Mapping[str, Forms], *, is_for_memory: bool = False
     ) -> dict[str, ReferredComponent]:
-        """Return the components that the bucket has as this rank has them now, by name. It digests what may be one.
+        """Return the components of which the bucket has the current contents, by name. Digests every candidate.
 
-        is_for_memory: also those in other boxes that were restored, and are the run's own.
+        is_for_memory: include components of this run that were restored and were saved in other boxes.
         """
         unchanged: dict[str, ReferredComponent] = {}
         for component, own in forms.items():
@@ -484,7 +488,7 @@ class Components:
         *,
         is_for_memory: bool,
     ) -> Iterator[ReferredComponent]:
-        """Yield what the bucket has of a component in a form that suits this rank, whatever it holds."""
+        """Yield the versions of a component in the bucket whose layout fits this rank, whatever their contents."""
         known = self._known.get(component)
         if known is not None and known.shard is None:
             if known.forms == forms:
@@ -499,20 +503,21 @@ class Components:
                 yield known
 
     def refer_to(self, whole: ReferredComponent) -> None:
-        """Refer to a component of a base from the next save on, for as long as it is unchanged."""
+        """From the next save on, refer to a component of a base for as long as it is unchanged."""
         self._known[whole.reference.name] = whole
 
     def restored(self, manifest: Manifest, index: Index, boxes: Sequence[LocalBox]) -> None:
-        """Learn that these live tensors hold what was just read, so that the first save may refer to it.
+        """Note that these live tensors hold what was just read, so that the first save can refer to it.
 
-        manifest: with the components that lie in the bucket; after a restore from memory `train` is not among them.
+        manifest: lists the components that are in the bucket; after a restore from memory, these do not include
+        `train`.
         """
         self.forget(referred=True)
         has_frozen = any(component.name != TRAIN for component in manifest.components)
         self._restored = RestoredShards.of(manifest, index, boxes) if has_frozen else None
 
     def committed(self, save: StagedState, places: Mapping[str, str]) -> None:
-        """Learn that a save was committed. Call it in the order of the saves.
+        """Note that a save was committed. Call it in the order of the saves.
 
         places: the checkpoint that holds each component now. A component that is missing there is written by the next
         save.
@@ -527,8 +532,8 @@ class Components:
     def forget(self, *, referred: bool = False) -> None:
         """Forget which of this rank's shards are in the bucket, so that the next save writes all of them.
 
-        referred: also the components that lie in other boxes. A failed save does not put these in doubt, unless it
-        failed because of them: the next commit finds out whether they are still held.
+        referred: also forget components that were saved in other boxes. A failed save does not cast doubt on these
+        unless it failed because of them: the next commit finds out whether they are still held.
         """
         self._known = {} if referred else {name: known for name, known in self._known.items() if known.shard is None}
         self._restored = None
@@ -536,7 +541,8 @@ class Components:
     def _learn(
         self, component: str, boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]
     ) -> ReferredComponent | None:
-        """Find the component in the bucket in exactly these boxes, whatever they hold, and remember it."""
+        """Find the component in the bucket that was saved in exactly these boxes, whatever their contents, and remember
+        it."""
         known = self._known.get(component)
         if known is not None and known.boxes is boxes:
             return known
@@ -567,7 +573,7 @@ def _fits_in_slices(size_bytes: int, available: int | None) -> bool:
 def _crcs_of(index: Index, tensor: int, box: LocalBox) -> Digest | None:
     """Return the checksums with which a box of this tensor was saved, which are its digest in host memory.
 
-    None when it lies elsewhere, or was not saved as one chunk.
+    None if the tensor is not in host memory, or was not saved as one chunk.
     """
     local = box.local
     if local.device.type != "cpu" or box.cast_from is not None or local.is_conj() or local.is_neg():

@@ -1,8 +1,8 @@
-"""Refers to a component that the bucket has, and compares the live tensors with it.
+"""Refers to a component that is already in the bucket, and compares the live tensors with it.
 
-Mostly it lies in the boxes that the ranks write, and each rank refers to its own shard. That of a base, or a restored
-one, may lie in other boxes: all ranks refer to it or none does, and rank 0 puts its rows into the index. In both cases
-a rank that finds its own part changed says so by not referring to it.
+Usually it was saved in the boxes that the ranks write, and each rank refers to its own shard. A base's or a restored
+component may have been saved in other boxes: then all ranks refer to it or none does, and rank 0 puts its rows into the
+index. In both cases, a rank whose own part has changed shows this by not referring to it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,12 +32,12 @@ NO_ROWS: IndexRows = ((), ())
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferredComponent:
-    """A component that the bucket has, and what this rank had of it then.
+    """A component in the bucket, and this rank's part of it at that time.
 
-    reference: what is reported of it. digests: those of this rank's boxes, by name, when they held what the component
-    holds. Where it lies in this rank's boxes: shard: this rank's own. boxes: those that this shard holds, as they were
-    passed to the last save. Where it lies in others: rows: all that the index has of it. forms: what this rank has of
-    it.
+    reference: its entry in the report. digests: those of this rank's boxes, by name, when their contents were the
+    component's. If it was saved in this rank's boxes: shard: this rank's own; boxes: those in this shard, as they were
+    passed to the last save. If it was saved in other boxes: rows: its rows in the index; forms: the shapes of this
+    rank's part.
     """
 
     reference: Reference
@@ -55,7 +55,8 @@ class ReferredComponent:
         boxes: Sequence[LocalBox],
         found: Mapping[str, Digest],
     ) -> "ReferredComponent":
-        """Take a component of another run, under this rank's own names. boxes: all of its component, of one rank."""
+        """Make one from a component of another run, under this rank's own names. boxes: this rank's boxes of the
+        component."""
         numbers = numbers_in(index, record.name)
         renamed = {
             name: (number, replace(index.tensors[number], name=name, path=path))
@@ -69,7 +70,7 @@ class ReferredComponent:
     def restored(
         cls, record: Component, index: Index, forms: Forms, found: Mapping[str, Digest]
     ) -> "ReferredComponent | None":
-        """Take a component of a checkpoint that was restored. Returns None unless this rank has exactly its tensors."""
+        """Make one from a component of a restored checkpoint. Return None unless this rank has exactly its tensors."""
         tensors = [(number, index.tensors[number]) for number in sorted(numbers_in(index, record.name).values())]
         if forms != {(tensor.name, tensor.dtype, tensor.shape) for _, tensor in tensors}:
             return None
@@ -98,11 +99,11 @@ class ReferredComponent:
         return tensors == self.shard.tensors and chunks == tuple(replace(c, crcs=()) for c in self.shard.chunks)
 
     def has(self, boxes: Sequence[LocalBox], found: Mapping[str, Digest]) -> bool:
-        """Return whether the component holds what is live in these boxes of this rank. found: their digests."""
+        """Return whether the component has the live contents of these boxes of this rank. found: their digests."""
         return len(found) == len(boxes) and are_equal(self.digests, found)
 
     def at(self, checkpoint: str) -> "ReferredComponent":
-        """Return it as it lies in the directory of this checkpoint."""
+        """Return the same component as part of the directory of this checkpoint."""
         return replace(self, reference=replace(self.reference, checkpoint=checkpoint))
 
 
@@ -112,12 +113,13 @@ def places_of(box: LocalBox) -> tuple[Place, ...]:
 
 
 def forms_of(boxes: Sequence[LocalBox]) -> Forms:
-    """Return what these boxes are boxes of."""
+    """Return the names, dtypes and shapes of the tensors of these boxes."""
     return frozenset((name, box.dtype, box.shape) for box in boxes for name, _ in places_of(box))
 
 
 def wanted_of(boxes: Sequence[LocalBox]) -> tuple[WantedTensor, ...]:
-    """Return what a base must have for these boxes. It is equal on all ranks that hold parts of the same tensors."""
+    """Return the tensors that a base must have for these boxes. Ranks with parts of the same tensors get equal
+    results."""
     found = (
         WantedTensor(names=tuple(name for name, _ in places_of(box)), dtype=box.dtype, shape=box.shape) for box in boxes
     )
@@ -134,10 +136,10 @@ def _number(numbers: Mapping[str, int], box: LocalBox) -> int:
 
 
 def difference(store: Store, record: Component, index: Index, boxes: Sequence[LocalBox]) -> str:
-    """Return the name of a box whose bytes are not those of the component, "" when all are equal, bit for bit.
+    """Return the name of a box whose bytes differ from the component's, "" if all are bit for bit equal.
 
-    Every byte is read and verified as in a restore, at most about PIECE_BYTES at a time. record, index: of the
-    component, whose directory `store` reads. Raises what `read_into` raises.
+    Every byte is read and verified as in a restore, at most about PIECE_BYTES at a time. record, index: the
+    component's. store: reads its directory. Raises the errors of `read_into`.
     """
     numbers = numbers_in(index, record.name)
     prefixes = {record.name: component_prefix(record.checkpoint, record.name)}

@@ -1,8 +1,8 @@
-"""Digests, at every save, what this rank and other ranks may both hold, so that the coordinator can compare it.
+"""Digests, at every save, everything that other ranks may hold too, so that the coordinator can compare it.
 
-For what this rank copies to host memory, the checksums that the upload computes already are the digest. The rest is on
-this rank, but another rank writes it: it is digested while training waits for that copy. So each rank digests
-everything it shares, and a replica that differs in one bit is found, whichever rank writes it.
+For what this rank copies to host memory, the checksums of the upload serve as the digest. The rest is on this rank, but
+another rank writes it: it is digested while training waits for that copy. So each rank digests everything it shares,
+and a replica that differs in one bit is found, whichever rank writes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -99,7 +99,8 @@ class ReplicaDigests:
         self._digests: list[bytes | str] = []  # a box's name where the upload's checksums are the digest
 
     def release(self, digested: Mapping[str, Digest]) -> None:
-        """Wait until the live tensors may change. digested: by box name, what the save itself has digested since."""
+        """Wait until the live tensors may change. digested: the digests that the save itself has computed since, by box
+        name."""
         missing = {name: source for name, source in self._by_save.items() if name not in digested}  # it had no memory
         self._digested = {**digested, **dict(zip(missing, digests(list(missing.values())), strict=True))}
         self._by_save = {}
@@ -121,7 +122,8 @@ class ReplicaDigests:
         self._pending, self._encoded, self._boxes, self._values, self._digested = None, None, (), (), {}
 
     def report(self, shards: Sequence[Shard]) -> RankDigests:
-        """Return what the coordinator compares. shards: the shards of this save. Call it only after the upload."""
+        """Return the digests that the coordinator compares. shards: the shards of this save. Call it only after the
+        upload."""
         crcs = {
             box_name(shard.tensors[chunk.tensor].name, chunk.offsets): chunk.crcs
             for shard in shards

@@ -52,7 +52,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A drawing of a run's attempts, over time or over steps. height: of the drawing; its width is WIDTH."""
+    """A drawing of a run's attempts, over time or over steps. height: the drawing's height; its width is WIDTH."""
 
     title: str
     height: float

@@ -14,7 +14,7 @@ _PER_RANK = re.compile(r"\.rank\d+\..*")  # FORMAT.md: <entry>.rank<r>.<path>
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointDetails:
-    """What the documents of a checkpoint say of it.
+    """A checkpoint as its manifest and index describe it.
 
     note: the user's, of its save. drifted: what differed between replicas. restored_from: the checkpoint from which its
     attempt began, None for a fresh start. trained_s: seconds of training in its state. settings: those of the training
@@ -48,7 +48,7 @@ class CheckpointDetails:
 
 
 def details_of(manifest: Manifest, index: Index) -> CheckpointDetails:
-    """Return what a checkpoint's documents say of it."""
+    """Return the details in a checkpoint's manifest and index."""
     slowest: RankRecord | None = max(manifest.ranks, key=lambda rank: rank.upload_s, default=None)
     own = [part for part in manifest.components if part.checkpoint == manifest.key]
     return CheckpointDetails(

@@ -27,9 +27,9 @@ class TensorDifference:
 
     change: "equal" or "changed", according to the checksums; "added" or "removed": only the second or only the first
     checkpoint has it; "reformed": its shape or dtype differs; "unknown": the two checkpoints split it across columns
-    differently, so its checksums cannot be compared. size_bytes: of its values in the second checkpoint, or in the only
-    one that has it. changed_bytes: how many of these are in blocks that differ; None if unknown. before, after: dtype
-    and shape as text, None where the tensor does not exist.
+    differently, so its checksums cannot be compared. size_bytes: the size of its values in the second checkpoint, or in
+    the only one that has it. changed_bytes: how many of these are in blocks that differ; None if unknown. before,
+    after: dtype and shape as text, None where the tensor does not exist.
     """
 
     name: str

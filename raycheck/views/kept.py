@@ -17,7 +17,7 @@ from raycheck.settings import Retention, SaveSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptCheckpoint:
-    """Whether the next commit would keep a checkpoint, by its key, and why."""
+    """The decision whether the next commit would keep a checkpoint, by its key, and the reason."""
 
     key: str
     size_bytes: int
@@ -39,7 +39,7 @@ class KeptCheckpoints:
 
 
 def why_kept(body: Latest, settings: Sequence[str], *, now: float) -> KeptCheckpoints:
-    """Decide which checkpoints in `body` to keep. settings: of the newest manifest. now: the bucket's time."""
+    """Decide which checkpoints in `body` to keep. settings: those in the newest manifest. now: the bucket's time."""
     defaults = SaveSettings().retention
     names = {spec.name for spec in fields(Retention)}
     chosen: dict[str, Any] = {name: getattr(defaults, name) for name in names}

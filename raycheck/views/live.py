@@ -47,7 +47,7 @@ class SaveUnderWay:
 class LiveRun:
     """A run at one moment.
 
-    step: of the head, None without one; the bucket has no later step. steps_per_s: steps per second over the newest
+    step: the head's, None without a head; the bucket has no later step. steps_per_s: steps per second over the newest
     commits of the live attempt, including saves; None before its second commit. committed_at: unix seconds of the
     head's commit. save: the save under way, None if there is none or it cannot be listed.
     """

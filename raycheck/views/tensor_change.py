@@ -26,7 +26,7 @@ Documents = tuple[Manifest, Index]
 class TensorChange:
     """How the values of one tensor, or a sample of them, differ between two checkpoints.
 
-    name, dtype, shape: of the tensor in the second checkpoint. count: its number of elements. sampled: how many
+    name, dtype, shape: those of the tensor in the second checkpoint. count: its number of elements. sampled: how many
     elements were read. bytes_read: from both. norm_before, norm_after, norm_change: the Euclidean norms of the values
     read, and of their difference. max_change: the largest absolute difference. changed: how many values differ.
     not_finite: how many are not finite in at least one of the two; norms and max_change exclude these.

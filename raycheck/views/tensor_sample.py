@@ -34,11 +34,11 @@ MAP_ROWS, MAP_COLUMNS = 24, 48
 class TensorSample:
     """The values of one tensor, or a sample of them, summarized.
 
-    name, dtype, shape: of the whole tensor. count: its number of elements. sampled: how many elements were read.
+    name, dtype, shape: those of the whole tensor. count: its number of elements. sampled: how many elements were read.
     bytes_read: bytes read from the bucket. is_verified: whether the whole tensor was read and its checksums match.
-    minimum, maximum, mean, std: of the finite values read, None if there are none; std is the population's. zeros,
-    nans, infinities: how many such values were read. edges, counts: a histogram of the finite values, with one more
-    edge than counts; empty without finite values. heat: mean absolute values over a grid of the tensor's first
+    minimum, maximum, mean, std: statistics of the finite values read, None if there are none; std is the population's.
+    zeros, nans, infinities: how many such values were read. edges, counts: a histogram of the finite values, with one
+    more edge than counts; empty without finite values. heat: mean absolute values over a grid of the tensor's first
     dimension (rows) and all others together (columns), None for a cell of which nothing was read.
     """
 

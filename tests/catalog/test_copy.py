@@ -18,7 +18,6 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.protocol.object_copy import StoppedError
 from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
 from raycheck.bucket.protocol.rewind import rewind
@@ -30,7 +29,7 @@ from raycheck.bucket.store.address import join_uri, parse_uri
 from raycheck.bucket.store.part_sizes import MIN_PART_BYTES, PART_SIZES, PartSizes
 from raycheck.catalog import copy_run
 from raycheck.demo.server import s3_server
-from raycheck.errors import ConfigError, CorruptError, DamagedError, NotFoundError
+from raycheck.errors import ConfigError, CorruptError, DamagedError, NotFoundError, StoppedError
 from raycheck.settings import Retention
 from tests.support.histories.invariants import assert_invariants
 from tests.support.processes.save_without_ray import save_state
@@ -161,7 +160,7 @@ def test_a_copy_that_was_trained_on_is_a_run_of_its_own(takes: Callable[[str], N
     before = everything(open_store(target))
     driver.save(1, 5)
 
-    with pytest.raises(ConfigError, match="a run of its own"):
+    with pytest.raises(ConfigError, match="a separate run"):
         copy_run(source, target)
 
     assert everything(open_store(target)) == before

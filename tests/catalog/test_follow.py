@@ -174,7 +174,7 @@ def test_training_on_the_mirror_ends_the_follow(source: Driver, target: str) -> 
     before = everything(open_store(target))
 
     for follow in (follows, follower(source.store, open_store(target), [], Event())):
-        with pytest.raises(ConfigError, match="a run of its own"):
+        with pytest.raises(ConfigError, match="a separate run"):
             follow.run()
 
     assert everything(open_store(target)) == before
@@ -193,7 +193,7 @@ def test_a_claim_in_the_middle_of_a_round_is_not_overwritten(source: Driver, tar
                 zoe.claim("there")
             return self.inner.get_range(key, start, stop)
 
-    with pytest.raises(ConfigError, match="a run of its own"):
+    with pytest.raises(ConfigError, match="a separate run"):
         MirrorCopier(Claimed(source.store), store, stop=Event()).run()
 
     assert assert_invariants(store).head == "step-000000010-a1-s1"

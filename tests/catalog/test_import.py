@@ -660,7 +660,7 @@ def test_dcp_metadata_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
             place.relative_path = what or place.relative_path
             place.offset = change or place.offset
         (folder / ".metadata").write_bytes(pickle.dumps(found))
-        with pytest.raises(CorruptError, match=r"none of its files|truncated"):
+        with pytest.raises(CorruptError, match=r"not one of its files|truncated"):
             import_checkpoint(str(folder), f"file://{tmp_path}/runs/new")
     assert not (tmp_path / "runs").exists()
 
@@ -670,8 +670,8 @@ def test_dcp_metadata_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
     [
         (["zero_to_fp32.py", "global_step1/mp_rank_00_model_states.pt"], "zero_to_fp32"),
         (["adapter_model.safetensors", "adapter_config.json"], "without its base model"),
-        (["latest", "checkpoints/step-000000001-a1-s1/manifest.json"], "fit\\(resume=\\)"),
-        (["notes.txt"], "nothing that can be imported"),
+        (["latest", "checkpoints/step-000000001-a1-s1/manifest.json"], "fit\\(resume=\\.\\.\\.\\)"),
+        (["notes.txt"], "nothing here can be imported"),
         (["a.pt", "b.pt"], "name one"),
     ],
 )

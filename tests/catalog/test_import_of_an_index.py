@@ -57,14 +57,14 @@ def test_an_index_that_names_a_tensor_which_its_file_lacks_is_refused_by_name(fo
     del tensors["model.norm.weight"]
     save_file(tensors, folder / name)
 
-    assert_refused(folder, f"it names {name} for 'model.norm.weight', and it is in none of the files")
+    assert_refused(folder, f"it names {name} for 'model.norm.weight', which is in none of the files")
 
 
 def test_a_tensor_that_the_index_does_not_name_is_refused_until_it_does(folder: Path) -> None:
     name = json.loads((folder / INDEX).read_text())["weight_map"]["model.norm.weight"]
     weight_map(folder, lambda places: places.pop("model.norm.weight"))
 
-    assert_refused(folder, f"it does not name 'model.norm.weight', and it is in {name}")
+    assert_refused(folder, f"it does not name 'model.norm.weight', which is in {name}")
     weight_map(folder, lambda places: places.update({"model.norm.weight": name}))
     assert_restored(imported(folder))
 
@@ -75,7 +75,7 @@ def test_a_tensor_in_another_file_than_the_index_says_is_refused(folder: Path) -
     other = min(set(places.values()) - {there})
     weight_map(folder, lambda places: places.update({"model.norm.weight": other}))
 
-    assert_refused(folder, f"it names {other} for 'model.norm.weight', and it is in {there}")
+    assert_refused(folder, f"it names {other} for 'model.norm.weight', which is in {there}")
 
 
 def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
@@ -100,7 +100,7 @@ def test_the_index_of_files_of_torch_is_held_to_them_too(tmp_path: Path) -> None
     places = dict.fromkeys("ab", "pytorch_model-00001-of-00001.bin")
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
 
-    assert_refused(folder, "for 'b', and it is in none of the files")
+    assert_refused(folder, "for 'b', which is in none of the files")
 
 
 def test_an_index_beside_the_file_of_all_weights_is_refused_until_one_is_gone(folder: Path) -> None:

@@ -170,7 +170,7 @@ def test_what_is_no_checkpoint_is_told_from_what_was_dropped(run) -> None:
     assert CliRunner().invoke(app, ["prune", uri, "--keep-last", "1"]).exit_code == 0
 
     for name, text in (
-        ("abc", "'abc' is no checkpoint's name. Names given: none; keys are like step-000000006-a1-s2"),
+        ("abc", "'abc' is not a checkpoint's name. Names in use: none; keys are like step-000000006-a1-s2"),
         ("step-000000003-a1-s1", "was dropped"),
         ("step-000000009-a1-s9", "is not listed: never committed, or dropped"),
     ):

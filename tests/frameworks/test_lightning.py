@@ -392,7 +392,7 @@ def test_fit_adds_the_callback_and_evaluation_is_left_alone(tmp_path: Any) -> No
 
     assert raycheck.open_run(memory(tmp_path)).at(30).step == 30
     assert trainer.validate(module, DataLoader(samples()), verbose=False)[0]["val_loss"] >= 0
-    with pytest.raises(raycheck.errors.ConfigError, match="settings of its own"):
+    with pytest.raises(raycheck.errors.ConfigError, match="with its own settings"):
         raycheck.lightning.fit(trainer, module, settings=raycheck.SaveSettings())
 
 
@@ -456,10 +456,10 @@ REFUSED = {
         "two of raycheck's",
     ),
     "reloaded loaders": (Training(options={"reload_dataloaders_every_n_epochs": 1}), "reload_dataloaders"),
-    "a stream": (Training(data=loader(dataset=Endless(), shuffle=None)), "streams a Endless"),
+    "a stream": (Training(data=loader(dataset=Endless(), shuffle=None)), "streams from a Endless"),
     "a sampler": (
         Training(data=loader(sampler=torch.utils.data.SubsetRandomSampler(range(8)))),
-        "takes its order from a SubsetRandomSampler",
+        "is ordered by a SubsetRandomSampler",
     ),
     "a loader of one epoch": (
         Training(data=lambda: {"train_dataloaders": raycheck.Batches(samples(), global_batch=4).loader(0)}),

@@ -421,7 +421,7 @@ def test_hugging_face_files_that_cannot_be_read_are_refused_with_the_way_to_read
         load_hugging_face(bucket, model, adapter)
     with pytest.raises(ConfigError, match=r"has no model\.lm_head\.weight|has no model\.model\.embed"):
         load_hugging_face(own, model, adapter)
-    with pytest.raises(ConfigError, match=r"initial_load_in_hf: '/nowhere' is no folder"):
+    with pytest.raises(ConfigError, match=r"initial_load_in_hf: '/nowhere' is not a folder"):
         load_hugging_face("/nowhere", model, adapter)
     with pytest.raises(ConfigError, match=r"no state_dict_adapter"):
         load_hugging_face("/nowhere", model, None)

@@ -60,9 +60,9 @@ def test_a_cut_off_epoch_of_ray_data_is_warned_of_at_first_and_when_it_happens(c
     after_an_epoch = run(3, stop=0)
 
     assert "datasets of Ray Data (train) cannot report their position" in first
-    assert "begins anew after a restart in the middle of it" in first
+    assert "after a restart in mid-epoch, the epoch starts over" in first
     assert "step=6 epoch=1 epoch_step=2" in cut_off
-    assert "so that its samples are trained on again" in cut_off
+    assert "so its samples are trained on again" in cut_off
     assert after_an_epoch == []
 
 

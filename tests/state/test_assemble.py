@@ -47,6 +47,7 @@ def test_ranks_that_describe_a_tensor_differently_are_refused(memory: Store) -> 
 
 
 def test_a_missing_rank_is_refused(memory: Store) -> None:
+    """I1: no manifest is made until every rank has reported that its shards are durable."""
     pair = reports(memory, {"m": torch.nn.Linear(2, 2)}, {"m": torch.nn.Linear(2, 2)})
 
     with pytest.raises(SaveFailedError, match=r"ranks \[1\]"):

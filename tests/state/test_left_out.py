@@ -76,7 +76,7 @@ def test_an_optimizers_parameters_of_no_module_are_named(caplog: pytest.LogCaptu
 
     (text,) = warnings_of({"model": model, "optimizer": optimizer}, caplog)
 
-    assert "state['optimizer'] trains what no entry of the state holds" in text
+    assert "state['optimizer'] trains parameters that are in no entry of the state" in text
     assert "parameter 0 of group 1 ([3])" in text
     assert "group 0" not in text
 

@@ -92,9 +92,7 @@ def test_a_selection_without_the_step_count_begins_at_step_0_and_must_be_that_of
     whole.check(Selection.of(None, ["optimizer"]))
     partial.check(weights)
     for answer, selection in ((whole, weights), (partial, EVERYTHING)):
-        with pytest.raises(
-            ConfigError, match=r"peek\(\) returned step \d, .*Call peek\(\) with the same only and skip"
-        ):
+        with pytest.raises(ConfigError, match=r"peek\(\) returned step \d, .*Pass the same only and skip to both"):
             answer.check(selection)
 
 

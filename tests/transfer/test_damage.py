@@ -144,7 +144,7 @@ def test_with_the_index_gone_verify_still_says_which_shard(checkpoint):
     flip(checkpoint.store, shard(checkpoint, 1), 10_000)
 
     assert problems(checkpoint)[shard(checkpoint, 1)] == (
-        "rank 1, component train: the index that says what is there is damaged too",
+        "rank 1, component train: the index that describes it is damaged too",
     )
 
 

@@ -2,7 +2,7 @@
 
 - replica_agreement.py: which rank writes each replicated box, step 13.
 - save_report.py: what a rank hands in, steps 13 and 14.
-- plan_cache.py: the ranks' plans, which are sent once, and what was made of them, step 14.
+- plan_cache.py: the ranks' plans, which are sent once, and the documents made from them, step 14.
 - plan_merge.py: all ranks' plans as one, and the proof that every tensor is covered exactly once, step 16.
 - dcp_metadata.py: torch DCP's own `.metadata`, for stock tools.
 - assemble.py: index and `.metadata` written, and the manifest made, step 16. protocol/commit.py writes and commits it.

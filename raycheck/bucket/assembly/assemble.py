@@ -1,7 +1,7 @@
-"""Makes a checkpoint's manifest, index and `.metadata` of all ranks' reports. Step 16.
+"""Makes a checkpoint's manifest, index and `.metadata` from all ranks' reports. Step 16.
 
 Every byte made here is a pure function of the reports sorted by rank, and of the newest commit's components for what
-they did not upload: no clock, no chance, no host. A coordinator that died half-way and its successor write equal bytes.
+they did not upload: no clock, no chance, no host. A coordinator that died halfway and its successor write equal bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,10 +29,10 @@ from raycheck.errors import CorruptError, SaveFailedError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:
-    """What makes the ranks' shards a checkpoint.
+    """The documents that turn the ranks' shards into a checkpoint.
 
     documents: the bytes of manifest, index and `.metadata` by key, all to be written before the commit. has_copies:
-    ranks wrote a box twice, or digested it in two ways, so they should agree on it anew. drift: which replicas
+    ranks wrote a box twice, or digested it in two ways, so they should agree on it again. drift: which replicas
     differ; "" for none.
     """
 
@@ -48,12 +48,13 @@ class Assembled:
 
 
 def assemble(store: Store, reports: Sequence[Report], plans: PlanCache | None = None) -> Assembled:
-    """Make index, `.metadata` and manifest of the reports, and copy what they refer to and has to lie here. Step 16.
+    """Make index, `.metadata` and manifest from the reports, and copy the shards that must be in this checkpoint's own
+    directory. Step 16.
 
-    reports: those of all ranks, in order of rank, with complete sections. plans: the plans of earlier saves. Raises
-    SaveFailedError when replicas differ, when the shards leave a hole or overlap, when the reports are of different
-    saves, or when a shard that was not uploaded again differs from its record; ConfigError when ranks disagree on a
-    tensor.
+    A rank reports a shard once it is durable, so the manifest names only durable shards (I1). reports: those of all
+    ranks, in order of rank, with complete sections. plans: the plans of earlier saves. Raises SaveFailedError when
+    replicas differ, when the shards leave a hole or overlap, when the reports are of different saves, or when a shard
+    that was not uploaded again differs from its record; ConfigError when ranks disagree on a tensor.
     """
     try:
         return _assemble(store, reports, plans or PlanCache())
@@ -133,8 +134,8 @@ def _refuse_other_saves(reports: Sequence[Report]) -> None:
             )
         if report.label != first.label:
             raise SaveFailedError(
-                f"{name}: rank 0 called save with {first.label} and rank {report.rank} with {report.label}: give name, "
-                "note, expire_after_s and overwrite alike on every rank"
+                f"{name}: rank 0 called save with {first.label} and rank {report.rank} with {report.label}: pass the "
+                "same name, note, expire_after_s and overwrite on every rank"
             )
 
 
@@ -153,10 +154,10 @@ def _refuse_holes(name: str, holes: Sequence[str]) -> None:
 
 
 def _whole_components(reports: Sequence[Report]) -> dict[str, Component]:
-    """Return the components to which all ranks refer in other boxes than their own, by name.
+    """Return the components to which all ranks refer, and that were saved in boxes other than theirs, by name.
 
     Rank 0 has their rows. Raises SaveFailedError when another rank refers to one that rank 0 does not, or has shards of
-    one: what has changed on a rank must never give way to what the component holds.
+    one: a change on a rank must never be replaced by the old contents of the component.
     """
     first = reports[0].references
     found = {reference.name: reference.record for reference in first if reference.record is not None}
@@ -172,11 +173,12 @@ def _whole_components(reports: Sequence[Report]) -> dict[str, Component]:
 
 
 def _component(store: Store, reports: Sequence[Report], name: str, metadata: Blob, plans: PlanCache) -> Component:
-    """Make one component, which lies in the ranks' boxes, of the manifest. metadata: the record of its `.metadata`.
+    """Make the manifest's record of a component that was saved in the ranks' own boxes. metadata: that of its
+    `.metadata`.
 
-    When all ranks refer to it, and the head's manifest has exactly this component, it is referred to. Else the shards
-    of the ranks that do so are copied to where the others have written: these ranks could not know, when they staged,
-    that it had changed elsewhere, and what they staged then is all that a save may take from them.
+    If all ranks refer to it, and the head's manifest has exactly this component, the record refers to it too. Otherwise
+    the shards of the ranks that refer to it are copied next to those that the other ranks wrote. When these ranks
+    staged, they could not know that it had changed elsewhere, and a save may take from them only what they staged then.
     """
     checkpoint = reports[0].checkpoint
     held = {report.rank: (report, shard) for report in reports for shard in report.shards if shard.component == name}

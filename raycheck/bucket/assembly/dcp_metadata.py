@@ -59,7 +59,7 @@ def dcp_metadata(plan: Plan, component: str) -> bytes:
 
 
 def _rows(plan: Plan, first: int, end: int, own: Sequence[bool]) -> Sequence[int]:
-    """Return the rows of a tensor that lie in the component: nearly always all."""
+    """Return the rows of a tensor that are in the component: nearly always all."""
     return range(first, end) if all(own) else [row for row in range(first, end) if own[plan.object[row]]]
 
 
@@ -112,7 +112,7 @@ def _taken(column: Sequence[int], rows: Sequence[int]) -> Sequence[int]:
 
 
 class _Row:
-    """Builds the opcodes of many similar things: one format of `struct`, and a column of arguments for each field."""
+    """The opcodes of many similar things: one format of `struct`, and a column of arguments for each field."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -140,7 +140,7 @@ class _Row:
 
 
 class _Pickle:
-    """Writes a pickle. Its memo numbers things in the order in which they were memoized.
+    """A pickle being written. Its memo numbers things in the order in which they were memoized.
 
     sizes: the memo's numbers of the chunks' sizes.
     """

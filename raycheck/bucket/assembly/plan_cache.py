@@ -1,8 +1,8 @@
-"""Keeps the ranks' plans between saves, with the documents that were made of them.
+"""Keeps the ranks' plans between saves, with the documents that were made from them.
 
-A plan stays the same from save to save, so a rank sends it once and then only its hash. A coordinator that was started
-again has none, and asks. The cache holds no truth: the bytes of a checkpoint are a function of what the ranks sent and
-of the newest commit's components, with and without a cache.
+A plan stays the same from save to save, so a rank sends it once and then only its hash. A restarted coordinator has no
+plans, and asks for them. The cache never changes a result: the bytes of a checkpoint are a function of what the ranks
+sent and of the newest commit's components, with and without a cache.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ def _hash(data: bytes) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedPlan:
-    """The merged plan of all ranks, and what was made of it.
+    """The merged plan of all ranks, and the documents made from it.
 
     plan_bytes: the plan, encoded. metadata: `.metadata` by component, with size and checksum. holes: the names of
     tensors that are not covered exactly once.
@@ -115,7 +115,7 @@ class CachedPlan:
 
 
 class PlanCache:
-    """Remembers the plans of the ranks' last saves, by hash, and what was made of them.
+    """The plans of the ranks' last saves, by hash, and the documents made from them.
 
     Saves to the bucket and memory checkpoints share it: their plans are mostly equal. Each may be assembled in its own
     thread. components: those of the newest commit, as far as they are known. replica_names: those of the ranks'
@@ -130,9 +130,10 @@ class PlanCache:
         self._merged: dict[bool, tuple[object, CachedPlan]] = {}  # the last one to the bucket, and in memory
 
     def complete(self, section: Section, sender: object) -> Section | None:
-        """Return a section with the plan and the names that were sent before. None when one of them is unknown.
+        """Return a section, completed with the plan and names that were sent before. None if one of them is unknown.
 
-        sender: who sends one section after the other. What no sender's last section has is forgotten some time later.
+        sender: the rank that sends one section after another. A plan that is in no sender's last section is forgotten
+        later.
         """
         plan = section.plan or self._sent.get(section.plan_hash, b"")
         names = section.replicas.names or self._sent.get(section.names_hash, b"")
@@ -146,7 +147,7 @@ class PlanCache:
         return replace(section, plan=plan, replicas=replace(section.replicas, names=names))
 
     def forget_senders(self) -> None:
-        """Forget who has sent what, since other ranks send from now on."""
+        """Forget what each rank has sent, because other ranks send from now on."""
         self._named = {}
 
     def merge(
@@ -155,7 +156,7 @@ class PlanCache:
         """Merge the ranks' plans, or return what the last save made of equal ones.
 
         sections: those of all ranks, in order, each of them complete. components: the names of all components.
-        is_in_memory: for a memory checkpoint. Raises ConfigError when ranks disagree on a tensor.
+        is_in_memory: the save is a memory checkpoint. Raises ConfigError when ranks disagree on a tensor.
         """
         form = (tuple(section.plan_hash for section in sections), tuple(components))
         merged = next((merged for known, merged in self._merged.values() if known == form), None)

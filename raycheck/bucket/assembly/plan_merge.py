@@ -1,6 +1,6 @@
 """Merges the plans of all ranks into one, and proves that every tensor is covered exactly once.
 
-It works on whole columns: it finds once where each tensor's rows lie among those of all ranks, then puts every column
+It works on whole columns: it finds once where each tensor's rows are among those of all ranks, then puts every column
 together from runs of rows. It looks at single boxes only for tensors of which several ranks wrote equal boxes, or that
 were cut along several dimensions.
 """
@@ -23,8 +23,8 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """Describes a box of a tensor that two ranks wrote. ranks: the one whose bytes are kept, and the other. crcs: where
-    the box's checksums are among those of each of them."""
+    """A box of a tensor that two ranks wrote. ranks: the one whose bytes are kept, and the other. crcs: where the box's
+    checksums are among each rank's checksums."""
 
     tensor: str
     ranks: tuple[int, int]
@@ -123,7 +123,7 @@ def _numbered(plans: Sequence[Plan]) -> tuple[list[Tensor], list[list[int]]]:
 
 
 def _runs(numbers: Sequence[list[int]], num_tensors: int) -> list[list[range]]:
-    """Return for each tensor where its rows lie once all ranks' rows are concatenated, in order of rank.
+    """Return for each tensor where its rows are once all ranks' rows are concatenated, in order of rank.
 
     Neighbouring ranks that hold the same tensors give one run for all of them.
     """
@@ -286,8 +286,8 @@ def _is_chain(spans: Iterable[tuple[int, int]], whole: int) -> bool:
 def _tiles(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Return whether boxes, which together are as large as `shape`, cover it.
 
-    Where they cut a dimension into slices, each slice is checked by itself. Where there is no such dimension, they
-    cover `shape` when no two of them overlap.
+    If they cut a dimension into slices, each slice is checked separately. If there is no such dimension, they cover
+    `shape` when no two of them overlap.
     """
     if not shape:
         return len(boxes) == 1

@@ -1,7 +1,7 @@
 """Decides which rank writes each replicated box. Step 13.
 
-The ranks of a group do this once, before their first save, and bring checksums then: replicas that differ from the
-start are a mistake of the program, which ends the run before anything is uploaded. Later saves need no such exchange,
+The ranks of a group do this once, before their first save, and send checksums with it: replicas that differ from the
+start are a bug in the training script, and end the run before anything is uploaded. Later saves need no such exchange,
 since their reports are compared (replica_comparison.py). A box that appears after it (optimizer state of a parameter
 that had no gradient) is written by every holder, kept once, and agreed on before the next save.
 """
@@ -14,16 +14,16 @@ from raycheck.errors import ConfigError
 
 SPREAD_FROM_BYTES = 1 << 20
 """Replicated parameters from this size on are spread over their holders by bytes. Smaller tensors stay with the first
-holder, since every tensor that lies elsewhere costs each reader one more object to open."""
+holder, since every tensor that is elsewhere costs each reader one more object to open."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldBox:
-    """Describes a box of a tensor that other ranks may hold too.
+    """A box of a tensor that other ranks may hold too.
 
     box: the id of the box, equal on all ranks that hold it. name, dtype, shape: those of the whole tensor. sizes: the
     box's, in elements. may_spread: another holder than the first may write it. crc32: None where it is not compared,
-    as replicas may differ by nature (module buffers). is_on_host: it is no tensor of a device. cure: see Cure.
+    as replicas may differ by nature (module buffers). is_on_host: it is not on a device. cure: see Cure.
     """
 
     box: str
@@ -40,11 +40,11 @@ class HeldBox:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueChecksums:
-    """Describes an entry's non-tensor values by their checksums.
+    """The checksums of an entry's non-tensor values.
 
     names_crc32: the checksum of the names that this rank holds in the entry. may_differ: ranks may hold different
-    names, as those of a pipeline do. crc32: None where they are not compared, as values may differ by nature (a
-    module's extra state). cure: see Cure.
+    names, as in a pipeline. crc32: None where they are not compared, as values may differ by nature (a module's extra
+    state). cure: see Cure.
     """
 
     names_crc32: int
@@ -55,8 +55,8 @@ class ValueChecksums:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holdings:
-    """Lists what one rank holds that other ranks may hold too. values: by entry. buffers: checksums of module buffers
-    and extra state, which may differ, by name."""
+    """Everything on one rank that other ranks may hold too. values: by entry. buffers: checksums of module buffers and
+    extra state, which may differ, by name."""
 
     held: tuple[HeldBox, ...]
     values: Mapping[str, ValueChecksums]

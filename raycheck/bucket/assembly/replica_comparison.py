@@ -1,8 +1,8 @@
 """Compares, before each commit, what several ranks hold, so that no checkpoint mixes ranks that have drifted apart.
 
 Each rank reports one number for everything that other ranks may hold too, whether it writes it or another rank does.
-The names of these things travel as the plan does: once, and from then on their hash. The coordinator refuses the save
-by the names of what differs. Which rank writes what is settled in replica_agreement.py.
+The names of these things are sent as the plan is: once in full, and then as a hash. The coordinator refuses the save by
+the names of what differs. replica_agreement.py decides which rank writes what.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ MAX_NAMED = 4
 MAX_LISTED = 32
 """How many differences a manifest names."""
 BOX_KINDS = ("crc", "sum")
-"""With which word, and a space, the key of a box begins: its number is made of the checksums of its bytes, or of a
-device's sums."""
+"""The words with which the key of a box begins: its number was computed from checksums of its bytes, or from sums on a
+device."""
 Cure = Literal["", "RankZero", "RankZero or PerRank"]
 """The wrappers that an entry of the state may be given in, where ranks are meant to hold different things."""
 CAUSES = (
-    "The replicas have drifted apart: an all-reduce is missing, the ranks draw other random numbers, or each rank "
-    "computes it by itself and rounds differently"
+    "The replicas have drifted apart: an all-reduce is missing, the ranks draw different random numbers, or each rank "
+    "computes the value separately and rounds differently"
 )
 RANK_ZERO = "If only rank 0 updates {these}, give the entry as raycheck.RankZero(entry) on every rank"
 CURES: dict[Cure, str] = {
@@ -38,12 +38,12 @@ CURES: dict[Cure, str] = {
     "RankZero": RANK_ZERO,
     "RankZero or PerRank": f"{RANK_ZERO}; if each rank has its own, as raycheck.PerRank(entry)",
 }
-KEEP_FIRST = 'Where the first rank\'s serves for all, SaveSettings(on_drift="keep_first") saves that and says so'
+KEEP_FIRST = 'If the first rank\'s can stand for all, SaveSettings(on_drift="keep_first") saves it and logs this'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replica:
-    """Names one thing that several ranks may hold.
+    """One thing that several ranks may hold.
 
     key: equal on all ranks that hold the thing. label: what errors call it. cure: see Cure.
     """
@@ -94,8 +94,8 @@ def load_names(data: bytes) -> list[Replica]:
 
 
 class DecodedNames:
-    """Remembers the decoded names of the last comparison, which hardly ever change: where ranks hold different shards,
-    to decode them takes longer than to compare. Several threads may call it."""
+    """The decoded names of the last comparison. They hardly ever change, and where ranks hold different shards,
+    decoding them takes longer than comparing. Several threads may call it."""
 
     def __init__(self) -> None:
         self._last: dict[bytes, list[Replica]] = {}
@@ -122,7 +122,7 @@ class DecodedNames:
 
 
 def differences(ranks: Sequence[RankDigests], known: DecodedNames | None = None) -> list[Difference]:
-    """Find what is not the same on all ranks that hold it. ranks: what they report, in order of rank."""
+    """Find everything that differs between ranks that hold it. ranks: their digests, in order of rank."""
     alike: dict[tuple[bytes, bytes], list[int]] = {}
     for rank, own in enumerate(ranks):
         alike.setdefault((own.names, own.digests), []).append(rank)
@@ -154,8 +154,8 @@ def with_copies(
     ranks: Sequence[RankDigests],
     names: DecodedNames | None = None,
 ) -> list[Difference]:
-    """Add tensors of which two ranks wrote the same box with other bytes: one on the host and one on a device have no
-    digests that could be compared. What no rank wants compared may differ, and is not added."""
+    """Add tensors of which two ranks wrote the same box with different bytes: a box on the host of one rank and on the
+    device of another has no digests to compare. What no rank wants compared may differ, and is not added."""
     known = {item.label for item in found}
     differing = {f"tensor {name}": own for name, own in copies}
     replicas = chain.from_iterable((names or DecodedNames()).of(ranks).values()) if differing else ()
@@ -169,7 +169,7 @@ def with_copies(
 
 
 def described(found: Sequence[Difference]) -> str:
-    """Say what differs, and on which ranks. found: at least one difference."""
+    """Return in words what differs, and on which ranks. found: at least one difference."""
     first, others = found[0], [item.label for item in found[1:]]
     also = f"; neither {'are' if others[1:] else 'is'} {first_few(others, MAX_NAMED)}" if others else ""
     return f"{first.label} is not the same on ranks {_listed(first.ranks)}{also}"
@@ -183,13 +183,13 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def labels(found: Sequence[Difference]) -> tuple[str, ...]:
-    """Name what differs, as a manifest does."""
+    """Return the names of what differs, in the form for a manifest."""
     more = (f"and {len(found) - MAX_LISTED} more",) if len(found) > MAX_LISTED else ()
     return (*(item.label for item in found[:MAX_LISTED]), *more)
 
 
 def refusal(found: Sequence[Difference]) -> str:
-    """Say what differs, why it may, and what to do. found: at least one difference."""
+    """Return the text of an error: what differs, possible causes, and what to do. found: at least one difference."""
     by_cure: dict[Cure, list[str]] = {}
     for item in found:
         by_cure.setdefault(item.cure, []).append(item.label)

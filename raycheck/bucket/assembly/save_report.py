@@ -15,11 +15,11 @@ SAVE_ALIKE = "every rank must call end_step and save equally often"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """A component of which a rank uploads nothing, since the bucket has it as this rank has it now.
+    """A component that a rank does not upload, since the bucket already has the same bytes.
 
-    checkpoint: the checkpoint whose directory holds it. record: None when it lies in the boxes that the ranks write:
-    each of them refers to its own shard, and reports the shard's rows. Else its record in the manifest: it lies in
-    other boxes, all ranks refer to it or none does, and rank 0 reports its rows.
+    checkpoint: the checkpoint whose directory holds it. record: None if it was saved in the boxes that the ranks would
+    write: each rank refers to its own shard, and reports the shard's rows. Otherwise its record in the manifest: it was
+    saved in other boxes, so all ranks refer to it or none does, and rank 0 reports its rows.
     """
 
     name: str
@@ -32,12 +32,12 @@ class Report:
     """What one rank reports when its shards are durable, or why they are not (`failure`).
 
     shards: those that it has uploaded, and its own shards of components that it refers to. references: what it refers
-    to. section: the rank's part of the index. blocked_s, staged_s, upload_s: see RankRecord. tasks: what is done with
-    the checkpoint after its commit, by name, in rank 0's report: an export, or a function as bytes. node: the node on
-    which the rank runs. restored_from, partial, trained_s, began_at, is_rolling, is_by_notice, settings, replaces: see
-    Manifest. is_in_memory: the shards lie in the node's memory, for a memory checkpoint. label: the name, the note and
-    the expiry that the save gives its checkpoint. keeps_drift: replicas that differ do not fail the save, as the first
-    holder's are written.
+    to. section: the rank's part of the index. blocked_s, staged_s, upload_s: see RankRecord. tasks: the tasks after the
+    commit, by name, in rank 0's report: an export, or a function as bytes. node: the node on which the rank runs.
+    restored_from, partial, trained_s, began_at, is_rolling, is_by_notice, settings, replaces: see Manifest.
+    is_in_memory: the shards are in the node's memory, for a memory checkpoint. label: the name, the note and the expiry
+    that the save gives its checkpoint. keeps_drift: replicas that differ do not fail the save, as the first holder's
+    are written.
     """
 
     group: str

@@ -82,7 +82,7 @@ def load(cls: type[D], data: bytes, *, what: str, max_bytes: int) -> D:
     if version >= FIRST_SEALED_VERSION and not is_sealed:
         raise CorruptError(f'{what} does not end with its checksum, a last field like "crc32": "0123abcd"')
     body = {name: value for name, value in tree.items() if name != "crc32"}
-    return _parse(cls, body | {"format_version": FORMAT_VERSION}, what)  # type: ignore[no-any-return]
+    return cast("D", _parse(cls, body | {"format_version": FORMAT_VERSION}, what))
 
 
 def _check_seal(data: bytes, what: str) -> bool:
@@ -196,8 +196,8 @@ def _arms(expected: Any) -> tuple[Any, ...]:
 
 @cache
 def _expected(cls: Any) -> tuple[tuple[str, Any, frozenset[Any], bool], ...]:
-    """Return each field that this raycheck knows: its name, its type, those of its types that any value of will do for,
-    and whether a document must have it."""
+    """Return each known field: its name, its type, which of its types accept any value, and whether a document must
+    have it."""
     hints = get_type_hints(cls)
     return tuple(
         (

@@ -33,7 +33,7 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """A box of a tensor that one rank wrote: its place in the tensor, and that of its bytes in the object.
+    """A box of a tensor that one rank wrote: its place in the tensor, and the place of its bytes in the object.
 
     tensor: the tensor's number in the index. offsets, sizes: elements per dimension. record_*: the torch.save record in
     the shard object, in bytes. payload_*: the raw little-endian row-major bytes inside the record, as offset in the

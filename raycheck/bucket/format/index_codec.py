@@ -83,7 +83,7 @@ def load_index(data: bytes, *, what: str, values: bool = True) -> Index:
 
 
 def load_checksums(data: bytes, plan: Plan) -> "Column[int]":
-    """Read the checksums. Raises ValueError when their number differs from that of the plan's objects."""
+    """Read the checksums. Raises ValueError when their number differs from the plan's."""
     crcs = array("I")
     crcs.frombytes(data)
     if len(crcs) != sum(item.num_crcs for item in plan.objects):

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.errors import ConfigError
@@ -81,7 +82,7 @@ def check_expiry(expire_after_s: object) -> None:
     if expire_after_s is None:
         return
     is_number = isinstance(expire_after_s, int | float) and not isinstance(expire_after_s, bool)
-    if not is_number or not 0 < expire_after_s < MAX_EXPIRY_S:  # type: ignore[operator]
+    if not is_number or not 0 < cast("float", expire_after_s) < MAX_EXPIRY_S:
         raise ConfigError(f"an expiry after {expire_after_s!r} s: give a number of seconds above 0")
 
 

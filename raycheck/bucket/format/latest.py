@@ -174,7 +174,7 @@ class Latest(Document):
     only after that answer, so a directory of a higher attempt means that `latest` was lost (step 10). finished: the end
     of training, until the run continues or goes back (step 33). holds, loans: what other runs use of this one, and what
     this one uses of others (step 30). deleted_at: when someone deleted the run, whose objects may still exist (step
-    37). mirror: what the run is a copy of; see is_mirror. trained: of the newest commit, None when it is not known.
+    37). mirror: what the run is a copy of; see is_mirror. trained: the newest commit's, None when it is not known.
     """
 
     when_true: ClassVar[frozenset[str]] = frozenset({"finished", "holds", "loans", "deleted_at", "mirror", "trained"})
@@ -285,8 +285,8 @@ class Latest(Document):
     def borrowed(self, source: str) -> set[str]:
         """Return the checkpoints of the run at `source` whose directories this run still needs.
 
-        It needs those to which a live entry refers, those of an evicted entry whose readers still have time, and those
-        of its holds.
+        It needs what a live entry refers to, what an evicted entry refers to while its readers still have time, and
+        what its holds name.
         """
         directories = self.held() | {directory for item in self.evicted for directory in item.borrowed}
         return {name for way, name in map(split_directory, directories) if way == source}
@@ -303,7 +303,7 @@ def _full(body: Latest, size: int, bound: int) -> ConfigError:
     return ConfigError(
         f"latest would have {size} bytes, more than {bound}: it lists {len(body.live)} checkpoints and "
         f"{len(body.evicted)} dropped ones. 'raycheck prune --keep-last N' makes room at once, also while the run is "
-        "active: what is neither pinned nor named is dropped. Then give SaveSettings(keep_last=...), to keep it so"
+        "active: what is neither pinned nor named is dropped. Then set SaveSettings(keep_last=...) to keep it small"
     )
 
 

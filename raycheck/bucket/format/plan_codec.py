@@ -24,8 +24,8 @@ MAX_DIMS = 64
 PLAN_ROOM_BYTES = 16 << 20
 TENSORS = 100_000
 TENSORS_PER_CHECKSUM = 16
-"""Limits the tensors and boxes by the checksums, which do not compress. Each box with elements has a checksum of its
-own in the index, unless several names share its bytes. So there are not many more tensors and boxes than checksums."""
+"""Limits the tensors and boxes by the checksums, which do not compress. Each box with elements has its own checksum in
+the index, unless several names share its bytes. So there are not many more tensors and boxes than checksums."""
 CRC_BYTES = 4
 
 
@@ -264,15 +264,15 @@ def _column(
 def _check(plan: Plan, counts: "Column[int]", what: str) -> None:
     """Check that boxes are inside their tensors and have objects and checksums.
 
-    All columns have one length by now, and no number is below 0.
+    All columns have the same length here, and no number is negative.
     """
     if max(plan.object, default=-1) >= len(plan.objects) or any(item.num_crcs < 0 for item in plan.objects):
-        raise CorruptError(f"{what} has a box in an object that it does not have")
+        raise CorruptError(f"{what} puts a box into an object that it does not list")
     most = -(-max(plan.payload_size, default=0) // SUB_BLOCK)
     if max(plan.crc_at, default=0) + most > min((item.num_crcs for item in plan.objects), default=0):
         for row, at, size in zip(plan.object, plan.crc_at, plan.payload_size, strict=True):
             if at - -size // SUB_BLOCK > plan.objects[row].num_crcs:
-                raise CorruptError(f"{what} gives a box checksums that it does not have")
+                raise CorruptError(f"{what} gives a box more checksums than its object has")
     for dim, (offsets, sizes) in enumerate(zip(plan.offsets, plan.sizes, strict=True)):
         wholes = [tensor.shape[dim] if dim < len(tensor.shape) else 1 for tensor in plan.tensors]
         if not all(map(le, map(add, offsets, sizes), spread(wholes, counts))):

@@ -22,7 +22,7 @@ from raycheck.errors import ConfigError, FencedError, SupersededError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """The identity of a writer: the id of the driver's `fit` (owner), and that of this start of its coordinator."""
+    """The identity of a writer: the id of the driver's `fit` (owner), and the id of this start of its coordinator."""
 
     owner: str
     coordinator: str
@@ -151,7 +151,7 @@ def take_over(register: Register, me: Identity, *, group: str) -> Attempt:
 
 
 def check_owner(register: Register, body: Latest, me: Identity) -> None:
-    """Refuse an owner that is listed but not current: it is fenced permanently. Step 9. Raises FencedError."""
+    """Refuse an owner that is listed but not current: it is fenced permanently (I4). Step 9. Raises FencedError."""
     if body.attempt.owner != me.owner and me.owner in body.owners:
         raise FencedError(
             f"{register.store}: another driver ({body.attempt.owner}) has taken over this run with attempt "
@@ -176,9 +176,9 @@ def claimed_body(register: Register, body: Latest | None) -> Latest:
 def refuse_lost(register: Register, *, mine: Attempt | None = None) -> tuple[Latest, Got] | None:
     """Refuse to continue when `latest` was lost or rolled back, and return what was read of it. Step 10.
 
-    It was lost or rolled back if `checkpoints/` has a directory of an attempt whose claim, according to `latest`, was
-    never answered. mine: the attempt just claimed. Raises CorruptError, or SupersededError when `mine` has been
-    overtaken.
+    So a run with checkpoints never silently starts from zero (I7). It was lost or rolled back if `checkpoints/` has a
+    directory of an attempt whose claim, according to `latest`, was never answered. mine: the attempt just claimed.
+    Raises CorruptError, or SupersededError when `mine` has been overtaken.
     """
 
     def is_known(names: list[CheckpointName], found: tuple[Latest, Got] | None) -> bool:

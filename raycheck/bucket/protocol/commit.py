@@ -35,11 +35,12 @@ def commit(
 ) -> Entry | None:
     """Commit the checkpoint: THE commit point, step 17. The same swap evicts what `rules` drop.
 
-    data: the manifest's bytes as they are in the bucket, the proof that it was written. at: see Register.swap.
-    may_move_name: the manifest's name may be taken from a checkpoint of another step. Returns the entry, without that
-    name when another checkpoint has kept it; None when a later save of the attempt is already committed (15), so that
-    this one never will be. Raises SupersededError or FencedError when the attempt is over, SaveFailedError when the
-    manifest refers to a directory that is no longer held.
+    An older attempt cannot commit (I4), and `latest` lists only what is written and held (I3). data: the manifest's
+    bytes as they are in the bucket, which prove that it was written. at: see Register.swap. may_move_name: the
+    manifest's name may be taken from a checkpoint of another step. Returns the entry, without that name when another
+    checkpoint has kept it; None when a later save of the attempt is already committed (15), so that this one never will
+    be. Raises SupersededError or FencedError when the attempt is over, SaveFailedError when the manifest refers to a
+    directory that is no longer held.
     """
 
     def decide(body: Latest | None, now: float) -> Latest | None:
@@ -85,8 +86,8 @@ def _by_rules(body: Latest, rules: Retention, now: float) -> Latest:
 def check_room_for_save(body: Latest, rules: Retention, now: float, *, metrics: Mapping[str, float]) -> None:
     """Refuse a save for which `latest` has no room, before anything of it is uploaded. Step 17.
 
-    metrics: those of the save; if it has none, those of the head are used. now: the bucket's time. Raises ConfigError,
-    which says how to make room.
+    metrics: the save's; if it has none, the head's are used. now: the bucket's time. Raises ConfigError, which says how
+    to make room.
     """
     current = body.attempt
     key = CheckpointName(step=MAX_STEP, attempt=current.number, save=current.last_save + 1)
@@ -135,7 +136,7 @@ def _replaced(body: Latest, manifest: Manifest) -> tuple[str, ...]:
 
 
 def _trained(manifest: Manifest) -> Trained | None:
-    """Return what `latest` repeats of a manifest's training time; None when the start of the run is unknown."""
+    """Return a manifest's training time in the form for `latest`; None if the start of the run is unknown."""
     if manifest.began_at is None:
         return None
     return Trained(key=manifest.key, trained_s=manifest.trained_s, began_at=manifest.began_at)

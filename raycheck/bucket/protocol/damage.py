@@ -1,4 +1,4 @@
-"""Return a run from a checkpoint that proved to be damaged when the group restored it. Step 26.
+"""Moves a run back from a checkpoint that proved to be damaged when the group restored it. Step 26.
 
 One swap marks the checkpoint, moves head to the newest checkpoint through which training passed before it, and makes
 the attempt restore that one. A checkpoint that the run abandoned, or that a rewind skipped, is not used, as far as

@@ -109,7 +109,7 @@ def without_name(uri: str, body: Latest, old: str) -> Latest:
 
 
 def with_scores(uri: str, body: Latest, key: str, scores: Mapping[str, float]) -> Latest:
-    """Return `body` with these scores added to those of `key`."""
+    """Return `body` with these scores added to the checkpoint `key`."""
     check_scores(scores)
     entry = live_entry(uri, body, key)
     both = {**entry.scores, **{name: float(value) for name, value in scores.items()}}

@@ -32,8 +32,8 @@ from raycheck.errors import (
     CorruptError,
     DamagedError,
     NotFoundError,
-    RaycheckError,
     SaveFailedError,
+    StoppedError,
     StoreError,
 )
 
@@ -47,13 +47,6 @@ ROOM_BYTES = 4 * OBJECT_BYTES
 LOOK_EVERY_S = 0.2
 """How often the main thread, the only one to receive Ctrl-C, wakes while other threads copy."""
 T = TypeVar("T")
-
-
-class StoppedError(RaycheckError):
-    """The copy was asked to stop. What is complete in the target stays there."""
-
-    def __init__(self, message: str = "the copy was stopped; repeat it to continue") -> None:
-        super().__init__(message)
 
 
 class DroppedError(Exception):
@@ -105,9 +98,9 @@ class CopiedCheckpoint:
 def copy_objects(
     source: Store, target: Store, name: str, jobs: list[Job], *, progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Copy objects of checkpoint `name` whose new keys are free, several at a time.
+    """Copy objects of checkpoint `name` to new keys that are still free, several at a time.
 
-    Raises DamagedError, which names the object, when its bytes twice in a row differ from its record or it is missing;
+    Raises DamagedError, which names the object, if it is missing or its bytes differ from its record twice in a row;
     NotFoundError when the source has dropped the checkpoint.
     """
     try:
@@ -117,7 +110,7 @@ def copy_objects(
 
 
 class ObjectCopier:
-    """Copies objects between two stores, and counts bytes. Several threads may use it.
+    """A copier of objects between two stores, which counts bytes. Several threads may use it.
 
     sent_bytes: sent through this process. in_store_bytes: copied within the store. found_bytes: already there, and
     right. progress: called with each number of bytes completed, from several threads.
@@ -328,7 +321,7 @@ def check_own_directories(uri: str, name: str, directories: Iterable[str]) -> No
     if foreign:
         raise ConfigError(
             f"{shown_uri(uri)}: {name} uses {foreign[0]}, which belongs to another run, and cannot be copied as it is. "
-            f"'raycheck cp --at {name}' makes a run of its own from it, in any place"
+            f"'raycheck cp --at {name}' makes a separate run from it, anywhere"
         )
 
 

@@ -30,8 +30,7 @@ def pin(register: Register, key: str, *, pinned: bool = True) -> Latest:
 
 
 def with_pin(uri: str, body: Latest, key: str, *, pinned: bool) -> Latest:
-    """Return `body`, that of the run at `uri`, with the checkpoint `key` pinned or unpinned. Raises the errors of
-    `pin`."""
+    """Return `body` with the checkpoint `key` pinned or unpinned. uri: the run's. Raises the errors of `pin`."""
     refuse_mirror(uri, body, "pin the checkpoint")
     entry = body.entry(key)
     if entry is None:
@@ -40,7 +39,7 @@ def with_pin(uri: str, body: Latest, key: str, *, pinned: bool) -> Latest:
 
 
 def evict(register: Register, rules: Retention) -> Latest:
-    """Move the checkpoints that no rule keeps to `evicted`, permanently. Step 19, outside of a commit."""
+    """Move the checkpoints that no rule keeps to `evicted`, permanently (I4). Step 19, outside of a commit."""
 
     def change(body: Latest, now: float) -> Latest | None:
         new = with_evicted(body, dropped_keys(body, rules, now=now), now=now)

@@ -11,7 +11,7 @@ from uuid import uuid4
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import READS
 from raycheck.bucket.store import Store
-from raycheck.errors import ConfigError, ConflictError, RaycheckError, StoreError
+from raycheck.errors import ConfigError, ConflictError, DeniedError, RaycheckError, StoreError
 
 _CREATES_OVER = "creates over an existing object"
 
@@ -77,7 +77,7 @@ def _on_node(node: str, verb: str, call: Callable[[], object]) -> None:
     try:
         call()
     except StoreError as error:
-        kind = ConfigError if error.is_denied else StoreError
+        kind = ConfigError if isinstance(error, DeniedError) else StoreError
         raise kind(f"node {node}: {verb}: {error}") from error
     except RaycheckError as error:
         # A missing permission can also look like this: an object that was just written is not found.

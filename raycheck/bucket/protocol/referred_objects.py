@@ -26,7 +26,7 @@ class ReferenceLostError(SaveFailedError):
 
 
 class ReferredObjects:
-    """When each component to which commits refer was last seen complete."""
+    """The time at which each component that commits refer to was last seen complete."""
 
     def __init__(self, store: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store

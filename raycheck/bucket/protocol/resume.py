@@ -7,6 +7,7 @@ checkpoint it means, and whether the run allows it; the claim calls it inside it
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import index
+from typing import SupportsIndex, cast
 
 from raycheck.bucket.format.label import is_name
 from raycheck.bucket.format.latest import Latest
@@ -61,14 +62,14 @@ WORDS: dict[str, Resume] = {"auto": AUTO, "never": Never(), "must": Must()}
 
 
 def parse_resume(given: str | int | None, call: str = "fit(resume={!r})") -> Resume | Fork:
-    """Return what `fit(resume=given)` means; None means "auto".
+    """Parse the argument of `fit(resume=given)`. None means "auto".
 
     call: names the argument in errors. Raises ConfigError for anything other than a word, a step, a name or a URI.
     """
     if given is None:
         return AUTO
     with suppress(TypeError):  # NumPy's integers are steps too
-        return Step(index(given))  # type: ignore[arg-type]
+        return Step(index(cast("SupportsIndex", given)))
     if given in WORDS:
         return WORDS[given]
     if isinstance(given, str) and ("://" in given or given.startswith("/")):
@@ -81,7 +82,8 @@ def parse_resume(given: str | int | None, call: str = "fit(resume={!r})") -> Res
 
 
 def parse_at(given: str | int | None) -> Resume:
-    """Return what `restore(at=given)` means: the same as for `fit(resume=...)`, except for another run's URI."""
+    """Parse the argument of `restore(at=given)`, which is like that of `fit(resume=...)` but cannot be another run's
+    URI."""
     wish = parse_resume(given, "at={!r}")
     if isinstance(wish, Fork):
         raise ConfigError(f"at={given!r}: only raycheck.fit(resume=...) starts from another run")

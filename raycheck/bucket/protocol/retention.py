@@ -17,7 +17,7 @@ from raycheck.settings import Retention
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeepDecision:
-    """Whether one entry stays, and why."""
+    """The decision whether one entry stays, and its reason."""
 
     entry: Entry
     is_kept: bool

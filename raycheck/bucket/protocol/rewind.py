@@ -21,7 +21,7 @@ def rewind(register: Register, key: str, *, progress: ShowProgress = show_nothin
     """Make the live checkpoint `key` the head, by a new attempt without ranks. The next start restores it. Step 31.
 
     A checkpoint that was marked as damaged is read completely first; if it is whole again, the mark is removed.
-    progress: called with the bytes that were read of it, and all. Raises NotFoundError when it is not live,
+    progress: called with the bytes that were read of it, and their total. Raises NotFoundError when it is not live,
     DamagedError when it is still damaged, CorruptError when `latest` was lost or rolled back.
     """
     owner = f"rewind-{uuid4().hex[:12]}"

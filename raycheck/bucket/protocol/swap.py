@@ -18,7 +18,7 @@ from raycheck.bucket.store import Got, Store
 from raycheck.bucket.store.address import shown_uri
 from raycheck.bucket.store.interface import Written
 from raycheck.bucket.store.jitter import CHANCE
-from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, StoreError
+from raycheck.errors import ConfigError, ConflictError, CorruptError, DeniedError, NotFoundError, StoreError
 
 SWAP_DEADLINE_S = 60.0
 CROWDED_DEADLINE_S = 300.0
@@ -92,10 +92,11 @@ class Register:
     def swap(self, decide: Decide, *, what: str, at: float | None = None) -> Latest:
         """Replace the body by what `decide` computes from it, and return the body that has the effect. Steps 1 to 5.
 
-        at: the store's time, from a response that has just arrived. With it, the first try starts from the body that
-        this process last read or wrote, without reading it again: the condition proves that it is still current. what:
-        the purpose, for errors. Raises what `decide` raises, and StoreError when the outcome is still unknown after
-        SWAP_DEADLINE_S, or when a permission is missing.
+        A response that is lost, late or repeated decides nothing: `latest` is read again and shows whether the swap was
+        applied (I5). at: the store's time, from a response that has just arrived. With it, the first try starts from
+        the body that this process last read or wrote, without reading it again: the condition proves that it is still
+        current. what: the purpose, for errors. Raises what `decide` raises, and StoreError when the outcome is still
+        unknown after SWAP_DEADLINE_S, or when a permission is missing.
         """
         patience_s = CROWDED_DEADLINE_S if self._is_crowded else SWAP_DEADLINE_S
         deadline = self._monotonic() + patience_s
@@ -112,7 +113,7 @@ class Register:
                         return body
                     return self._replace(body, new, got)  # 3
                 except (StoreError, _NotSwappedError) as error:  # 4: unknown; read again and judge by effect
-                    if isinstance(error, StoreError) and error.is_denied and not is_unknown:
+                    if isinstance(error, DeniedError) and not is_unknown:
                         raise  # a missing permission would be refused again
                     is_unknown = True
                     if self._monotonic() > deadline:

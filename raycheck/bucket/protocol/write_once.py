@@ -21,7 +21,7 @@ def put_once(store: Store, key: str, data: bytes) -> float | None:
     """Create `key`, or accept that exactly these bytes are there. Return the store's time of the write, None if they
     were there.
 
-    Raises SaveFailedError on other bytes (I2).
+    Raises SaveFailedError if other bytes are there: what is written once never changes (I2).
     """
 
     def create() -> float | None:

@@ -47,7 +47,7 @@ class Address:
 
 
 class UriFiles:
-    """Marks raycheck's own file systems for Ray (S3Files, GsFiles, AzFiles): each one consists only of its URI."""
+    """The base of raycheck's own file systems for Ray (S3Files, GsFiles, AzFiles): each consists only of its URI."""
 
     uri: str
 

@@ -122,7 +122,7 @@ class Store(ABC):
         raise ConfigError(f"{self}: {way} cannot be reached from here")
 
     def way_to(self, other: "Store") -> str | None:
-        """Return the relative path from this root to that of `other`, such as "../other".
+        """Return the relative path from this root to the root of `other`, such as "../other".
 
         Return None when they are in different buckets, or when one is inside the other.
         """
@@ -197,7 +197,7 @@ class Store(ABC):
 
     @abstractmethod
     def part_bytes(self, size_bytes: int) -> int:
-        """Return how long the parts of an object of this size should be, in bytes."""
+        """Return the size in bytes that the parts of an object of this size should have."""
 
     def put_assembled(
         self,
@@ -211,9 +211,9 @@ class Store(ABC):
         """Write one object from ranges of others, which the store copies itself. All but the last range have at least
         MIN_PART_BYTES.
 
-        crc: the CRC-32 of the whole object, with which that of the copied ranges is compared before the object appears.
-        source: the store of the ranges; None: this one. Return False if nothing was written: the store cannot copy, or
-        does not prove by a CRC-32 which bytes it has copied, or something else has failed.
+        crc: the CRC-32 of the whole object. It is compared with the CRC-32 of the copied ranges before the object
+        appears. source: the store of the ranges; None: this one. Return False if nothing was written: the store cannot
+        copy, or does not prove by a CRC-32 which bytes it has copied, or something else has failed.
         """
         del key, parts, size_bytes, crc, source
         return False

@@ -1,4 +1,4 @@
-"""Draws random pauses from a generator of raycheck's own, and makes the clients of its stores do so too.
+"""Draws random pauses from raycheck's own generator, and makes the clients of its stores do so too.
 
 The random state of a training process belongs to the user. It is saved and restored, and ranks with one seed have the
 same state. A single draw for a pause between two requests would make the ranks differ permanently. So all of raycheck

@@ -212,7 +212,7 @@ class LocalStore(Store):
     def _files(self, prefix: str) -> Iterator[tuple[str, str, int]]:
         """Yield key, name and size of every file below `prefix`.
 
-        A folder that cannot be read is an error: otherwise the listing would look like that of an empty folder.
+        A folder that cannot be read is an error: otherwise the listing would look like an empty folder's.
         """
         with self._errors(prefix), suppress(FileNotFoundError), self._folders(f"{prefix}any") as (folders, _):
             yield from self._files_in(folders[-1], prefix)

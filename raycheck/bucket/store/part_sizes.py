@@ -20,7 +20,7 @@ class PartSizes:
     in_flight: int = 4
 
     def part_bytes_of(self, size_bytes: int) -> int:
-        """Return how long the parts of an object of this size are, in bytes."""
+        """Return the size in bytes of the parts of an object of this size."""
         smallest = 0 if self.max_parts is None else -(-size_bytes // self.max_parts)
         return max(self.part_bytes, smallest)
 

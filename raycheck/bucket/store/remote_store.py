@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class RemoteStore(Store):
-    """Runs the requests for one bucket and prefix on fsspec's event loop, through a client of the backend."""
+    """A store behind a network: runs the requests for one bucket and prefix on fsspec's event loop."""
 
     def __init__(self, uri: str, *, prefix: str) -> None:
         self.uri = uri

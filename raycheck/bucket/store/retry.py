@@ -56,7 +56,7 @@ def deadline() -> float:
 
 
 def retry(call: Callable[[], T], *, on: type[Exception], pauses_s: Iterable[float]) -> T:
-    """Return what `call` returns, calling it again after an error of class `on`.
+    """Return the result of `call`, which is called again after an error of class `on`.
 
     pauses_s: seconds to wait before each further call; when they are used up, the last error is raised.
     """
@@ -75,7 +75,7 @@ async def send_with_retries(
     until: float,
     is_conditional: bool = False,
 ) -> T:
-    """Return what `send` returns: on an event loop, up to `attempts` tries with a timeout each, until the deadline.
+    """Return the result of `send`: on an event loop, up to `attempts` tries with a timeout each, until the deadline.
 
     judge: turns a client's error into a typed one, and decides what may be sent again after it. is_conditional: `send`
     is a conditional write, which is only repeated when it was certainly not applied.

@@ -38,7 +38,7 @@ def send_parts(parts: Iterable[P], start: Callable[[int, P], Future[T]], *, in_f
 
 
 class RequestBody:
-    """Yields the bytes of a request in pieces, each time it is iterated. After `with`, nothing can read the buffers.
+    """The bytes of a request, yielded in pieces each time it is iterated. After `with`, nothing can read the buffers.
 
     An iterator may outlive its request: a failure cancels aiohttp's writer, which the event loop ends a turn later.
     """

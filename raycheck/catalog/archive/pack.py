@@ -49,11 +49,11 @@ def pack(
     `tar x` creates a stock DCP directory for each component. Data that the checkpoint shares with others is packed in
     full. Nothing is stored locally, and memory stays bounded.
 
-    source: a run's URI. to: a path or URI, of a file that is not there yet, or a binary stream that is open for
+    source: a run's URI. to: the path or URI of a file that does not exist yet, or a binary stream that is open for
     writing. at: which checkpoint: a step, a checkpoint's name, or None for the head. zstd: compress the archive, for
     a local file or a stream; needs the package zstandard. dry_run: read what would be packed, and write nothing.
-    storage: how the source's bucket is reached, and `to` in the same kind of store. progress: called with the bytes
-    that are packed, and all.
+    storage: the settings for the source's bucket, and for `to` in the same kind of store. progress: called with the
+    bytes that are packed, and their total.
 
     Raises NotFoundError if there is no such checkpoint or retention drops it in the meantime, and CorruptError if bytes
     differ from what was saved; then no file appears.

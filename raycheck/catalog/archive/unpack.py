@@ -61,8 +61,8 @@ def unpack(
     exists. If this call is interrupted, there is no run, and the call can be repeated.
 
     file: the archive's path or URI, or a binary stream that is open for reading; compressed or not. to: the new run's
-    URI. dry_run: verify the archive, and write nothing. storage: how the bucket of `to` is reached, and `file` in the
-    same kind of store. progress: is told the bytes that are unpacked, and how many there are.
+    URI. dry_run: verify the archive, and write nothing. storage: the settings for the bucket of `to`, and for `file` in
+    the same kind of store. progress: called with the bytes that are unpacked, and their total.
 
     Raises ConfigError if there is a run at `to`, and CorruptError if anything in the archive is missing, changed, out
     of order, or added.
@@ -172,15 +172,15 @@ class _Unpacking:
     def _manifest(self, record: ArchiveRecord) -> Manifest:
         what = f"{self._stream.what}: the manifest"
         if record.checkpoint != self._folder:
-            raise CorruptError(f"{what}: the record is of {record.checkpoint}, and lies in the folder {self._folder!r}")
+            raise CorruptError(f"{what}: the record is for {record.checkpoint}, but is in the folder {self._folder!r}")
         first = next(iter(record.members), None)
         if first is None or first.name != MANIFEST or not 0 <= first.size_bytes <= MAX_MANIFEST:
-            raise CorruptError(f"{what} is not the first member that the record names, or is too large")
+            raise CorruptError(f"{what} is not the first file in the record, or is too large")
         data = b"".join(self._verified(first))
         manifest = load_manifest(data, what=what)
         members = members_of(manifest, Blob(size_bytes=len(data), crc32=crc32(data)), what=what)
         if manifest.key != self._folder or members != record.members or manifest.index.size_bytes > MAX_WHOLE_BYTES:
-            raise CorruptError(f"{what} names other objects than the record does")
+            raise CorruptError(f"{what} and the record list different objects")
         return manifest
 
     def _check_size(self, record: ArchiveRecord) -> None:
@@ -195,7 +195,7 @@ class _Unpacking:
     def _verified(self, member: Member, total: int | None = None) -> Iterator[Buffer]:
         """Read a member. Raises CorruptError, at the latest after its last byte, if it is not the expected one.
 
-        total: the bytes of all members, when progress is to be told.
+        total: the bytes of all members, if progress is reported.
         """
         name, size = self._tar.next_file(member.name)
         if (name, size) != (f"{self._folder}/{member.name}", member.size_bytes):

@@ -27,7 +27,7 @@ MAX_HOLES = 10_000
 
 
 def read_dcp_directory(files: SourceFiles, settings: ReadSettings) -> SourceState:
-    """Read the state in a DCP directory, or in those of a folder that `raycheck download` wrote.
+    """Read the state in a DCP directory, or in the directories of a folder that `raycheck download` wrote.
 
     Raises ConfigError for a value that only pickle could make, unless settings.skip_values, and CorruptError for
     metadata that does not fit the files.
@@ -66,12 +66,12 @@ def read_dcp_directory(files: SourceFiles, settings: ReadSettings) -> SourceStat
         step=count_in(progress, "step") or count_in(tree, "global_step", "step", "iteration"),
         epoch=count_in(progress, "epoch") or count_in(tree, "epoch"),
         left_out=tuple(left_out),
-        notes=tuple(f"{hole}: nothing was saved at this place of a list; an empty dict is taken" for hole in holes),
+        notes=tuple(f"{hole}: nothing was saved at this position of a list; an empty dict is used" for hole in holes),
     )
 
 
 def _contents(files: SourceFiles, what: str) -> DcpContents:
-    """Read the directory's contents; of a download, those of all its directories, with their names before the files'.
+    """Read the directory's contents. Of a download, read all directories, and put their names before the files' names.
 
     Raises ConfigError for a download of some components only, which would hide that a part of the state is missing.
     """

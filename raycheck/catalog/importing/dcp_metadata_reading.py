@@ -77,11 +77,11 @@ def read_dcp_metadata(data: bytes, what: str) -> DcpContents:
     except CorruptError as error:
         raise CorruptError(f"{what}: {error}") from None
     except Exception as error:  # noqa: BLE001  hostile bytes make an unpickler raise anything
-        raise CorruptError(f"{what} is no metadata of DCP: {type(error).__name__}: {str(error)[:200]}") from None
+        raise CorruptError(f"{what} is not DCP metadata: {type(error).__name__}: {str(error)[:200]}") from None
     try:
         return _contents(found, what)
     except (AttributeError, TypeError, ValueError, KeyError) as error:
-        raise CorruptError(f"{what} is no metadata of DCP: {type(error).__name__}: {str(error)[:200]}") from None
+        raise CorruptError(f"{what} is not DCP metadata: {type(error).__name__}: {str(error)[:200]}") from None
 
 
 class _Reader(pickle.Unpickler):
@@ -92,13 +92,13 @@ class _Reader(pickle.Unpickler):
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)
         if found is None:
-            raise CorruptError(f"it names {module}.{name}"[:300] + ", which no metadata of DCP holds")
+            raise CorruptError(f"it names {module}.{name}"[:300] + ", which DCP metadata never contains")
         return found
 
 
 def _contents(found: Any, what: str) -> DcpContents:
     if type(found) is not metadata.Metadata or type(found.state_dict_metadata) is not dict:
-        raise CorruptError(f"{what} is no metadata of DCP")
+        raise CorruptError(f"{what} is not DCP metadata")
     places: dict[tuple[str, tuple[int, ...] | None], ValuePlace] = {}
     for key, info in (found.storage_data or {}).items():
         offset = None if key.offset is None else tuple(key.offset)

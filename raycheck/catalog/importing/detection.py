@@ -29,7 +29,7 @@ _TORCH = (".pt", ".pth", ".ckpt", ".bin")
 
 
 def read_source(files: SourceFiles, settings: ReadSettings, *, kind: str | None = None) -> SourceState:
-    """Read what lies there. kind: read it as that; None: decide by the names of the files.
+    """Read the source at this address. kind: the kind to read it as; None: decide by the names of the files.
 
     Raises ConfigError, which says what to do instead, for what cannot be imported.
     """
@@ -71,8 +71,8 @@ def kind_of_source(files: SourceFiles) -> str:
     if has_checkpoints(files) or "checkpoint" in files.folders():
         return "ray"
     raise ConfigError(
-        f"{files}: there is nothing that can be imported. It has {', '.join(sorted(top)[:8]) or 'no files'}"
-        f"{' and ' + ', '.join(files.folders()[:8]) + '/' if files.folders() else ''}. Imported are directories of "
+        f"{files}: nothing here can be imported. It has {', '.join(sorted(top)[:8]) or 'no files'}"
+        f"{' and ' + ', '.join(files.folders()[:8]) + '/' if files.folders() else ''}. raycheck imports directories of "
         "torch DCP, Hugging Face, Ray Train and FSDP ranks, and files of torch.save and Lightning"
     )
 
@@ -87,7 +87,7 @@ def _refuse_others(files: SourceFiles, top: set[str]) -> None:
     names = files.sizes
     if "latest" in top and any(name.startswith("checkpoints/step-") for name in names):
         raise ConfigError(
-            f"{files} is a run of raycheck already: begin from it with fit(resume=), which takes its address"
+            f"{files} is already a raycheck run: start from it with fit(resume=...), which takes its address"
         )
     if RECORD in top:
         raise ConfigError(
@@ -100,7 +100,7 @@ def _refuse_others(files: SourceFiles, top: set[str]) -> None:
     if not is_model and any(name.endswith(ends) for name in names):
         raise ConfigError(
             f"{files} is a checkpoint of DeepSpeed, whose files only unrestricted pickle can load; raycheck never "
-            "does that. Where you trust it, convert it with the script that lies in it: python zero_to_fp32.py . "
+            "does that. If you trust it, convert it with the script in it: python zero_to_fp32.py . "
             "weights, and import the folder weights"
         )
     if any(name.startswith("adapter_model.") for name in top) and not {*SAFETENSORS, *BINARY} & top:

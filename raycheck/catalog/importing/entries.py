@@ -1,4 +1,4 @@
-"""Turns the nested state of a source into entries, by the very classes that save live objects.
+"""Turns the nested state of a source into entries, with the same classes that save live objects.
 
 Each part of the state is wrapped in an object with the interface that the entry expects of a live one. So an import is
 always written in the same form as a save.
@@ -110,7 +110,7 @@ def imported_state(
 
 
 def _why_left_out(state: SourceState, part: Any) -> str:
-    """Return why a part that is no module is not imported; "" if it is."""
+    """Return why a part that is not a module is not imported; "" if it is imported."""
     if not state.is_whole:
         return WEIGHTS_ALONE
     return NUMBERS_ALONE if is_optimizer(part) and not has_names(part) else ""
@@ -194,7 +194,7 @@ def _is_module(part: object) -> bool:
 def _plain_state_dict(part: Mapping[str, Any], *, keep_names: bool) -> dict[str, Any]:
     """Return a state dict without the prefixes that DDP and torch.compile add to the plain model's names.
 
-    Each of them stands there once at most: a second `module.` is the model's own. keep_names: the first one is, too.
+    Each prefix is removed once at most: a second `module.` belongs to the model. keep_names: the first one does, too.
     """
     found = dict(part)
     for wrapper in ("_orig_mod.", DDP, "_orig_mod."):  # either may wrap the other
@@ -230,7 +230,7 @@ def _plain(name: str) -> str:
 
 
 def _plain_in(models: Mapping[str, Mapping[str, Any]], *, keep_names: bool) -> Callable[[str], str]:
-    """Return the function that maps an optimizer's parameter names to those of these models, where they exist."""
+    """Return the function that maps an optimizer's parameter names to the names in these models, if they are there."""
     known = {name for model in models.values() for name in model}
 
     def plain(name: str) -> str:

@@ -40,7 +40,8 @@ MAX_NAMED = 3
 def read_hugging_face(files: SourceFiles, settings: ReadSettings) -> SourceState:
     """Read a directory with a model's weights, or one such file.
 
-    Raises ConfigError for what is no whole model, such as an adapter alone, CorruptError for files that do not fit.
+    Raises ConfigError for anything but a complete model, such as an adapter alone; CorruptError for files that do not
+    fit together.
     """
     files, notes = _snapshot(files)
     tensors = SourceTensors()
@@ -49,7 +50,7 @@ def read_hugging_face(files: SourceFiles, settings: ReadSettings) -> SourceState
     if files.only:
         weights = {key: tensors.add(found, files.what(key)) for key, found in tensors_of(files, files.only)}
     if not weights:
-        raise CorruptError(f"{files}: there are no weights in it")
+        raise CorruptError(f"{files}: it contains no weights")
     state = files.read_json("trainer_state.json") if "trainer_state.json" in files.sizes else {}
     state = state if isinstance(state, dict) else {}
     epoch = state.get("epoch")
@@ -85,7 +86,7 @@ def _snapshot(files: SourceFiles) -> tuple[SourceFiles, tuple[str, ...]]:
         revision = revisions[0]
     if revision not in revisions or not _REVISION.fullmatch(revision):
         raise NotFoundError(
-            f"{files}: its refs/main names no snapshot that is there; name one of its folders snapshots/"
+            f"{files}: its refs/main names a snapshot that does not exist; name one of its folders snapshots/"
             f"{'/, snapshots/'.join(revisions[:5])}/"
         )
     return files.below(f"snapshots/{revision}/"), (f"snapshot {revision} of the hub's cache",)
@@ -123,8 +124,8 @@ def _index(files: SourceFiles) -> str:
     for whole, index in (SAFETENSORS, BINARY):
         if index in files.sizes and whole in files.sizes and whole not in _weight_map(files, index).values():
             raise ConfigError(
-                f"{files} has both {whole} and {index}, and the index does not name that file, so the two may be of "
-                "different times: import from a copy of the directory that has only the newer one"
+                f"{files} has both {whole} and {index}, and the index does not name that file, so the two may come "
+                "from different saves: import a copy of the directory with only the newer one"
             )
         if {index, whole} & files.sizes.keys():
             return index if index in files.sizes else ""
@@ -181,9 +182,9 @@ def _refuse_other_places(what: str, named: Mapping[str, str], place: Mapping[str
         return
     told = []
     for key in wrong[:MAX_NAMED]:
-        here = f"it is in {place[key]}" if key in place else "it is in none of the files"
+        here = f"which is in {place[key]}" if key in place else "which is in none of the files"
         says = f"it names {named[key]} for" if key in named else "it does not name"
-        told.append(f"{says} {key[:200]!r}, and {here}")
+        told.append(f"{says} {key[:200]!r}, {here}")
     more = f", and {len(wrong) - MAX_NAMED} more tensors" if len(wrong) > MAX_NAMED else ""
     raise CorruptError(
         f"{what} does not fit its files: {'; '.join(told)}{more}. Fetch the model again, all files of one version; if "
@@ -200,7 +201,7 @@ def _in_file(
         return
     loaded = read_torch_file(files, name, tensors, verify=settings.verify)
     if not isinstance(loaded, dict) or not all(isinstance(item, torch.Tensor) for item in loaded.values()):
-        raise ConfigError(f"{files.what(name)} is no state dict of tensors")
+        raise ConfigError(f"{files.what(name)} is not a state dict of tensors")
     yield from loaded.items()
 
 
@@ -211,8 +212,8 @@ def _bytes(files: SourceFiles, name: str) -> torch.Tensor:
 
 def _text(files: SourceFiles, name: str) -> str:
     if not isinstance(files.read_json(name), dict):
-        raise CorruptError(f"{files.what(name)} is no JSON object")
+        raise CorruptError(f"{files.what(name)} is not a JSON object")
     try:
         return files.read(name, MAX_TEXT_BYTES).decode()
     except UnicodeDecodeError as error:
-        raise CorruptError(f"{files.what(name)} is no text: {error.reason}") from None
+        raise CorruptError(f"{files.what(name)} is not text: {error.reason}") from None

@@ -24,7 +24,7 @@ from raycheck.storage_settings import StorageSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportedEntryReport:
-    """One entry of an import. kind: module, optimizer, object, value, or files. size_bytes: of its tensors."""
+    """One entry of an import. kind: module, optimizer, object, value, or files. size_bytes: the size of its tensors."""
 
     name: str
     kind: str
@@ -36,7 +36,7 @@ class ImportedEntryReport:
 class Imported:
     """The result of an import, or its preview.
 
-    uri: of the run. checkpoint: its name; "" for a dry run. kind: of the source. left_out: the parts of the source that
+    uri: the run's. checkpoint: its name; "" for a dry run. kind: the source's. left_out: the parts of the source that
     are not imported, by name. notes: what was chosen, and why something is left out. is_new: False for a dry run, and
     if an earlier call had created this run.
     """
@@ -65,7 +65,7 @@ def import_checkpoint(
     dry_run: bool = False,
     progress: ShowProgress = show_nothing,
 ) -> Imported:
-    """Make the run `to` with one checkpoint, of what lies at `source`. A training restores it like any other.
+    """Create the run `to` with one checkpoint, made from the source. Training restores it like any other.
 
     A torch DCP directory is imported completely, except that optimizer state is imported only if its parameters have
     names there. From every other source the weights are imported. The result names what is left out, such as optimizer
@@ -77,12 +77,13 @@ def import_checkpoint(
     kind: dcp, huggingface, torch, lightning or fsdp. None: judge by the files.
     entries: which parts become entries, as {"policy": "app.model"}: the entry's name, and its key in the source, with
         dots between levels. None: every part, under its own name.
-    step: the optimizer steps that are done. None: as the source says it, else 0.
-    skip_values: leave out values of a DCP directory that only pickle could make, in place of refusing them.
-    keep_names: keep a `module.` with which all names of a model begin: it is the model's own, and not DDP's.
-    storage: how the buckets are reached. dry_run: write nothing. progress: called with the bytes written, and all.
+    step: the number of completed optimizer steps. None: the number in the source, or 0 if it has none.
+    skip_values: leave out values of a DCP directory that only pickle could make, instead of refusing them.
+    keep_names: keep a `module.` with which all names of a model begin: it belongs to the model, not to DDP.
+    storage: the settings for the buckets. dry_run: write nothing.
+    progress: called with the bytes written, and their total.
 
-    Does nothing if an earlier call created this run from the same bytes. Raises ConfigError for a source that cannot be
+    Do nothing if an earlier call created this run from the same bytes. Raises ConfigError for a source that cannot be
     imported and if another run exists there, and CorruptError for a damaged source. Then no run is created.
     """
     register = Register(open_store(to, storage))

@@ -110,8 +110,8 @@ def _local_box(source: SourceTensor, box: Box, names: Sequence[tuple[str, tuple[
 class NewCheckpoint:
     """The checkpoint that an import makes.
 
-    shards: see `planned`. progress: the steps and epochs that are done. restored_from: what it is an import of, for
-    people. told: called with the bytes that are read, and all.
+    shards: see `planned`. progress: the steps and epochs that are done. restored_from: the source of the import, for
+    people. told: called with the bytes that are read, and their total.
     """
 
     state: ImportedState
@@ -128,7 +128,7 @@ class NewCheckpoint:
     def write(self, register: Register, *, run_id: str, name: CheckpointName) -> Latest:
         """Write the checkpoint and create the run. Returns the body at the place: another run's if that was faster.
 
-        name: of attempt 0, and reserved.
+        name: the checkpoint's name, which is of attempt 0 and reserved.
 
         Raises CorruptError when the source's boxes overlap, or its bytes are not what it says.
         """

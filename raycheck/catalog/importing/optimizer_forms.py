@@ -21,7 +21,7 @@ _FLAT = ("state.", "param_groups.")
 class NamedOptimizer:
     """The state of an optimizer by parameter name.
 
-    names: of the parameters, by group. options: of each group. slots: by parameter. rest: the other items of
+    names: the parameters' names, by group. options: each group's options. slots: by parameter. rest: the other items of
     state_dict().
     """
 

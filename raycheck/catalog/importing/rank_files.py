@@ -31,7 +31,7 @@ def read_rank_files(files: SourceFiles, settings: ReadSettings) -> SourceState:
     sizes = {int(match[2]) for match in matches}
     models = {int(match[3]): match[0] for match in matches if match[1] == "model"}
     if len(sizes) != 1 or not models:
-        raise CorruptError(f"{files}: its files are of {sorted(sizes)} ranks; one complete set is imported")
+        raise CorruptError(f"{files}: files of {sorted(sizes)} ranks; only one complete set can be imported")
     (world_size,) = sizes
     tensors = SourceTensors()
     tree = {"model": _joined(files, models, world_size, tensors, settings)}
@@ -85,7 +85,7 @@ def _collector(found: dict[str, _Parts], rank: int, what: str) -> Callable[[torc
         shape, box, local = _part_of(tensor, rank, f"{what}: {path}")
         known = found.setdefault(path, _Parts(dtype=local.dtype, shape=shape, parts={}))
         if (known.dtype, known.shape) != (local.dtype, shape):
-            raise CorruptError(f"{what}: {path} is {local.dtype}{list(shape)} here, and other ranks have another one")
+            raise CorruptError(f"{what}: {path} is {local.dtype}{list(shape)} here, but not on other ranks")
         if box.count or not math.prod(shape):
             known.parts.setdefault(box, local)  # of replicas, the lowest rank's is used, as in a save
         return local

@@ -45,7 +45,7 @@ def latest_checkpoint(files: SourceFiles) -> FoundCheckpoint:
     recorded = _recorded(files)
     trial, folders = next(iter(by_trial.items()), ("", set()))
     if recorded is not None and recorded not in folders:
-        raise NotFoundError(f"{files}: {SNAPSHOT} says that {recorded} is the latest checkpoint, and it is not there")
+        raise NotFoundError(f"{files}: {SNAPSHOT} says that {recorded} is the latest checkpoint, but it does not exist")
     if not folders:
         raise NotFoundError(f"{files}: the experiment has no checkpoint")
     chosen = recorded or max(folders, key=_order)
@@ -73,7 +73,7 @@ def _recorded(files: SourceFiles) -> str | None:
         return None
     name = chosen.get("checkpoint_dir_name") if isinstance(chosen, dict) else None
     if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
-        raise CorruptError(f"{files.what(SNAPSHOT)} names no folder of a checkpoint: {str(name)[:100]!r}")
+        raise CorruptError(f"{files.what(SNAPSHOT)} does not name the folder of a checkpoint: {str(name)[:100]!r}")
     return name
 
 

@@ -53,7 +53,7 @@ def _header(files: SourceFiles, name: str, what: str) -> tuple[dict[str, object]
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{what}: its header is not JSON: {error}") from None
     if not isinstance(header, dict):
-        raise CorruptError(f"{what}: its header is no JSON object")
+        raise CorruptError(f"{what}: its header is not a JSON object")
     return header, 8 + length
 
 

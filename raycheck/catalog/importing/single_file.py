@@ -20,7 +20,7 @@ def read_single_file(files: SourceFiles, settings: ReadSettings) -> SourceState:
     tensors = SourceTensors()
     loaded = read_torch_file(files, files.only, tensors, verify=settings.verify)
     if not isinstance(loaded, Mapping) or not loaded:
-        raise ConfigError(f"{files} holds a {type(loaded).__name__}; a state dict, or a dict of several, is imported")
+        raise ConfigError(f"{files} contains a {type(loaded).__name__}, not a state dict or a dict of state dicts")
     if LIGHTNING_VERSION in loaded:
         return _of_lightning(loaded, tensors)
     is_state_dict = all(
@@ -28,7 +28,7 @@ def read_single_file(files: SourceFiles, settings: ReadSettings) -> SourceState:
     )
     tree = {"model": loaded} if is_state_dict else {_plain(str(key)): value for key, value in loaded.items()}
     if not is_state_dict and len(tree) < len(loaded):
-        raise ConfigError(f"{files}: several of its keys would have one name as entries: {', '.join(map(str, loaded))}")
+        raise ConfigError(f"{files}: several of its keys would be entries of one name: {', '.join(map(str, loaded))}")
     return SourceState(
         kind="torch",
         tree=tree,

@@ -68,7 +68,7 @@ class SourceFiles:
     def check(self, name: str) -> int:
         """Return a file's size in bytes. Raises CorruptError for a name that is not one of the source's files."""
         if name not in self.sizes:
-            raise CorruptError(f"{self}: {name!r} is named by the source's own documents, and is none of its files")
+            raise CorruptError(f"{self}: {name!r} is named by the source's own documents, but is not one of its files")
         return self.sizes[name]
 
     def read(self, name: str, max_bytes: int) -> bytes:
@@ -152,7 +152,7 @@ class LocalFiles(SourceFiles):
                 if not target.is_relative_to(self._allowed):
                     raise CorruptError(f"{path} is a link that leads out of {self._allowed}: it is not followed")
                 if path.exists() and not stat.S_ISREG(target.stat().st_mode):
-                    raise CorruptError(f"{path} is no file: a pipe or device is not read")
+                    raise CorruptError(f"{path} is not a file: pipes and devices are not read")
                 if path.exists():
                     yield name, target
 
@@ -203,7 +203,7 @@ class PartialFiles(SourceFiles):
 def open_source(source: str, storage: StorageSettings | None = None) -> SourceFiles:
     """List the files at an address: a folder or file of this machine, or a prefix or object in a bucket.
 
-    storage: how the bucket is reached. Raises NotFoundError when nothing lies there.
+    storage: the settings for the bucket. Raises NotFoundError if there are no files.
     """
     if kind_of(source) == "file":
         path = Path(parse_uri(source).prefix if "://" in source else source).expanduser()
@@ -215,7 +215,7 @@ def open_source(source: str, storage: StorageSettings | None = None) -> SourceFi
     else:
         files = _open_in_bucket(source, storage)
     if not files.sizes:
-        raise NotFoundError(f"{shown_uri(source)}: there is nothing")
+        raise NotFoundError(f"{shown_uri(source)}: no files were found here")
     return files
 
 

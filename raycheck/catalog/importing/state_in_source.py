@@ -13,7 +13,7 @@ from raycheck.catalog.importing.source_tensors import SourceTensors
 class SourceState:
     """The contents of a source.
 
-    kind: of the source, as named by --as. tree: the state by the source's names; its tensors are on the meta device and
+    kind: the source's, as named by --as. tree: the state by the source's names; its tensors are on the meta device and
     registered in `tensors`. files: tokenizer files, as tensors of bytes, by name. texts: configuration files of the
     model, by name. is_whole: everything is imported, not only the weights. step, epoch: None if the source does not
     contain them. left_out: what is not imported, for people. notes: what was chosen, for people.

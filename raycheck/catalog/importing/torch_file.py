@@ -135,11 +135,11 @@ def _no_archive(path: Path, what: str, error: Exception) -> str:
         start = file.read(4)
     if start[:1] == b"\x80":
         return (
-            f"{what} is a bare pickle or of the form before torch 1.6, which can neither be mapped nor judged. Where "
+            f"{what} is a bare pickle, or from before torch 1.6, and can neither be mapped nor checked. If "
             "you trust it, load it and save it again: torch.save(torch.load(file, weights_only=True), new_file)"
         )
     is_cut = start == b"PK\x03\x04"
-    return f"{what} is truncated: its end is missing" if is_cut else f"{what} is no file of torch.save: {error}"
+    return f"{what} is truncated: its end is missing" if is_cut else f"{what} is not a file of torch.save: {error}"
 
 
 def _advice(path: Path, what: str, error: Exception) -> str:
@@ -149,6 +149,6 @@ def _advice(path: Path, what: str, error: Exception) -> str:
         found = ""
     reason = f"holds objects of other kinds ({found[:500]})" if found else str(error).partition("\n")[0][:500]
     return (
-        f"{what} {reason}: only pickle could make them, which may run any code, so nothing was loaded. Where you trust "
+        f"{what} {reason}: only pickle could make them, which may run any code, so nothing was loaded. If you trust "
         "the file, load it with weights_only=False and save its state dicts alone, as torch.save({'model': ...})"
     )

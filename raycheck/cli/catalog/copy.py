@@ -30,8 +30,8 @@ def cp(  # noqa: PLR0917  typer makes options of them
     at: Annotated[
         str | None, typer.Option(help="Copy only this step, or the checkpoint of this name, into a new run.")
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on, and copy what is committed from now on.")] = False,
-    every: Annotated[float, typer.Option(help="With --follow: seconds between two looks at the source.")] = 5.0,
+    follow: Annotated[bool, typer.Option("--follow", help="Keep running: copy each new commit, too.")] = False,
+    every: Annotated[float, typer.Option(help="With --follow: seconds between two reads of the source.")] = 5.0,
     until_finished: Annotated[
         bool, typer.Option("--until-finished", help="With --follow: end when the run has come to its end.")
     ] = False,

@@ -20,7 +20,7 @@ def prune_runs(  # noqa: PLR0917  typer makes options of them
     prefix: Uri,
     policy: Annotated[Path, typer.Option(help="A YAML file with the rules.")],
     dry_run: DryRun = False,
-    depth: Annotated[int, typer.Option(min=0, help="How many folders deep runs may lie.")] = DEPTH,
+    depth: Annotated[int, typer.Option(min=0, help="How many folders deep runs may be.")] = DEPTH,
     grace: Grace = GRACE_S,
     price_per_gib_month: Price = PRICE,
     as_json: Json = False,

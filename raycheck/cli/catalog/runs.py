@@ -18,9 +18,9 @@ IN_TROUBLE = ("lost", "damaged", "newer", "unreadable")
 
 
 def runs(
-    prefix: Annotated[str, typer.Argument(help="Where the runs lie, e.g. s3://bucket/runs, or one run.")],
+    prefix: Annotated[str, typer.Argument(help="Where the runs are, e.g. s3://bucket/runs, or one run.")],
     *,
-    depth: Annotated[int, typer.Option(help="How many folders deep a run may lie below it.")] = DEPTH,
+    depth: Annotated[int, typer.Option(help="How many folders deep a run may be below it.")] = DEPTH,
     sort: Annotated[str, typer.Option(help="age (newest commit first), name or size (largest first).")] = "age",
     price_per_gib_month: Price = PRICE,
     as_json: Json = False,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from raycheck.views.tensor_change import TensorChange  # loads NumPy
     from raycheck.views.tensor_sample import TensorSample
 
-Search = Annotated[str, typer.Option(help="Show only the tensors whose name has this text in it.")]
+Search = Annotated[str, typer.Option(help="Show only the tensors whose name contains this text.")]
 Values = Annotated[str | None, typer.Option(metavar="TENSOR", help="Read values of this tensor and describe them.")]
 MaxBytes = Annotated[int | None, typer.Option(help="How many bytes of the tensor to read; 4 MiB by default.")]
 All = Annotated[bool, typer.Option("--all", help="Show equal tensors too.")]

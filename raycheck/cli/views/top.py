@@ -18,8 +18,8 @@ from raycheck.views.attempts import AttemptHistory
 from raycheck.views.in_words import age, goodput_text, short_number, size
 from raycheck.views.live import LiveRun, RunWatch, SaveUnderWay
 
-Once = Annotated[bool, typer.Option("--once", help="Print it once, and end. So it does without a terminal.")]
-Every = Annotated[float, typer.Option(help="Seconds from one look to the next.", min=0.5)]
+Once = Annotated[bool, typer.Option("--once", help="Print once and exit, as without a terminal.")]
+Every = Annotated[float, typer.Option(help="Seconds between two updates.", min=0.5)]
 MAX_ATTEMPTS = 12
 BAR_WIDTH = 30
 

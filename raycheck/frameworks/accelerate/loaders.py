@@ -104,7 +104,7 @@ class PreparedLoader:
         self._samples_before = int(state["samples"]) - self.consumed * self.order.global_batch
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises StateMismatchError when a saved position would mean different samples here."""
+        """Raise StateMismatchError when a saved position would mean different samples here."""
         self.order.check_state_dict(state["order"])
         is_over = state["consumed"] >= state["order"]["length"]
         if state["consumed"] % self.order.global_batch and not is_over:
@@ -258,7 +258,7 @@ class Loaders(DataStream):
                 own.load_state_dict(position)
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises StateMismatchError when the saved position would mean other samples here; changes nothing."""
+        """Raise StateMismatchError when the saved position would mean other samples here; changes nothing."""
         if [position is None for position in state["loaders"]] != [bool(own.order.refusal) for own in self.loaders]:
             raise StateMismatchError(
                 f"{len(state['loaders'])} loaders were prepared when this was saved, and {len(self.loaders)} here, or "

@@ -76,7 +76,7 @@ class LoaderOrder:
             self._sampler.generator.set_state(_tensor(state["generator"]))
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises StateMismatchError when a saved position would mean different samples here."""
+        """Raise StateMismatchError when a saved position would mean different samples here."""
         mine = self.state_dict()
         for name in ("sampler", "length"):
             if mine[name] != state[name]:

@@ -32,7 +32,7 @@ class ProcessCount:
         self._saved = int(state["num_processes"])
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises StateMismatchError for a scheduler that cannot be rescaled to this number of processes."""
+        """Raise StateMismatchError for a scheduler that cannot be rescaled to this number of processes."""
         here = self._accelerator.num_processes
         others = sorted({type(own).__name__ for own in self._per_process if not isinstance(own, LambdaLR)})
         if state["num_processes"] != here and others:

@@ -18,7 +18,7 @@ REFUSED = {
 
 
 def check_supported(accelerator: Accelerator) -> None:
-    """Raises ConfigError, with a remedy, for a kind of training or a setting that cannot be saved completely."""
+    """Raise ConfigError, with a remedy, for a kind of training or a setting that cannot be saved completely."""
     kind = accelerator.distributed_type
     if kind in REFUSED:
         raise ConfigError(f"raycheck.accelerate: {REFUSED[kind]}")

@@ -46,7 +46,7 @@ def fit(  # noqa: PLR0917  the arguments of Trainer.fit, in its order
     package_of(trainer)
     has_callback = any(hasattr(callback, "is_raycheck") for callback in trainer.callbacks)
     if has_callback and settings is not None:
-        raise ConfigError("the Trainer already has raycheck's Callback with settings of its own: leave settings out")
+        raise ConfigError("the Trainer already has raycheck's Callback, with its own settings: leave settings out")
     if not has_callback:
         trainer.callbacks.insert(0, Callback(settings))
     trainer.fit(model, train_dataloaders, val_dataloaders, datamodule=datamodule, ckpt_path=ckpt_path)

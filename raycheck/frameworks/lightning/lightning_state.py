@@ -101,6 +101,6 @@ def _shadowed(obj: Any, methods: Mapping[str, Any]) -> Iterator[None]:
 def _is_plain(value: object) -> bool:
     if type(value) is dict:
         return all(type(key) is str and _is_plain(item) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))  # type: ignore[call-overload]
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return all(map(_is_plain, value))
     return type(value) in PLAIN or type(value) is torch.Tensor

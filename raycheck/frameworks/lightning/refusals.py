@@ -51,7 +51,7 @@ def check_data(trainer: Any) -> None:
 
 
 def check_optimizers(trainer: Any) -> None:
-    """Raise ConfigError for an optimizer that shards its state over the ranks by itself and gathers it to save."""
+    """Raise ConfigError for an optimizer that shards its state over the ranks itself and gathers it to save."""
     for optimizer in trainer.optimizers:
         if hasattr(optimizer, "consolidate_state_dict"):
             raise ConfigError(

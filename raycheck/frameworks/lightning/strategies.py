@@ -5,7 +5,7 @@ torch.distributed.
 """
 
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -118,7 +118,7 @@ class ShardedByModule(OnThisWorker):
             this._tensor_parallel_size = 1
         if this._data_parallel_size == "auto":
             this._data_parallel_size = self._environment.world_size() // this._tensor_parallel_size
-        super().setup_environment()  # type: ignore[misc]
+        cast("Any", super()).setup_environment()
 
 
 def _refuse_averaging(callbacks: list[Any], package: str) -> None:

@@ -6,8 +6,8 @@ its first batch is fetched. A loader whose position cannot be saved is refused b
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
@@ -155,7 +155,7 @@ class LoaderConversion:
         sampler, connector = loader.sampler, self._trainer._accelerator_connector
         is_torchdatas = type(loader).__module__.startswith("torchdata.")
         is_whole = not isinstance(sampler, RandomSampler) or (
-            not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+            not sampler.replacement and sampler.num_samples == _num_samples(loader)
         )
         is_shared = isinstance(sampler, DistributedSampler) or connector.use_distributed_sampler
         is_known = type(sampler) in (RandomSampler, SequentialSampler, DistributedSampler) and is_whole
@@ -163,20 +163,24 @@ class LoaderConversion:
         if type(loader).__iter__ is not DataLoader.__iter__ and not is_torchdatas:
             problem = f"is a {type(loader).__module__}.{type(loader).__qualname__} with a custom iterator"
         elif isinstance(loader.dataset, torch.utils.data.IterableDataset):
-            problem = f"streams a {type(loader.dataset).__qualname__}"
+            problem = f"streams from a {type(loader.dataset).__qualname__}"
         elif type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
-            problem = f"makes its batches by a {type(loader.batch_sampler).__qualname__}"
+            problem = f"forms its batches with a {type(loader.batch_sampler).__qualname__}"
         elif not is_known:
-            problem = f"takes its order from a {type(sampler).__qualname__}"
+            problem = f"is ordered by a {type(sampler).__qualname__}"
         elif connector.is_distributed and not is_shared:
             problem = "gives every worker all samples (use_distributed_sampler=False)"
         if problem:
             raise ConfigError(f"the training loader {problem}, so its position is not saved. {ADVICE}")
 
 
+def _num_samples(loader: "DataLoader[Any]") -> int:
+    return len(cast("Sized", loader.dataset))
+
+
 def _check_last_batch(loader: "DataLoader[Any]", global_batch: int, *, shuffle: bool, is_first: bool) -> None:
     """Log that a last partial batch is left out. Raises ConfigError if its samples are the same in every epoch."""
-    length = len(loader.dataset)  # type: ignore[arg-type]
+    length = _num_samples(loader)
     left = length % global_batch
     if not left or loader.drop_last:
         return

@@ -42,7 +42,7 @@ def _load_hugging_face(path: str | None, parts: list[nn.Module], adapter: Any, c
         )
     if run is None and (not path or not filesystem.isdir(path)):
         raise ConfigError(
-            f"initial_load_in_hf: {path!r} is no folder; give initial_load_path, or an hf_assets_path with weights"
+            f"initial_load_in_hf: {path!r} is not a folder; give initial_load_path, or an hf_assets_path with weights"
         )
     found = adapter.to_hf(_weights(parts))
     if run is not None:

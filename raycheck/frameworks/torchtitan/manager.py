@@ -165,7 +165,7 @@ class CheckpointManager(BaseCheckpointManager):
 
 
 def _check(config: CheckpointManager.Config) -> None:
-    """Raises ConfigError for settings that cannot be honored."""
+    """Raise ConfigError for settings that cannot be honored."""
     if config.load_only:
         raise ConfigError(
             "load_only=True: a run that saves nothing does not need raycheck's CheckpointManager; load the weights "

@@ -74,7 +74,7 @@ class Counters:
         self._trainer.load_state_dict({**rest, "ntokens_seen": int(state["ntokens_seen"]) // self._ranks("loss")})
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises StateMismatchError when a step would take a different number of tokens than before."""
+        """Raise StateMismatchError when a step would take a different number of tokens than before."""
         if state["tokens_per_step"] != self.tokens_per_step:
             raise StateMismatchError(
                 f"an optimizer step took {state['tokens_per_step']} tokens over all ranks, and would take "

@@ -63,7 +63,7 @@ class Resplit:
         dataset.load_state_dict = load_and_keep_part
 
     def check(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Raises StateMismatchError when the unread samples of these ranks cannot be divided again; changes nothing."""
+        """Raise StateMismatchError when the unread samples of these ranks cannot be divided again; changes nothing."""
         epochs = {int(_dataset_state(own["state"])["epoch"]) for own in saved}
         if len(epochs) != 1:
             raise StateMismatchError(

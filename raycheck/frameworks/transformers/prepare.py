@@ -28,8 +28,7 @@ def prepare(
     settings: when and how to save. What they leave open, the trainer's arguments decide (save_strategy, save_steps,
         save_total_limit, metric_for_best_model).
     extra: further entries of the state, by name, such as a moving average of the weights, a reference model, or an
-    object with
-        state_dict and load_state_dict.
+        object with state_dict and load_state_dict.
     group: the rank's group outside Ray Train; default: Ray Train's worker group.
 
     Returns the trainer itself. Raises ConfigError, naming the setting, for what cannot be saved or restored.

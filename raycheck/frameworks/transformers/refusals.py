@@ -31,7 +31,7 @@ _KNOWN = ("transformers.", "trl.trainer.", "ray.train.")
 
 
 def refuse_trainer(trainer: Any) -> None:
-    """Raises ConfigError, naming the first setting or method of this trainer that cannot be supported."""
+    """Raise ConfigError, naming the first setting or method of this trainer that cannot be supported."""
     for problem in (*_class_problems(type(trainer)), *_parallelism(trainer), *_arguments(trainer.args)):
         raise ConfigError(problem)
 
@@ -107,7 +107,7 @@ def _arguments(args: Any) -> Iterator[str]:
 
 
 def refuse_dataset(dataset: Any) -> None:
-    """Raises ConfigError for training data without indexed samples."""
+    """Raise ConfigError for training data without indexed samples."""
     name = f"train_dataset is a {type(dataset).__module__}.{type(dataset).__qualname__}"
     advice = (
         "it cannot resume at a given sample after a restart without reading everything before it. Give a map-style "
@@ -121,7 +121,7 @@ def refuse_dataset(dataset: Any) -> None:
 
 
 def refuse_callbacks(callbacks: list[Any], saved: Mapping[str, object]) -> None:
-    """Raises ConfigError for a callback with a module or tensor that no entry of the state contains.
+    """Raise ConfigError for a callback with a module or tensor that no entry of the state contains.
 
     saved: the entries of the state.
     """

@@ -14,7 +14,7 @@ from raycheck.frameworks.transformers.trainer_run import TrainerRun
 _Trainer: Any = Trainer  # its methods are untyped
 
 
-class ResumableTrainer(_Trainer):  # type: ignore[misc]
+class ResumableTrainer(_Trainer):
     """A mixin, added to a trainer's class by `prepare`, that saves to and resumes from a run's bucket.
 
     raycheck_run: controls this trainer's run.

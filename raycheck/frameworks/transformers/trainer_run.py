@@ -268,7 +268,7 @@ class _Place:
     is_same_size: bool
 
 
-class _AtTrainBegin(TrainerCallback):  # type: ignore[misc,unused-ignore]
+class _AtTrainBegin(TrainerCallback):
     """The last callback of on_train_begin: it runs after the loop has reset its sums and before the first step."""
 
     def __init__(self, run: TrainerRun) -> None:

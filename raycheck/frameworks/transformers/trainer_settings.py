@@ -28,8 +28,8 @@ _DEFAULTS = {spec.name: spec.default for spec in fields(SaveSettings)}
 class JoinedSettings:
     """The resulting settings and the decisions behind them.
 
-    settings: for the Checkpointer. follows_strategy: whether the Trainer's save_strategy decides when to save. said:
-    for the log, what was taken from the arguments. contradictions: for the log, arguments that are ignored.
+    settings: those for the Checkpointer. follows_strategy: whether the Trainer's save_strategy decides when to save.
+    said: for the log, what was taken from the arguments. contradictions: for the log, arguments that are ignored.
     """
 
     settings: SaveSettings

@@ -1,8 +1,8 @@
 """The coordinator actor: one per driver and run, it turns the ranks' reports into commits.
 
-It holds no truth. When it dies, Ray starts it again with empty memory; the ranks repeat their calls until they are told
-a decision, and the first call of the live group makes it take the attempt over. This module gathers the ranks' calls in
-its event loop and waits; protocol_calls.py talks to the bucket, in threads.
+It is not the source of truth. When it dies, Ray starts it again with empty memory; the ranks repeat their calls until
+they are told a decision, and the first call of the live group makes it take the attempt over. This module gathers the
+ranks' calls in its event loop and waits; protocol_calls.py talks to the bucket, in threads.
 """
 
 import asyncio
@@ -61,7 +61,8 @@ NOT_COMPARED = "this rank saved before the replicas were compared; they will be 
 
 
 class Coordinator:
-    """Answer the calls of one driver's worker groups, its controller and its script. Every call may be repeated."""
+    """The coordinator of one driver: answers its worker groups, its controller and its script. Every call may be
+    repeated."""
 
     def __init__(self, uri: str, owner: str, resume: Resume = AUTO, cluster: Cluster | None = None) -> None:
         """owner: the id of the driver in `latest`. resume: only the driver's first claim obeys it. cluster: what this
@@ -463,7 +464,7 @@ class Coordinator:
             await asyncio.sleep(0.1)
 
     def _staged_on_all_ranks(self, group: str) -> list[list[Report]]:
-        """Return what was handed over but not yet reported, of each undecided save that all ranks have staged."""
+        """Return, for each undecided save that all ranks have staged, the reports that have not arrived yet."""
         found = []
         for save, handed in sorted(self._node_agents.undecided(group).items()):
             rendezvous = self._table.find(group, "save", save)
@@ -482,7 +483,7 @@ class Coordinator:
 
 
 def _which(report: Report) -> tuple[Kind, int]:
-    """Return the kind of a save, and what tells it from others of that kind: memory checkpoints have no numbers."""
+    """Return the kind of a save, and its key among those of that kind: memory checkpoints have no numbers."""
     return ("memory", report.progress.step) if report.is_in_memory else ("save", report.save)
 
 

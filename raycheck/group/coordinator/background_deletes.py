@@ -1,4 +1,4 @@
-"""Delete what retention dropped and what incomplete saves left: in the background, and one pass at a time."""
+"""Deletes what retention dropped and what incomplete saves left: in the background, and one pass at a time."""
 
 import asyncio
 import time
@@ -11,7 +11,8 @@ from raycheck.log import event, logger
 
 
 class BackgroundDeletes:
-    """Run steps 20 to 23 for a coordinator. What cannot be deleted now is tried again later; nothing waits for it."""
+    """A coordinator's deletes, steps 20 to 23. What cannot be deleted now is tried again later; nothing waits for
+    it."""
 
     def __init__(self, register: Register, tasks: CommitTasks) -> None:
         """tasks: what they still read is not deleted."""

@@ -1,4 +1,4 @@
-"""Answer the ranks of a group that ask for components of a base run (step 39): what it offers, and what they use.
+"""Answers the ranks of a group that ask for components of a base run (step 39): what it offers, and what they use.
 
 Only a setting that cannot work ends a training here. If anything else goes wrong, the ranks are told why, and upload
 what they have.
@@ -23,7 +23,7 @@ RETRIES_S = (5.0, 10.0, 20.0, 40.0)
 
 
 class BaseCalls:
-    """Make one coordinator's calls about the base of its run."""
+    """One coordinator's calls about the base of its run."""
 
     def __init__(self, register: Register, me: Identity, table: RendezvousTable) -> None:
         self._register = register

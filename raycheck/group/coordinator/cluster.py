@@ -16,7 +16,7 @@ from raycheck.group.coordinator.task_run import TaskRun
 
 
 class Metrics:
-    """Exports the numbers of a run. This one exports nothing."""
+    """The exporter of a run's metrics. This one exports nothing."""
 
     def begin(self, attempt: int, entry: Entry | None, *, now: float, is_adopted: bool = False) -> None:
         """Begin an attempt.
@@ -42,7 +42,7 @@ class Cluster:
     """What a coordinator has beyond its own process. This one is alone: it has neither nodes nor shared objects."""
 
     def metrics(self, uri: str) -> Metrics:
-        """Return what exports the metrics of the run at `uri`."""
+        """Return the exporter of the metrics of the run at `uri`."""
         del uri
         return Metrics()
 
@@ -60,7 +60,7 @@ class Cluster:
         return []
 
     def start_agent(self, kind: type, node: str) -> Any:
-        """Start an object of this class in a process of its own on a node. Return its handle."""
+        """Start an object of this class in a separate process on a node. Return its handle."""
         raise _no_agents(kind.__name__, node)
 
     def alive(self) -> dict[str, str]:

@@ -23,7 +23,7 @@ from raycheck.settings import HFExport
 
 
 class CommitTasks:
-    """Run the tasks of one run, each on one checkpoint at a time, and keep track of which are in progress.
+    """The tasks of one run, each run on one checkpoint at a time, and which of them are in progress.
 
     nodes: the ids of the ranks' nodes, in order of rank; "" means any node.
     """

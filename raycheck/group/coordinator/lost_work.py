@@ -1,4 +1,4 @@
-"""Keep what the coordinator learns about the live group between saves, to report what the end of an attempt lost.
+"""Keeps what the coordinator learns about the live group between saves, to report what the end of an attempt lost.
 
 Rank 0's newest heartbeat says how far the group is, and Ray Train's controller says what happened to it. At the next
 start, the two show how many steps were trained and lost, and why. All of this is in memory only, and only informs
@@ -16,7 +16,7 @@ MAX_CAUSE = 500
 
 
 class LostWork:
-    """Remember how far the live group is, and make the next attempt's `ResumeRecord` from it.
+    """The progress of the live group, from which the next attempt's `ResumeRecord` is made.
 
     cause: why the attempt before the live one ended. newest: the live group's newest heartbeat. has_trained: whether
     any group of this driver has completed a step, as far as this process can tell; a coordinator that was started again
@@ -39,7 +39,8 @@ class LostWork:
 
     @property
     def now(self) -> float:
-        """Return the store's time in unix seconds: that of the claim, plus what this process's clock has added."""
+        """Return the store's time in unix seconds: the claim's time plus the time that has passed on this process's
+        clock."""
         return self._began + self._clock()
 
     def claimed(
@@ -83,7 +84,7 @@ class LostWork:
     ) -> ResumeRecord | None:
         """Return how the live attempt resumes, once all its ranks have restored `entry`; None for a run's first.
 
-        arrivals: of the ranks, in order. is_from_memory: it is a memory checkpoint.
+        arrivals: the ranks' arrivals, in order. is_from_memory: `entry` is a memory checkpoint.
         """
         first = arrivals[0] if arrivals else Arrival()
         last, self._reached = self._last, (first.step, first.trained_s)

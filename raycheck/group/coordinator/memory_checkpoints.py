@@ -1,9 +1,9 @@
 """Lists the memory checkpoints of a run: which of them all ranks have sealed, and which nodes hold their shards.
 
-They lie between the checkpoints of the bucket, in the memory of the nodes' actors (on_ray/nodes/memory_shards.py), and
-never in `latest`. This list is in the coordinator's memory alone: a new driver knows nothing of it, and goes on from
-the bucket. A memory checkpoint is offered to a new group only while the bucket's newest checkpoint is the one that this
-coordinator knows, so that whoever rewinds a run in the bucket is obeyed.
+Memory checkpoints are made between those in the bucket. The nodes' actors hold them (on_ray/nodes/memory_shards.py),
+and `latest` never lists them. This list exists only in the coordinator's memory: a new driver does not know it, and
+resumes from the bucket. A memory checkpoint is offered to a new group only while the newest checkpoint in the bucket is
+the one that this coordinator knows. So a rewind of the run in the bucket takes effect.
 """
 
 import asyncio
@@ -28,16 +28,16 @@ from raycheck.group.coordinator.run_log import RunLog
 from raycheck.log import event, logger
 
 ANSWER_S = 5.0
-"""How long a claim waits for what the nodes say they hold."""
+"""How long a claim waits for the nodes to report what they hold."""
 LAST_COPIES_S = 10.0
-"""How long a claim waits for copies of what all ranks of the group before have sealed."""
+"""How long a claim waits for copies of the shards that all ranks of the previous group have sealed."""
 COPY_TIMEOUT_S = 120.0
-"""How long a copy to another node may be on its way. With the pauses in between it takes twice that."""
+"""How long a copy to another node may take to send. With the pauses in between, it takes twice that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Listed:
-    """Describes a memory checkpoint that can be restored. sizes: of its shards in bytes, by key."""
+    """A memory checkpoint that can be restored. sizes: the bytes of each of its shards, by key."""
 
     entry: Entry
     documents: Documents
@@ -45,9 +45,9 @@ class _Listed:
 
 
 class MemoryCheckpoints:
-    """Lists the newest memory checkpoint of one run, and offers it to the group that claims the run next.
+    """The newest memory checkpoint of one run, which is offered to the group that claims the run next.
 
-    problem: why there is none of the newest step at which one was wanted; "" when there is.
+    problem: why there is no memory checkpoint of the newest step at which one was wanted; "" if there is one.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class MemoryCheckpoints:
         self._problem_step: int | None = None  # None: it holds for all steps to come
 
     def overtaken(self, report: Report) -> Outcome | None:
-        """Return what became of the memory checkpoint of a rank's report if a later one was begun since.
+        """Return the outcome of a reported memory checkpoint if a later one has begun since.
 
-        Else this one is the newest: no missing rank will report an earlier one any more.
+        Otherwise this one is the newest, and no missing rank will report an earlier one.
         """
         step = report.progress.step
         self._is_used = True
@@ -96,9 +96,9 @@ class MemoryCheckpoints:
         self._head = key, step
 
     def note_problem(self, why: str, *, step: int | None = None) -> None:
-        """Record why there is no memory checkpoint, and warn about it, once while it is the same.
+        """Record why there is no memory checkpoint. Warn about it only when the reason changes.
 
-        step: the only one that has none; None: no later one will have any either.
+        step: the step that has none; None: neither this step nor any later one has one.
         """
         self._is_used = True
         self._problem_step = step
@@ -112,14 +112,14 @@ class MemoryCheckpoints:
         return found
 
     def forget(self, why: str = "") -> None:
-        """Free what is listed. why: the reason, if it should have been restored."""
+        """Free the listed checkpoint. why: the reason, if it should have been restored."""
         if why:
             self.note_problem(why)
         self._newest = None
         self._agents.keep(None, (self._attempt, -1))
 
     async def claimed(self, attempt: int, head: Entry | None) -> MemoryOffer | None:
-        """Return what the new group can restore from memory; None for nothing. What earlier groups had begun is over.
+        """Return the memory checkpoint that the new group can restore, or None. Drop what earlier groups had begun.
 
         attempt: the new group's. head: the checkpoint of the bucket that the claim names.
         """
@@ -145,7 +145,7 @@ class MemoryCheckpoints:
         return self._newest.entry.key if self._newest is not None else None
 
     async def _offer(self, newest: _Listed) -> MemoryOffer:
-        """Return what can be restored. Raises NotFoundError when the nodes that are alive have not got all of it."""
+        """Return the checkpoint that can be restored. Raises NotFoundError if the live nodes do not have all of it."""
         holders = await self._holders(newest)
         if lost := sorted(newest.sizes.keys() - holders.keys()):
             raise NotFoundError(f"no node that is alive has {', '.join(lost[:5])}")
@@ -154,7 +154,7 @@ class MemoryCheckpoints:
         return MemoryOffer(entry=newest.entry, documents=documents, holders=holders)
 
     async def conclude(self, reports: Sequence[Report]) -> Outcome:
-        """List a save of which all ranks have sealed their shards, once other nodes have copies of them.
+        """List a memory checkpoint whose shards all ranks have sealed, once other nodes have copies of them.
 
         reports: those of all ranks, in order of rank.
         """
@@ -166,7 +166,7 @@ class MemoryCheckpoints:
         lost = await self._copy(name, reports)
         if reports[0].attempt < self._attempt:  # another group has claimed the run
             return Outcome(kind="superseded", key=name)
-        if lost:  # the one before has copies, if this node is the first to go
+        if lost:  # the previous one has copies, in case this node is lost first
             text = f"node {lost[0]} lost its shards before another one had a copy"
             return Outcome(kind="failed", key=name, message=text)
         documents = Documents(manifest=made.manifest_bytes, index=made.documents[index_key(name)])
@@ -174,7 +174,7 @@ class MemoryCheckpoints:
         return Outcome(kind="committed" if is_listed else "superseded", key=name, agree_anew=made.has_copies)
 
     def _list(self, manifest: Manifest, documents: Documents) -> bool:
-        """List a memory checkpoint, unless bucket or memory has one that is as new. Returns whether it is listed."""
+        """List a memory checkpoint, unless the bucket or the memory has one as new. Return whether it is listed."""
         entry = Entry(
             key=manifest.key,
             refs=manifest.refs,
@@ -201,9 +201,9 @@ class MemoryCheckpoints:
         return True
 
     async def _copy(self, name: str, reports: Sequence[Report]) -> list[str]:
-        """Has each node copy its shards to another one. Without a copy they survive the workers, and not the node.
+        """Have each node copy its shards to another one. Without a copy, they survive the workers but not the node.
 
-        Returns the nodes whose shards no other node has a copy of and which have not got them themselves any more.
+        Return the nodes that lost their shards before any other node had a copy.
         """
         nodes = sorted({report.node for report in reports})
         zones = await asyncio.to_thread(self._cluster.alive)
@@ -212,7 +212,7 @@ class MemoryCheckpoints:
         lost = [node for node in problems if not await self._has_shards(node, name, reports)]
         if problems and not lost and not self._is_warned:
             self._is_warned = True
-            text = f"memory checkpoints survive the loss of workers, and not of a node: {min(problems.values())}"
+            text = f"memory checkpoints survive the loss of workers, but not of a node: {min(problems.values())}"
             logger.warning(event(text, run=self._store.uri))
         return lost
 
@@ -248,7 +248,7 @@ class MemoryCheckpoints:
         return problem
 
     async def _holders(self, listed: _Listed) -> dict[str, list[Holder]]:
-        """Return who holds each shard whole, by key."""
+        """Return the holders of each complete shard, by key."""
         alive = await asyncio.to_thread(self._cluster.alive)
         asked = {node: actor for node, actor in self._agents.all().items() if node in alive}
         answers = await asyncio.gather(*(self._held(actor) for actor in asked.values()))
@@ -269,7 +269,7 @@ class MemoryCheckpoints:
 def neighbours(node: str, nodes: Sequence[str], zones: Mapping[str, str]) -> list[str]:
     """Return the other nodes that may take the copies of `node`, the best one first.
 
-    nodes: those of the group, sorted. zones: of the nodes that are alive. Nodes of other zones come first, beginning
+    nodes: the group's nodes, sorted. zones: the zones of the live nodes. Nodes of other zones come first, beginning
     with the one at this node's place in its own zone, so that they share the copies evenly. Then come those that follow
     in the ring of all nodes.
     """

@@ -26,7 +26,7 @@ class NodeAgents:
         self._handed: dict[Place, dict[int, Report]] = {}  # by rank
 
     def of(self, node: str, kind: type) -> Any:
-        """Return the actor of a node, of this class, which is started if there is none."""
+        """Return the node's actor of this class. Start it if there is none."""
         if node not in self._actors:
             self._actors[node] = self.cluster.start_agent(kind, node)
         return self._actors[node]
@@ -40,9 +40,9 @@ class NodeAgents:
         return dict(self._actors)
 
     def keep(self, checkpoint: str | None, floor: tuple[int, int]) -> None:
-        """Has all nodes give back what they hold in memory, but for this checkpoint and those above the floor.
+        """Have all nodes free what they hold in memory, except this checkpoint and those above the floor.
 
-        floor: an attempt and a step. It does not wait for them.
+        floor: an attempt and a step. Do not wait for the nodes.
         """
         for actor in self._actors.values():
             self.cluster.tell(actor, "keep_shards", checkpoint, floor)
@@ -52,7 +52,7 @@ class NodeAgents:
         self._handed.setdefault((report.group, report.save), {})[report.rank] = report
 
     def ended(self, at: Place) -> None:
-        """Forgets a save that was decided, those before it, and those of other groups."""
+        """Forget a decided save, the saves before it, and the saves of other groups."""
         group, number = at
         self._handed = {place: by for place, by in self._handed.items() if place[0] == group and place[1] > number}
 
@@ -61,7 +61,7 @@ class NodeAgents:
         return {save: by for (found, save), by in self._handed.items() if found == group}
 
     async def ask_whether_saving(self, reports: Iterable[Report]) -> bool:
-        """Return whether the actors go on with what these ranks have handed in."""
+        """Return whether the actors are still uploading what these ranks handed in."""
         by_node: dict[tuple[str, str, int], list[int]] = {}
         for report in reports:
             by_node.setdefault((report.node, report.group, report.save), []).append(report.rank)

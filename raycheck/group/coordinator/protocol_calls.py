@@ -1,4 +1,4 @@
-"""Make the coordinator's calls of the bucket protocol: everything that it reads from and writes to the bucket.
+"""Makes the coordinator's calls of the bucket protocol: everything that it reads from and writes to the bucket.
 
 Each call blocks, so the coordinator makes it in a thread. bucket/protocol decides what may become of `latest`. This
 module reads what else a call needs, and passes the result to the run log, the tasks that follow a commit, and the
@@ -47,7 +47,7 @@ PROBE_ATTEMPTS = 3
 
 
 class ProtocolCalls:
-    """Make the bucket protocol's calls on behalf of one start of one driver's coordinator."""
+    """The bucket protocol's calls on behalf of one start of one driver's coordinator."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class ProtocolCalls:
     def conclude(self, reports: dict[int, Report]) -> Outcome:
         """Steps 15 to 18: turn one save's reports, none of which is of a failure, into a checkpoint, and commit it.
 
-        A failed save is an outcome. Raises only what ends the attempt or the run.
+        A failed save is an outcome, and leaves `latest` as it was (I10). Raises only what ends the attempt or the run.
         """
         began = time.monotonic()
         first = next(iter(reports.values()))
@@ -201,7 +201,7 @@ class ProtocolCalls:
         return made, at
 
     def _failed(self, error: Exception, reports: dict[int, Report]) -> Outcome:
-        """Return what all ranks are told about a failed save."""
+        """Return the outcome of a failed save, which all ranks are told."""
         first = next(iter(reports.values()))
         if is_lost := isinstance(error, ReferenceLostError):
             logger.error(event(str(error), step=first.progress.step, run=self._store.uri))

@@ -22,7 +22,7 @@ Kind = Literal["claim", "data", "peek", "restore", "base offer", "base match", "
 
 
 class Rendezvous(Generic[Arrived, Decision]):
-    """Collect values from the ranks until a decision is made, once, and return this decision to each of them.
+    """A place where values from the ranks are collected until one decision is made, which each of them is told.
 
     arrivals: the collected values, by rank; empty again after the decision.
     """
@@ -120,8 +120,8 @@ class RendezvousTable:
     def meet(self, group: str, kind: Kind, key: Any = None, *, world_size: int, awaited: str) -> Rendezvous[Any, Any]:
         """Return the rendezvous, a new one at the first call. It has failed if a rank that failed will not come.
 
-        key: distinguishes those of one kind; for a save, its number in the group, and for a memory
-            checkpoint, its step. awaited: see Rendezvous.
+        key: distinguishes rendezvous of one kind: the number of a save in the group, the step of a memory checkpoint.
+        awaited: see Rendezvous.
         """
         at = group, kind, key
         if at not in self._all:
@@ -134,7 +134,7 @@ class RendezvousTable:
         return self._all.get((group, kind, key))
 
     def of_kind(self, kind: Kind, group: str | None = None) -> list[Rendezvous[Any, Any]]:
-        """Return those of one kind. group: None for those of all groups."""
+        """Return the rendezvous of one kind. group: None for all groups."""
         return [found for at, found in self._all.items() if at[1] == kind and group in (None, at[0])]
 
     def raise_if_failed(self, group: str) -> None:
@@ -149,7 +149,7 @@ class RendezvousTable:
             self._fail_if_lost(at)
 
     def end_before(self, group: str, kind: Kind, key: int) -> None:
-        """Fail those saves of a kind before this one that are open. Forget them, and those that are decided."""
+        """Fail the open saves of a kind before this one. Forget these, and the decided ones."""
         for at in [at for at in self._all if at[:2] == (group, kind) and at[2] < key]:
             if self._all[at].is_open:
                 self._all[at].fail(SaveFailedError("a later one was begun before all ranks had reported this one"))
@@ -157,7 +157,7 @@ class RendezvousTable:
                 del self._all[at]
 
     def claimed(self, group: str) -> None:
-        """Forget those of the groups before this one, and those of this group from before its claim."""
+        """Forget the rendezvous of earlier groups, and those of this group from before its claim."""
         self._all = {at: found for at, found in self._all.items() if at[:2] == (group, "save")}
         self._failures = {lost: failure for lost, failure in self._failures.items() if lost == group}
 

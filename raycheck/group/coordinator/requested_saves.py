@@ -1,4 +1,4 @@
-"""Pass on requests for a save from outside the training loop, and wait for that save.
+"""Passes on requests for a save from outside the training loop, and waits for that save.
 
 A signal to the driver requests a save, and so does Ray Train's controller before it replaces a healthy group by a
 larger or smaller one; it does not notify the group. The caller waits here, in the coordinator's event loop, until rank
@@ -21,7 +21,7 @@ class _Request:
 
 
 class RequestedSaves:
-    """Keep the requests until a save is committed that began after rank 0 had learned of them."""
+    """The requests for a save, kept until a save is committed that began after rank 0 had learned of them."""
 
     def __init__(self) -> None:
         self._requests: list[_Request] = []

@@ -1,4 +1,4 @@
-"""Report on a run while it is running: log lines, metrics, and the two documents of each attempt.
+"""Reports on a run while it is running: log lines, metrics, and the two documents of each attempt.
 
 Nothing in a running system depends on these reports, so nothing here raises when the store fails.
 """
@@ -30,7 +30,7 @@ TICK_S = 5.0
 
 
 class RunLog:
-    """Write the log lines, metrics and attempt documents of one run, as one coordinator sees it."""
+    """The log lines, metrics and attempt documents of one run, as one coordinator sees it."""
 
     def __init__(self, store: Store, metrics: Metrics | None = None) -> None:
         self._store = store

@@ -13,7 +13,7 @@ from raycheck.settings import HFExport
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskRun:
-    """Describes one task on one checkpoint to the processes that run it.
+    """One task on one checkpoint, in a form for the processes that run it.
 
     uri: the run's root. name: the task's. task: an export, or a pickled function. nodes: see `CommitTasks`.
     """

@@ -14,7 +14,7 @@
     training_progress   stop the clock, count the step, keep its metrics
     save_queue          find out which saves have been committed, or have failed
     heartbeat           find out whether the attempt is fenced, and whether the driver asks for a save
-    save_triggers       decide whether to save now, and as what: each rank by itself for steps and epochs
+    save_triggers       decide whether to save now, and as what: each rank alone for steps and epochs
     rank_zero_decision    ... by rank 0's broadcast for everything else: time, tokens, the user's function,
     young_daly            ... an interval from SaveSettings(overhead=...),
     preemption            ... and a node that is about to be taken away
@@ -27,7 +27,7 @@ What is uploaded when: as soon as this rank's shards are copied, the save thread
 save after the other, by the rank itself or by its node's actor (ports.NodeSink). Whichever uploads them also reports
 them to the coordinator (upload_and_report), which commits the checkpoint once all ranks have reported
 (group/coordinator). Only then does rank 0's save thread write the small pointer object by which Ray knows the
-checkpoint (ports.Reporter). A memory checkpoint (memory_saves) is a save with another sink, and takes the same way
+checkpoint (ports.Reporter). A memory checkpoint (memory_saves) is a save with another sink, and takes the same path
 through a second save thread, so that neither waits for the other.
 
 `Checkpointer.close` saves the last step if it is not saved, waits for its commit, and writes into `latest` that the run

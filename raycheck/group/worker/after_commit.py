@@ -23,7 +23,7 @@ MAX_FUNCTION_BYTES = 1024 * 1024
 
 
 class AfterCommitTasks:
-    """Begin the tasks of one Checkpointer's settings, and wait for them as their modes say."""
+    """The tasks in one Checkpointer's settings: begins them, and waits for them as their modes say."""
 
     def __init__(
         self, tasks: Mapping[str, AfterCommit], group: Group, models: Sequence[str], watch: FencingWatch
@@ -102,7 +102,7 @@ class AfterCommitTasks:
 
 
 def _as_sent(name: str, item: AfterCommit, models: Sequence[str], group: Group) -> HFExport | bytes:
-    """Return what the coordinator is sent. Raises ConfigError for a task that could not run."""
+    """Return the task in the form that is sent to the coordinator. Raises ConfigError for a task that could not run."""
     task = item.task
     if not isinstance(task, HFExport):
         try:

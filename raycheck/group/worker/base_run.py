@@ -1,4 +1,4 @@
-"""Have the ranks of a new run refer to frozen components of its base run instead of uploading them. Step 39.
+"""Lets the ranks of a new run refer to frozen components of its base run instead of uploading them. Step 39.
 
 This is done once, before the first step, for what no restore has read from the bucket. Each byte of the base is read
 and compared with the live tensors. If a base cannot be used, that costs an upload, and one line in the log.
@@ -19,11 +19,11 @@ from raycheck.transfer.referred_component import ReferredComponent, difference, 
 from raycheck.transfer.stage.local_box import LocalBox
 
 BASE_TIMEOUT_S = 3600.0
-"""How much later than the first rank the last one may have compared its tensors."""
+"""How long after the first rank the last one may finish comparing its tensors."""
 
 
 def refer_to_base(group: Group, state: TrainState, uri: str, known: Sequence[str] = ()) -> None:
-    """Refer to those of this run's frozen components that the base run at `uri` has. Every rank calls it.
+    """Refer to the frozen components of this run that the base run at `uri` has. Every rank calls it.
 
     known: components that a restore has found in the bucket. Raises ConfigError when the run at `uri` cannot be a base,
     and what ends the attempt.

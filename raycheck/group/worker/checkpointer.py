@@ -1,7 +1,8 @@
 """The Checkpointer is what a training loop talks to: it restores, counts steps, saves when due, and waits at the end.
 
 This module is the public surface, and what happens before training: claim, peek and restore. What happens at each step
-is in live_attempt.py, when to save in save_triggers.py, and what a save does in save_queue.py. All ranks decide alike.
+is in live_attempt.py, when to save in save_triggers.py, and what a save does in save_queue.py. All ranks make the same
+decisions.
 """
 
 import time
@@ -58,7 +59,7 @@ RESTORE_FIRST = "call restore() before the first step: it claims the run, also a
 
 
 class Checkpointer:
-    """Save and restore the state of a training, on all ranks together, directly to and from object storage.
+    """The object that saves and restores a training run's state, on all ranks together, directly in object storage.
 
     Use it as a context manager. Every rank makes the same calls in the same order.
 
@@ -181,8 +182,8 @@ class Checkpointer:
         out to be damaged only at the restore, the attempt ends with SupersededError, and the next attempt's peek finds
         another checkpoint. A second call returns the first result. at, only, skip, on_corrupt: as for `restore`.
 
-        Raises FencedError, DamagedError, CorruptError, and ConfigError after `restore`, or for an `at`, only or skip
-        with which the first result would be another one.
+        Raises FencedError, DamagedError, CorruptError, and ConfigError if called after `restore`, or if `at`, only or
+        skip would change the first result.
         """
         if self._is_restored and self._preview is None:
             raise ConfigError("peek() comes before restore(), whose result has the step, the epoch and the report")
@@ -280,11 +281,14 @@ class Checkpointer:
         return self._state, tasks
 
     def _claim_run(self, at: Resume, selection: Selection) -> Claim:
-        """Claim the run, unless `peek` has done so. Raises ConfigError when that was asked for something else."""
+        """Claim the run, unless `peek` has done so. Raises ConfigError if `peek` was called with another `at`."""
         if self._claim is None:
             self._at, self._claim = at, claim_run(self._group, at)
         elif at not in (AUTO, self._at):
-            raise ConfigError("peek() has claimed the run without this at=...; give it to peek, or to restore alone")
+            raise ConfigError(
+                "peek() has already claimed the run, with another at=...: pass at=... to the first peek(), or to "
+                "restore() alone"
+            )
         if self._preview is not None:
             self._preview.check(selection)
         return self._claim

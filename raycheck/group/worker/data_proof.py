@@ -1,4 +1,4 @@
-"""Prove the data source of a training on all ranks together, before the first step."""
+"""Proves the data source of a training run on all ranks together, before the first step."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Claim the run, and restore it on all ranks together: a restore is over when every rank has completed it.
+"""Claims the run, and restores it on all ranks together: a restore is over when every rank has completed it.
 
 When one rank finds the checkpoint damaged, all of them go back to the one before it. That decision is written into
 `latest` before any rank trains (step 26). This is the ranks' side; the coordinator's is in coordinator/actor.py.
@@ -218,21 +218,21 @@ def _read_together(
             assert result is not None, "a rank that found damage never gets a final decision"
             return _Agreed(claim=claim, result=result, resume=decision.resume)
         claim = decision.claim
-        if claim.entry is None:  # some of the state may be that of the memory checkpoint
+        if claim.entry is None:  # some of the state may come from the memory checkpoint
             raise SupersededError(
                 f"rank {group.rank}: {mine.key} is lost ({decision.message}), and the bucket has no checkpoint yet; "
-                "start the workers again, which begin the run anew"
+                "restart the workers, which start the run from the beginning"
             )
         if peeked is not None:
-            # The script has acted on what peek() said of the damaged one. All ranks are told so, and all start again.
+            # The script has acted on what peek() returned for the damaged one. All ranks get this error.
             raise SupersededError(
-                f"rank {group.rank}: peek() answered for {mine.key}, which is damaged ({decision.message}); start the "
-                f"workers again: peek() will answer for {claim.entry.key}"
+                f"rank {group.rank}: peek() described {mine.key}, which is damaged ({decision.message}); restart the "
+                f"workers: peek() will then describe {claim.entry.key}"
             )
 
 
 def _checkpoint(group: Group, claim: Claim, entry: Entry) -> Checkpoint:
-    """Return what this rank has to read: the checkpoint in the bucket, or one that the nodes hold in memory."""
+    """Return the checkpoint that this rank has to read: from the bucket, or from the nodes' memory."""
     if claim.memory is None:
         return Checkpoint(group.store, entry, group.fetch(claim.documents))
     reader = group.memory_reader(claim.memory.holders)

@@ -20,7 +20,7 @@ WATCH_S = 45.0
 
 
 class Heartbeat:
-    """Send rank 0's heartbeats to the coordinator. It never waits, and sends nothing on the other ranks."""
+    """The sender of rank 0's heartbeats to the coordinator. It never waits, and sends nothing on the other ranks."""
 
     def __init__(self, group: Group, clock: Callable[[], float] = time.monotonic) -> None:
         self._group = group
@@ -44,7 +44,7 @@ class Heartbeat:
 
 
 class FencingWatch:
-    """Find out, in a thread on rank 0, that the attempt is over, even when no save is due.
+    """A thread on rank 0 that finds out when the attempt is over, even when no save is due.
 
     over: the error that ended it, None while it is live.
     """

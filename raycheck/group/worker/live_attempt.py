@@ -1,4 +1,4 @@
-"""Run one rank's saving while its attempt is the live one: from the end of restore() to the end of training.
+"""Runs one rank's saving while its attempt is the live one: from the end of restore() to the end of training.
 
 A step costs one copy of the state; save_queue.py does the rest in the background. `end_step` shows the order in which
 everything happens.
@@ -80,7 +80,7 @@ class StartingPoint:
 
 
 class LiveAttempt:
-    """Count, decide, save and report on one rank, from the restore to the end of its attempt."""
+    """One rank's part in the live attempt: counts, decides, saves and reports, from the restore to the end."""
 
     def __init__(
         self,
@@ -172,7 +172,8 @@ class LiveAttempt:
         self._clock.go()
 
     def _save_to_memory(self, kind: SaveKind | None) -> None:
-        """Begin a memory checkpoint if one is due. kind: of the save to the bucket that this step begins, if any.
+        """Begin a memory checkpoint if one is due. kind: the kind of the save to the bucket that this step begins, if
+        any.
 
         When this step also saves to the bucket, a memory checkpoint is begun only if a node is about to be taken away,
         because the other nodes then have a copy sooner.
@@ -352,7 +353,8 @@ class LiveAttempt:
         step = self._counter.step
         saved = f"step {step} is saved" if self._queue.saved_step == step else f"step {step} is not saved"
         self._watch.over = SupersededError(
-            f'rank {self._group.rank}: a node of this group is about to go, {saved}; leaving by on_preempt="restart"'
+            f"rank {self._group.rank}: a node of this group is about to be taken away, {saved}; "
+            'leaving by on_preempt="restart"'
         )
         raise self._watch.over
 

@@ -1,6 +1,6 @@
 """Memory checkpoints of one rank: saves whose sink is the memory of its node's actor.
 
-There are two buffers: the newest listed memory checkpoint lies in one, while the next is staged into the other. Nothing
+There are two buffers: one holds the newest listed memory checkpoint, while the next is staged into the other. Nothing
 that goes wrong here stops the training, or touches the bucket: a memory checkpoint is then not listed, and the
 coordinator's log says why.
 """
@@ -28,7 +28,7 @@ OUTCOME_S = 1.0
 
 
 class MemorySaves:
-    """Make this rank's memory checkpoints, one at a time.
+    """This rank's memory checkpoints, made one at a time.
 
     newest_step: the step of the newest that is listed; -1 for none.
     """
@@ -42,9 +42,9 @@ class MemorySaves:
         agree: Callable[[Report, bool], None],
         timeout_s: float,
     ) -> None:
-        """report: all that is the same in each report of this attempt. agree: has the ranks settle who writes each
-        replica, unless they have; True: that is in doubt again. It raises SaveFailedError when they cannot now.
-        timeout_s: how long one may take."""
+        """report: everything that is the same in each report of this attempt. agree: has the ranks agree on who writes
+        each replica, unless they have; called with True, the agreement is in doubt. It raises SaveFailedError if they
+        cannot agree now. timeout_s: how long one may take."""
         self._agree = agree
         self._state = state
         self._group = group
@@ -70,7 +70,7 @@ class MemorySaves:
     def begin(self, progress: Progress, *, trained_s: float, is_by_notice: bool = False) -> None:
         """Stage the state for a memory checkpoint of this step. Every rank calls it at the same steps.
 
-        is_by_notice: it is one because a node is about to go.
+        is_by_notice: it is made because a node is about to be taken away.
         """
         report = replace(self._report, progress=progress, trained_s=trained_s, is_by_notice=is_by_notice)
 
@@ -84,7 +84,8 @@ class MemorySaves:
             return  # the coordinator is told, and logs it
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Learn how the one under way has ended, and so which buffer is free. timeout_s: seconds to wait for that."""
+        """Find out how the one in progress has ended, and thereby which buffer is free. timeout_s: how long to wait for
+        it."""
         if self._under_way is None:
             return
         staged, outcome = self._under_way
@@ -93,7 +94,7 @@ class MemorySaves:
         self._under_way = None
         try:
             found, ended = outcome.result()
-        except Exception as error:  # noqa: BLE001  whatever it was, training goes on, and the bucket has the truth
+        except Exception as error:  # noqa: BLE001  whatever it was, training continues, and the bucket has the truth
             staged.keep_buffers_apart()  # the coordinator may list it all the same
             text = f"no memory checkpoint: {type(error).__name__}: {error}"
             logger.warning(event(text, rank=self._group.rank, run=self._group.uri))
@@ -106,7 +107,7 @@ class MemorySaves:
             self._not_before = ended + min(2.0 ** min(self._failures, 10), MAX_PAUSE_S)
 
     def hurry(self) -> None:
-        """Have the copies to other nodes go without pauses from now on, since a node is about to go."""
+        """Send the copies to other nodes without pauses from now on, because a node is about to be taken away."""
         self._node.hurry(self._report.attempt)
 
     def stop(self) -> None:
@@ -116,7 +117,7 @@ class MemorySaves:
     def _stage(self, report: Report) -> StagedState:
         self.poll(OUTCOME_S)  # on rank 0 it has ended, or this one would not have begun
         if self._under_way is not None:
-            raise SaveFailedError("the memory checkpoint before it is still under way")
+            raise SaveFailedError("the previous memory checkpoint is still in progress")
         is_in_doubt, self._is_in_doubt = self._is_in_doubt, False
         self._agree(report, is_in_doubt)
         return self._state.stage_for_memory(report.progress, self._slot)

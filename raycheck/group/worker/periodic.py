@@ -1,4 +1,4 @@
-"""Decide when a script's own periodic work is due, such as evaluation or logging.
+"""Decides when a script's own periodic work is due, such as evaluation or logging.
 
 All ranks get the same answer: each of them counts steps and epochs, and time is rank 0's clock, which is broadcast with
 its other decisions. The last turn is part of the state. So a restart neither forgets work that is due nor repeats work
@@ -16,7 +16,7 @@ from raycheck.settings import check_triggers
 
 
 class Periodic:
-    """Decide when the script's own work is due.
+    """A schedule for the script's own periodic work.
 
     Put it into the state, and call `take_turn` after `end_step` and `end_epoch`.
 
@@ -81,7 +81,7 @@ class Periodic:
 
 
 def _is_passed(last: int, now: int, every: int | None) -> bool:
-    """Return whether a multiple of `every` lies between the last turn and now."""
+    """Return whether a multiple of `every` is between the last turn and now."""
     return every is not None and now // every > last // every
 
 
@@ -97,7 +97,7 @@ def periodics_of(entries: Mapping[str, object], group: Group, *, is_led: bool) -
             raise ConfigError(f"state[{name!r}]: Periodic(every_s=...) belongs in the driver's state")
         if periodic.every_s is not None and group.broadcast is None and group.world_size > 1:
             raise ConfigError(
-                f"state[{name!r}]: Periodic(every_s=...) needs Group(broadcast=...): ranks must decide alike"
+                f"state[{name!r}]: Periodic(every_s=...) needs Group(broadcast=...): ranks must make the same decision"
             )
     return list(found.values())
 

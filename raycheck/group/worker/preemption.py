@@ -1,4 +1,4 @@
-"""Decide what rank 0 saves when a node of the group is about to be taken away.
+"""Decides what rank 0 saves when a node of the group is about to be taken away.
 
 It saves at once, because nodes have disappeared before their announced time. A final save starts as late as possible
 while still finishing before the deadline, so that little of the work since then is lost. It begins no save that cannot

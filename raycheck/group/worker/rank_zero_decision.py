@@ -1,4 +1,4 @@
-"""Make rank 0's decisions known to every rank, by a broadcast.
+"""Makes rank 0's decisions known to every rank, by a broadcast.
 
 Step triggers are arithmetic and need no broadcast. Rank 0 decides everything else (time, tokens, preemption, the user's
 own function, which commit to report) and sends it to all ranks in one small broadcast every k steps. k is chosen so
@@ -47,7 +47,7 @@ class RankZeroDecision:
 
 
 class DecisionBroadcast:
-    """Share rank 0's decisions with all ranks, and choose after how many steps to do so again.
+    """The broadcast of rank 0's decisions to all ranks, and the choice after how many steps the next one follows.
 
     is_each_step: a decision is needed at every step. again_s: seconds until the next broadcast, as rank 0 expects them.
     """

@@ -1,4 +1,4 @@
-"""Tells people after a restore what has changed since the save, and what does not go on where it was.
+"""Logs after a restore what has changed since the save, and which data does not resume where it was.
 
 Each notice is a log line and changes nothing.
 """
@@ -47,9 +47,9 @@ def warn_of_other_position(group: Group, preview: Preview, restored: Progress) -
 def say_what_begins_anew(group: Group, restored: Progress | None) -> None:
     """Log what happens to data whose position is not in the state, and warn about an interrupted epoch of Ray Data.
 
-    It does so at a run's first start, and whenever it happens. It is not an error: a run of one epoch loses nothing,
-    and for a run that is restarted at night, repeated samples are better than the end of the run. restored: None in a
-    fresh run.
+    This is logged at a run's first start, and whenever it happens. It is not an error: a run of one epoch loses
+    nothing, and for a run that is restarted at night, repeated samples are better than the end of the run. restored:
+    None in a fresh run.
     """
     names = ", ".join(host().dataset_names())
     if group.rank or (restored is not None and restored.epoch_step == 0) or not (names or restored):
@@ -59,12 +59,12 @@ def say_what_begins_anew(group: Group, restored: Progress | None) -> None:
         text = "no position in the data was restored: the script's own loader decides where it begins"
         logger.info(event(text, **counts, run=group.uri))
         return
-    happens = "the epoch begins anew after a restart in the middle of it, while step and schedule go on"
+    happens = "after a restart in mid-epoch, the epoch starts over while step and schedule continue"
     if restored is not None:
-        happens = "they begin this epoch anew, so that its samples are trained on again"
+        happens = "they start this epoch over, so its samples are trained on again"
     text = (
-        f"the datasets of Ray Data ({names}) cannot report their position: {happens}. raycheck.RayData(name, id=...) "
-        "in the place of get_dataset_shard and in the state goes on where the epoch was. Without it, call end_epoch() "
-        "after each epoch and loop over range(at.epoch, epochs)"
+        f"the datasets of Ray Data ({names}) cannot report their position: {happens}. To resume in mid-epoch, use "
+        "raycheck.RayData(name, id=...) instead of get_dataset_shard, and add it to the state. Without it, call "
+        "end_epoch() after each epoch and loop over range(at.epoch, epochs)"
     )
     logger.warning(event(text, **counts, run=group.uri))

@@ -1,7 +1,7 @@
 """The handle that `Checkpointer.save` returns: whether its save is committed, and the checkpoint that it became.
 
 It only waits for what the save thread is told. Counting failures, and ending the training after too many of them,
-remains with the queue, in the training thread. So a handle may be asked on any rank, in any thread, or on none.
+remains with the queue, in the training thread. So any rank may use its handle, in any thread, or no rank at all.
 """
 
 from concurrent.futures import Future, wait
@@ -16,7 +16,7 @@ from raycheck.group.coordinator.messages import Outcome
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointInfo:
-    """Describes the checkpoint that a save became.
+    """The checkpoint that a save became.
 
     uri: the run's, as `raycheck.open_run` takes it. key: the checkpoint's name in the run. Both are "" when raycheck is
     turned off. unnamed: why the checkpoint does not have the name that the save asked for; "" when it has, or when the
@@ -31,7 +31,7 @@ class CheckpointInfo:
 
 
 class SaveHandle:
-    """Waits for one save. It may be used on any rank and in any thread, also after the Checkpointer is closed.
+    """A handle on one save. It may be used on any rank and in any thread, also after the Checkpointer is closed.
 
     When `save` returns, the state may change, and the upload needs nothing more from the training thread. A shard that
     is uploaded in slices keeps `save` itself waiting until the last slice is copied. So `result` never waits for the

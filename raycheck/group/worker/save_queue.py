@@ -58,7 +58,7 @@ class SaveStatus:
 
     @classmethod
     def of_slowest(cls, ranks: Sequence["SaveStatus"]) -> Self:
-        """Return the status of a group: each value is that of its slowest rank."""
+        """Return the status of a group: each value is its slowest rank's."""
         return cls(
             is_busy=any(rank.is_busy for rank in ranks),
             busy_s=max((rank.busy_s for rank in ranks if rank.busy_s is not None), default=None),
@@ -87,7 +87,7 @@ class _UnderWay:
 
 
 class SaveQueue:
-    """Stage this rank's saves, have them uploaded one by one, and find out how each ended.
+    """This rank's saves: staged, uploaded one by one, and each with its outcome.
 
     saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save. newest: name of the
     checkpoint that was committed or restored last. save_s: how long the newest commit took. saves: how many saves were
@@ -326,13 +326,13 @@ class SaveQueue:
         """
         if self._pending:
             names = ", ".join(str(save.report.save) for save in self._pending)
-            return f"save(s) {names} of this attempt have not ended in time; they go on"
+            return f"save(s) {names} of this attempt have not ended in time; they continue"
         if self._last_failed > max(0, self.saves - self._settings.buffers):
             return f"not every save was committed: {self._last_failure}"
         return ""
 
     def finish(self, step: int) -> None:
-        """Wait for the last save, that of `step`. Raises SaveFailedError when it is not committed."""
+        """Wait for the last save, which is of `step`. Raises SaveFailedError when it is not committed."""
         failures = self._failures_in_a_row
         self.wait(self.longest_s)
         if self._pending or self._failures_in_a_row > failures or self.saved_step != step:
@@ -352,7 +352,7 @@ class SaveQueue:
             self._reporter.point_to(self._newest_commit)
 
     def memory_saves(self) -> MemorySaves:
-        """Return what makes this rank's memory checkpoints."""
+        """Return the maker of this rank's memory checkpoints."""
         timeout_s = self._settings.save_timeout_s
         return MemorySaves(self._state, self._group, self._report, agree=self._agree_for_memory, timeout_s=timeout_s)
 
@@ -380,8 +380,8 @@ class SaveQueue:
     def _take_doubt(self, number: int) -> bool:
         """Return whether it is uncertain that the replicas are equal, and that one rank writes each.
 
-        number: of the save that begins. The answer comes from the newest save whose outcome all ranks know, and is
-        given once. Of later saves, some ranks may know the outcome and others may not.
+        number: the number of the save that begins. The answer comes from the newest save whose outcome all ranks know,
+        and is given once. Of later saves, some ranks may know the outcome and others may not.
         """
         return self._must_agree_after.pop(number - self._settings.buffers, False) or not self._has_agreed
 
@@ -440,7 +440,7 @@ class SaveQueue:
         return agreement
 
     def _note_failure(self, number: int, message: str, *, is_cured_by_next: bool = False) -> None:
-        """Count a failed save. Raises SaveFailedError after too many in a row.
+        """Count a failed save. Raises SaveFailedError after too many in a row, and not before (I10).
 
         is_cured_by_next: see Outcome. The first such failure does not count: it must not end the training before the
         next save.
@@ -449,7 +449,7 @@ class SaveQueue:
         self.is_cured_by_next = is_cured_by_next
         self._failures_in_a_row += counts
         self.failed += 1
-        self._must_agree_after[number] = True  # all ranks hear of the failure, so all of them come to the agreement
+        self._must_agree_after[number] = True  # all ranks are told of the failure, so all will agree
         self._last_failure, self._last_failed = message, max(number, self._last_failed)
         self._state.components.forget()
         if number == self.saves:  # otherwise a later one is in flight

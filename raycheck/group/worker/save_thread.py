@@ -1,4 +1,4 @@
-"""The way of one rank's saves to their sink: staged in the training thread, then kept and reported in the background.
+"""The path of one rank's saves to their sink: staged in the training thread, then kept and reported in the background.
 
 Saves to the bucket have one, and memory checkpoints another, so that neither waits for the other.
 """
@@ -22,7 +22,7 @@ StagedSave = tuple[StagedState, Future[tuple[Outcome, float]]]
 
 
 class SaveThread:
-    """Stage one rank's saves, and have them kept and reported in a background thread, in the order they begin in."""
+    """A background thread that has one rank's staged saves kept and reported, in the order in which they began."""
 
     def __init__(self, group: Group, sinks: Sequence[Sink], *, timeout_s: float, name: str) -> None:
         """sinks: a save goes to the first one that takes it. timeout_s: how long one may take. name: the thread's."""

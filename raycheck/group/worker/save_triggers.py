@@ -21,7 +21,7 @@ from raycheck.settings import SaveSettings, function_name
 
 
 class SaveTriggers:
-    """Decide when to save, with the same result on every rank. Every rank calls its methods at the same steps.
+    """The decision when to save, which is the same on every rank. Every rank calls its methods at the same steps.
 
     is_preempted: a node is about to be taken away, so training should wait for nothing but a save. clock_s: rank 0's
     seconds of training in this attempt, as last broadcast. must_reach_memory: a node is about to be taken away, and the
@@ -67,7 +67,7 @@ class SaveTriggers:
         }
         for name, is_set in decided_by_rank_zero.items():
             if is_set and not self._broadcast.is_possible:
-                raise ConfigError(f"SaveSettings({name}) needs Group(broadcast=...): ranks must decide alike")
+                raise ConfigError(f"SaveSettings({name}) needs Group(broadcast=...): ranks must make the same decision")
 
     def start_at(self, progress: Progress, claims: Sequence[float]) -> None:
         """Start counting here. claims: when the run's attempts began, by the store's clock, in order."""
@@ -137,8 +137,8 @@ class SaveTriggers:
         """Decide, together with all ranks, whether to save at the end of this step, and as what.
 
         progress: rank 0's token count is used. is_busy: the next save would wait for one of this rank. busy_s: how long
-        the saves in progress may still take. metrics: of the step. Raises ConfigError, on all ranks, for what the
-        user's own function raised.
+        the saves in progress may still take. metrics: the step's. Raises ConfigError, on all ranks, for what the user's
+        own function raised.
         """
         self._decision, self.tasks = RankZeroDecision(step=None), ()
         step, self._tokens = progress.step, progress.tokens
@@ -185,7 +185,7 @@ class SaveTriggers:
         )
 
     def _kind_at_epoch(self, epoch: int) -> SaveKind | None:
-        """Return what is due for the epochs that ended since the last decision.
+        """Return the kind of save that is due for the epochs that ended since the last decision.
 
         An epoch counts even if the script did not call end_epoch and the data simply continued.
         """
@@ -221,7 +221,7 @@ class SaveTriggers:
             return
         self.skipped, self._skipped_step = self.skipped + 1, step
         if self._group.rank == 0:
-            logger.warning(event("skipped a save: the one before is under way", step=step, run=self._group.uri))
+            logger.warning(event("skipped a save: the previous one is in progress", step=step, run=self._group.uri))
 
     def _hear_rank_zero(self, step: int, *, is_busy: bool, busy_s: float, metrics: Mapping[str, object]) -> None:
         began = time.monotonic()
@@ -293,8 +293,8 @@ class SaveTriggers:
                 save_s=self._save_s, busy_s=busy_s, again_s=self._broadcast.again_s
             )
         can_save = self._preemption.can_save_in_time(save_s=self._save_s, busy_s=busy_s)
-        then = "saving" if can_save else "too little time for a save; one that is under way goes on"
-        logger.warning(event(f"a node of this group is about to go: {then}", step=step, run=self._group.uri))
+        then = "saving" if can_save else "too little time for another save; one in progress continues"
+        logger.warning(event(f"a node of this group is about to be taken away: {then}", step=step, run=self._group.uri))
         return can_save
 
     def _tasks_by_time(self, *, is_busy: bool) -> tuple[str, ...]:
@@ -305,7 +305,7 @@ class SaveTriggers:
         return tuple(n for n, task in self._tasks.items() if _is_over(now - self._run_at[n], task.every_s))
 
     def _kind_by_time(self, *, is_busy: bool) -> SaveKind | None:
-        """Return what is due by time, by tokens, or because somebody requested a save. Rank 0 decides by it."""
+        """Return the kind of save that is due by time, by tokens, or on request. Rank 0 uses it for its decision."""
         settings, now = self._settings, time.monotonic()
         if is_busy and settings.when_busy == "skip" and not self._is_wanted:
             return None

@@ -1,4 +1,4 @@
-"""Count a training's progress, measure how long it trains, and convert the metrics of its steps.
+"""Counts a training's progress, measures how long it trains, and converts the metrics of its steps.
 
 The counts are stored in a checkpoint as `progress`; the seconds are its `trained_s`.
 """
@@ -19,7 +19,8 @@ from raycheck.state.entries.per_rank_entries import PerRank, RankZero, inside
 
 
 class ProgressCounter:
-    """Count steps, tokens and episodes; also epochs and samples, unless a DataStream in the state counts them.
+    """The counts of steps, tokens and episodes; also of epochs and samples, unless a DataStream in the state counts
+    them.
 
     decides: whether this rank takes part in the decision to save; False when a driver decides for it. is_preempted: a
     node of the group is about to be taken away, as far as that driver has said.
@@ -112,7 +113,7 @@ class ProgressCounter:
 
 
 class TrainingClock:
-    """Measure seconds of training: those in the restored state, plus those of the steps since. Saves do not count.
+    """The seconds of training: those in the restored state, plus those of the steps since. Saves do not count.
 
     It runs between the end of one `end_step` and the beginning of the next. trained_s: the sum. step_s: how long the
     last step took.

@@ -1,4 +1,4 @@
-"""Upload one staged save, and report it to the coordinator: in the rank's save thread, or in its node's actor.
+"""Uploads one staged save, and reports it to the coordinator: in the rank's save thread, or in its node's actor.
 
 A save always ends in an outcome that all ranks are told, or in an error at the deadline: any failure here is reported,
 since the other ranks must not wait for this one (I9).
@@ -21,7 +21,7 @@ from raycheck.transfer.stage.shared_memory import MemoryPlace
 
 
 class Uploader:
-    """Upload and report the saves of one rank, one after the other.
+    """The uploads of one rank's saves, each reported before the next one begins.
 
     refusal: why this process may not upload at all, as the newest save has shown; "" when it may.
     """

@@ -1,4 +1,4 @@
-"""Compute how long to train between two saves from the user's budget, SaveSettings(overhead=...).
+"""Computes how long to train between two saves from the user's budget, SaveSettings(overhead=...).
 
 Saving too often costs time at every save; saving too rarely costs the work that a failure loses. Young (1974) and Daly
 (2006) balance the two by the cost of a save and the mean time between failures. Rank 0 observes both: the cost in its
@@ -34,7 +34,7 @@ def mtbf_s(claims: Sequence[float], now: float) -> float:
 
 
 class Interval:
-    """Measure what saves cost, and compute from this how long to train between two of them.
+    """The measured cost of saves, and the training time between two saves that follows from it.
 
     overhead: the share of training time that saves may cost. at_most_s: the longest interval; None for no limit.
     """

@@ -43,8 +43,8 @@ from raycheck.on_ray.actors.actor_rank import (
     result_of,
 )
 from raycheck.on_ray.actors.driver_state import DriverState
-from raycheck.on_ray.actors.preemption_notices import PreemptionNotices
 from raycheck.on_ray.api.calls import results, run_in
+from raycheck.on_ray.api.preemption_notices import PreemptionNotices
 from raycheck.on_ray.fit import settle_resume
 from raycheck.on_ray.ray_group import RayGroup, start_coordinator
 from raycheck.settings import SaveSettings, function_name
@@ -56,7 +56,7 @@ _driver_ids: dict[tuple[str, str | int], str] = {}
 
 
 class ActorCheckpointer:
-    """Save and restore the state of Ray actors, and the state of the driver, as one run at `uri`.
+    """The object that saves and restores the state of Ray actors, and of their driver, as one run at `uri`.
 
     actors: their handles, in rank order. state_of: called in each actor with the actor's instance; returns its state in
     the form that a Checkpointer takes. What is equal on all ranks is saved once, sharded tensors by all ranks. state:
@@ -352,7 +352,7 @@ class ActorCheckpointer:
 
 
 class ActorSaveHandle:
-    """Waits for one save of a group of actors, as SaveHandle does for a rank's. It asks rank 0's actor."""
+    """A handle on one save of a group of actors, like SaveHandle for a rank's. It asks rank 0's actor."""
 
     def __init__(self, actor: Any, uri: str, save_id: str) -> None:
         self._actor = actor

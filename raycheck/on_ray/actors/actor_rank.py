@@ -68,8 +68,9 @@ class DriverDecision:
 
     progress: the counts now. save: the kind of save to start, None for none; tasks: the tasks after its commit.
     is_preempted: a node of the group will be preempted; is_by_notice: that is the reason for the save. metrics, states:
-    for that save; states are those of the driver's entries, and only rank 0 gets them. timeout_s: of a wait. label: of
-    that save. save_id: by which the driver's handle asks for that save; "" without a handle.
+    for that save; states are those of the driver's entries, and only rank 0 gets them. timeout_s: how long to wait for
+    saves. label: the label of that save. save_id: the id by which the driver's handle asks for that save; "" without a
+    handle.
     """
 
     at: Literal["step", "epoch", "save", "wait", "close"]

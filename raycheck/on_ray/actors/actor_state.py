@@ -49,7 +49,7 @@ class _OfARank(RemoteState):
 
 
 class ActorState(RankZero):
-    """Save a Ray actor's state in the checkpoint: `{"prep": raycheck.adapters.ActorState(actor)}`.
+    """An entry that saves a Ray actor's state: `{"prep": raycheck.adapters.ActorState(actor)}`.
 
     The actor needs the methods state_dict and load_state_dict. Rank 0 calls state_dict at the start, to check whether
     the state can be saved, and while a save copies the state; it calls load_state_dict at a restore. If the actor does

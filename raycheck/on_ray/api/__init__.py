@@ -3,7 +3,8 @@
 It is tested on Ray 2.60; 2.51 is the oldest supported release (tests/elastic/test_oldest.py runs on it). If a name is
 missing, a feature is left out. What is unstable, and where it is used:
 
-    train_context.py         the worker's train context, NO_UPLOAD reports, preemption info, draining nodes
+    train_context.py         the worker's train context, NO_UPLOAD reports
+    preemption_notices.py    preemption info, draining nodes
     controller_callbacks.py  controller and worker group callbacks, the controller's callback list, CheckpointManager
     datasets.py              the dataset manager, and what it holds
     failure_causes.py        the wrappers around a worker's error

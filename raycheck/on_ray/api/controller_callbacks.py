@@ -188,4 +188,5 @@ def _survive_lost_records() -> None:
                 text = f"Ray Train's own record of checkpoints was not written; the run continues: {error}"
                 logger.warning(event(text))
 
-        Manager._save_state_and_delete_old_checkpoints = record_if_possible  # type: ignore[method-assign]  # noqa: SLF001
+        manager_class: Any = Manager
+        manager_class._save_state_and_delete_old_checkpoints = record_if_possible  # noqa: SLF001

@@ -31,7 +31,7 @@ defines. A ValueError, KeyError, OSError or RuntimeError may also come from data
 
 
 def causes_of(errors: Mapping[int, BaseException]) -> list[str]:
-    """Return what happened to the ranks, one line each.
+    """Return one line for each rank that says what happened to it.
 
     Ranks whose process died come first, since the errors of the others are consequences of that.
     """

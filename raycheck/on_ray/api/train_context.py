@@ -1,12 +1,10 @@
-"""Reads from Ray Train what a worker knows (its rank, run, datasets, preemption notices), and reports checkpoints to
-it.
+"""Reads from Ray Train what a worker knows (its rank, run and datasets), and reports checkpoints to it.
 
 Each function works on the oldest and the newest supported Ray, and detects what the installed Ray offers.
 """
 
-import math
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import ray
@@ -48,7 +46,7 @@ def run_config() -> Any:
 
 
 def retention_asked_for() -> Retention | None:
-    """Return what the RunConfig's CheckpointConfig says of which checkpoints stay; None when it limits nothing."""
+    """Return the retention that the RunConfig's CheckpointConfig asks for; None if it sets no limit."""
     config = run_config().checkpoint_config
     count, metric = getattr(config, "num_to_keep", None), getattr(config, "checkpoint_score_attribute", None)
     if count is None:
@@ -114,33 +112,6 @@ def checkpoint_path() -> str | None:
     """Return the path of the checkpoint that Ray wants this worker to restore; None if Ray has none."""
     checkpoint = ray.train.get_checkpoint()
     return None if checkpoint is None else str(checkpoint.path)
-
-
-def preemption_deadline() -> float | None:
-    """Return when a node of this group will be preempted, in unix seconds: inf without a time, None without a notice.
-
-    Every rank must call it equally often.
-    """
-    if not hasattr(ray.train, "get_preemption_info"):
-        return None
-    info = ray.train.get_preemption_info()
-    if info is None:
-        return None
-    return math.inf if info.deadline_ms is None else info.deadline_ms / 1000.0
-
-
-def drain_deadline(nodes: Collection[str]) -> float | None:
-    """Return when the first of these nodes will be drained, in unix seconds: inf without a time, None if none will.
-
-    nodes: their ids.
-    """
-    try:
-        from ray._private.state import state
-
-        draining = state.get_draining_nodes()
-    except (ImportError, AttributeError, ray.exceptions.RayError):
-        return None
-    return min((ms / 1000.0 if ms else math.inf for node, ms in draining.items() if node in nodes), default=None)
 
 
 def _worker_context() -> Any:

@@ -12,7 +12,7 @@ from raycheck.log import event, logger
 
 def refuse_unsupported(trainer: Any) -> None:
     """Raise ConfigError for uses of Ray in which nothing could be trained or restored."""
-    if ray.util.client.ray.is_connected():  # type: ignore[no-untyped-call]
+    if ray.util.client.ray.is_connected():
         raise ConfigError(
             "this driver is connected through Ray Client (ray://), whose death nobody in the cluster would notice. "
             "Submit it as a job: ray job submit -- python script.py"
@@ -52,7 +52,7 @@ def release_nodes_of(controller_id: str) -> None:
     """
     try:
         from ray._private.state import state
-        from ray.core.generated.gcs_pb2 import PlacementGroupTableData  # type: ignore[attr-defined]
+        from ray.core.generated.gcs_pb2 import PlacementGroupTableData
 
         accessor = state._connect_and_get_accessor()  # noqa: SLF001
         table = [PlacementGroupTableData.FromString(row) for row in accessor.get_placement_group_table()]

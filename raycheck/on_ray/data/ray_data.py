@@ -19,8 +19,8 @@ from raycheck.on_ray.data.row_set import Ids, RowSet, ids_of
 
 
 class RayData(SampleStream):
-    """Use this in place of `ray.train.get_dataset_shard`, and put it into the Checkpointer's state to keep the
-    position.
+    """A rank's share of a dataset, whose position is kept if it is in the Checkpointer's state. Use it instead of
+    `ray.train.get_dataset_shard`.
 
     An interrupted epoch resumes with the rows that no rank has consumed, at any world size: each row occurs once per
     epoch. As always, Ray Data decides which rank gets a row, and in which order; a repeated run is not bit-identical.
@@ -106,7 +106,8 @@ class RayData(SampleStream):
                 )
 
     def _share(self) -> Any:
-        """Return what this rank iterates for the rest of the epoch. After a restore in mid-epoch this is a barrier."""
+        """Return the shard that this rank iterates for the rest of the epoch. After a restore in mid-epoch this is a
+        barrier."""
         rest, self._rest = self._rest, None
         if rest is None:
             return self._shard

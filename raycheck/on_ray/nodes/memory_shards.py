@@ -1,7 +1,7 @@
 """Shards of memory checkpoints, held in host memory by the actor of a node, and read from there by a restore.
 
 A shard is byte for byte the object that a save would upload. So a restore reads it with the same index, checksums and
-resharding, at any world size. Which of these shards make a checkpoint, the coordinator knows
+resharding, at any world size. The coordinator knows which of these shards make a checkpoint
 (group/coordinator/memory_checkpoints.py).
 """
 
@@ -35,7 +35,7 @@ AttemptAndStep = tuple[int, int]
 
 @dataclass(kw_only=True, slots=True)
 class _Held:
-    """The bytes of a shard. missing: how many of them have not come yet. claim: of the memory for these."""
+    """The bytes of a shard. missing: how many have not arrived yet. claim: the claim on memory for these."""
 
     data: Bytes
     place: MemoryPlace | None
@@ -55,7 +55,7 @@ class MemoryShards:
     def put(self, key: str, shard: memoryview, place: MemoryPlace | None = None) -> None:
         """Keep a sealed shard, whose memory the rank shares and does not write to while it is listed.
 
-        place: where the memory begins that the shard is the first bytes of.
+        place: the shared memory, whose first bytes are the shard.
         """
         with self._lock:
             if _attempt_and_step(key) > self._floor:  # else nobody waits for it any more
@@ -81,7 +81,7 @@ class MemoryShards:
                 received.claim = None
 
     def whole(self) -> dict[str, HeldShard]:
-        """Return the shards that are here whole, by key."""
+        """Return the shards of which all bytes are here, by key."""
         with self._lock:
             found = {**self._copies, **self._own}
             return {
@@ -103,9 +103,9 @@ class MemoryShards:
             return {key: held.data for key, held in self._own.items() if key.startswith(prefix)}
 
     def keep(self, checkpoint: str | None, floor: AttemptAndStep) -> None:
-        """Free all but the shards of this checkpoint, and of those above the floor.
+        """Free all shards except those of this checkpoint and of checkpoints above the floor.
 
-        What is not above it is not taken from now on: it may come late from a group that is gone.
+        From now on, only shards above the floor are accepted: others may arrive late from a group that is gone.
         """
         with self._lock:
             self._floor = max(self._floor, floor)
@@ -130,11 +130,11 @@ def send(
     timeout_s: float,
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Copy shards to the actor of another node in chunks, a few of which are on their way at a time.
+    """Copy shards to the actor of another node in chunks, a few of which are in flight at a time.
 
-    In between it pauses for as long as they took: half of the time the network is the training's. to: that actor's
-    handle. timeout_s: how long they may be on their way, without the pauses. pause: waits for so many seconds. Raises
-    what `MemoryShards.receive` does, Ray's errors, and TimeoutError.
+    After each group of chunks, it pauses for as long as they took, so that training has the network for half of the
+    time. to: that actor's handle. timeout_s: how long the chunks may take, without the pauses. pause: waits for that
+    many seconds. Raises the errors of `MemoryShards.receive`, Ray's errors, and TimeoutError.
     """
     left_s = timeout_s
     chunks = [(key, start) for key, data in shards.items() for start in range(0, len(data), CHUNK_BYTES)]
@@ -157,11 +157,11 @@ def send(
 
 @dataclass(frozen=True, slots=True)
 class MemoryReader:
-    """Reads the shards of a memory checkpoint for one rank; all other objects come from the bucket.
+    """The reader of a memory checkpoint's shards for one rank; all other objects come from the bucket.
 
     holders: who holds each shard, by key. node: the rank's own, whose memory is read first, and without its actor where
-    this process can map it. A range that is asked for again, since its checksum was wrong, comes from the next of
-    them. A node that does not answer is asked last from then on.
+    this process can map it. A range that is requested again, because its checksum was wrong, comes from the next
+    holder. A node that does not answer is asked last from then on.
     """
 
     store: Store
@@ -172,8 +172,8 @@ class MemoryReader:
     _mapped: dict[MemoryPlace, memoryview] = field(default_factory=dict)
 
     def get_range(self, key: str, start: int, stop: int) -> Buffer:
-        """Return bytes start..stop of an object. Raises DamagedError when no node has those of a shard, and what the
-        store does."""
+        """Return bytes start..stop of an object. Raises DamagedError if no node has these bytes of a shard, and the
+        store's errors."""
         if key not in self.holders:
             return self.store.get_range(key, start, stop)
         own_first = sorted(
@@ -191,11 +191,11 @@ class MemoryReader:
                 continue
             if found is not None and len(found) == stop - start:
                 return found
-            problems.append(f"node {holder.node} has not got it")
+            problems.append(f"node {holder.node} does not have it")
         raise DamagedError(f"{key} is in no node's memory any more ({'; '.join(problems)})")
 
     def _read(self, holder: Holder, key: str, start: int, stop: int) -> memoryview | None:
-        """Return what one node has of these bytes. Raises Ray's errors."""
+        """Return these bytes as far as one node has them. Raises Ray's errors."""
         if holder.node == self.node and holder.place is not None:
             with suppress(OSError):  # its actor was started again, or is in another container
                 if holder.place not in self._mapped:

@@ -1,6 +1,6 @@
-"""Saves are uploaded by an actor on the ranks' node, out of the training's processes (SaveSettings(upload_by="node")).
+"""Uploads saves from an actor on the ranks' node, outside the training processes (SaveSettings(upload_by="node")).
 
-A rank tells the actor where its staged copy lies in shared memory; the actor maps it, uploads it and reports it. From
+A rank tells the actor where its staged copy is in shared memory; the actor maps it, uploads it and reports it. From
 then on the save no longer needs the rank. The coordinator starts the actor, and a claim waits for its saves
 (group/coordinator/node_agents.py). A rank whose node has no such actor, or cannot share memory with it, uploads itself.
 """
@@ -30,16 +30,16 @@ from raycheck.transfer.stage.shard import Shard
 
 START_TIMEOUT_S = 60.0
 LAST_ANSWER_S = 5.0
-"""How much longer than a save may take the rank waits for the actor, which gives up a save by itself."""
+"""A rank waits this much longer than the save timeout, after which the actor itself gives up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeAnswer:
     """The result of a save that a rank has handed to its node's actor.
 
-    outcome: what all ranks are told; None when the actor did not take the save. shards: of a committed save, the rows
-    of each shard outside `train`, by component: a later save may refer to these. problem: why the rank has to upload
-    from now on; "" when it need not.
+    outcome: what all ranks are told; None when the actor did not take the save. shards: if the save was committed, the
+    rows of each shard outside `train`, by component: a later save may refer to these. problem: why the rank has to
+    upload from now on; "" when it need not.
     """
 
     outcome: Outcome | None = None
@@ -48,14 +48,14 @@ class NodeAnswer:
 
 
 class NodeAgent:
-    """Uploads and reports the staged saves of the ranks on its node, also when they die meanwhile, and holds the shards
-    of memory checkpoints.
+    """The actor of a node: uploads and reports the staged saves of its ranks, even if they die meanwhile, and holds the
+    shards of memory checkpoints.
 
-    It holds no truth: when it dies, each rank uploads what it has staged itself. Ray calls its methods in threads.
+    Nothing depends on it: if it dies, each rank uploads what it has staged itself. Ray calls its methods in threads.
     """
 
     def __init__(self, *, event: Callable[[], threading.Event] = threading.Event) -> None:
-        """event: makes what a pause between two parts of a copy waits for, for each attempt."""
+        """event: creates, for each attempt, the event that a pause between two parts of a copy waits for."""
         show_log()
         self._lock = threading.Lock()
         self._shards = MemoryShards()
@@ -68,7 +68,7 @@ class NodeAgent:
     def save(
         self, group: Group, shared: SharedState, report: Report, *, deadline: float, timeout_s: float
     ) -> NodeAnswer:
-        """Upload a rank's staged save, report it, and return what came of it. Raises what `Uploader` does.
+        """Upload a rank's staged save, report it, and return the result. Raises the errors of `Uploader`.
 
         group: the rank's. deadline: by time.monotonic, which is one clock for all processes of a node.
         """
@@ -97,12 +97,12 @@ class NodeAgent:
         return NodeAnswer(outcome=outcome, shards={shard.name.component: shard.shard() for shard in apart})
 
     def is_saving(self, group: str, save: int, ranks: Iterable[int]) -> bool:
-        """Return whether the save with this number of all these ranks is under way here."""
+        """Return whether the save with this number is in progress here for all these ranks."""
         with self._lock:
             return all((group, rank, save) in self._under_way for rank in ranks)
 
     def held_shards(self) -> dict[str, HeldShard]:
-        """Return the shards of memory checkpoints that are here whole, by key."""
+        """Return the shards of memory checkpoints of which this node has all bytes, by key."""
         return self._shards.whole()
 
     def read_shard(self, key: str, start: int, stop: int) -> Bytes | None:
@@ -114,9 +114,9 @@ class NodeAgent:
         self._shards.receive(key, size_bytes, start, chunk)
 
     def send_shards(self, checkpoint: str, to: Any, timeout_s: float) -> str:
-        """Copy the shards that ranks of this node have of a memory checkpoint to another node's actor.
+        """Copy the shards of a memory checkpoint that ranks of this node have to another node's actor.
 
-        Returns why it could not; "" when it could.
+        Return why this failed; "" if it did not.
         """
         name = CheckpointName.parse(checkpoint)
         assert name is not None, "the ranks make the names"
@@ -127,7 +127,7 @@ class NodeAgent:
         return ""
 
     def hurry(self, attempt: int) -> None:
-        """Has the copies of an attempt's memory checkpoints go without pauses from now on, also one that is pausing."""
+        """Copy an attempt's memory checkpoints without pauses from now on, including one that is pausing."""
         self._hurry_of(attempt).set()
 
     def _hurry_of(self, attempt: int) -> threading.Event:
@@ -135,11 +135,12 @@ class NodeAgent:
             return self._hurries.setdefault(attempt, self._event())
 
     def keep_shards(self, checkpoint: str | None, floor: AttemptAndStep) -> None:
-        """Free all shards but those of this memory checkpoint, and of those above the floor."""
+        """Free all shards except those of this memory checkpoint and of those above the floor."""
         self._shards.keep(checkpoint, floor)
 
     def _uploader(self, group: Group, timeout_s: float, *, is_in_memory: bool) -> Uploader:
-        """Return the rank's own. The first time, raises ConfigError or StoreError where the run cannot be seen."""
+        """Return the rank's uploader. The first call raises ConfigError or StoreError if this process cannot reach the
+        run."""
         with self._lock:
             known = self._uploaders.get((group.rank, is_in_memory))
         if known is None or known[0] != group.id:
@@ -151,10 +152,11 @@ class NodeAgent:
 
 
 class NodeUploads:
-    """Hands the saves of one rank to its node's actor, for as long as that works."""
+    """The path of one rank's saves to its node's actor, used for as long as it works."""
 
     def __init__(self, group: Group, *, timeout_s: float, given_up: Callable[[str], object]) -> None:
-        """timeout_s: how long a save may take; errors name it. given_up: called with the reason when the actor is."""
+        """timeout_s: how long a save may take; errors name it. given_up: called with the reason when the actor is given
+        up."""
         self._group = group
         self._given_up = given_up
         self._timeout_s = timeout_s
@@ -165,7 +167,7 @@ class NodeUploads:
 
     @property
     def is_given_up(self) -> bool:
-        """Return whether the actor is asked for nothing any more."""
+        """Return whether the actor is no longer used."""
         return self._is_given_up
 
     def prepare(self) -> None:
@@ -178,7 +180,7 @@ class NodeUploads:
     def save(self, staged: StagedState, report: Report, deadline: float) -> Outcome | None:
         """Have a staged save uploaded and reported, and wait for the outcome. deadline: by time.monotonic.
 
-        Returns None when the rank has to upload it itself. Raises what `Uploader` does.
+        Return None if the rank has to upload it itself. Raises the errors of `Uploader`.
         """
         if self._is_given_up or staged.slices:  # another process cannot read live tensors
             return None
@@ -191,7 +193,7 @@ class NodeUploads:
                 return None
             if self._agent is None:
                 self._start(deadline)
-        except ActorUnavailableError as error:  # Ray starts it again: that it takes a while says nothing against it
+        except ActorUnavailableError as error:  # Ray starts it again, which may take a while
             self._warn(f"the actor that uploads for this node is being started again: {_first_line(error)}")
             return None
         except Exception as error:  # noqa: BLE001  what is wrong with the copy, the rank's own upload meets again (I9)
@@ -223,7 +225,7 @@ class NodeUploads:
     def hurry(self, attempt: int) -> None:
         """Have the actor copy an attempt's memory checkpoints to other nodes without pauses from now on.
 
-        It does not wait for the actor. One that is started later is told as well.
+        Do not wait for the actor. An actor that is started later is told as well.
         """
         if self._hurried != attempt:
             self._hurried = attempt
@@ -252,7 +254,7 @@ class NodeUploads:
         return answer
 
     def _note_failure(self, error: Exception) -> None:
-        """Ask for the actor anew at the next save: Ray starts a dead one again. The second time in a row, give it up.
+        """Look the actor up again at the next save: Ray restarts a dead one. At a second failure in a row, give it up.
 
         The training's saves must not all fail, nor each need a new buffer, because of an actor.
         """
@@ -261,11 +263,11 @@ class NodeUploads:
         if self._has_failed:
             self._give_up(reason)
         else:
-            self._warn(f"the actor that uploads for this node is of no use for the save under way: {reason}")
+            self._warn(f"the actor that uploads for this node cannot take this save: {reason}")
         self._has_failed = True
 
     def _give_up(self, why: str) -> None:
-        """Ask the actor for nothing from now on."""
+        """Stop using the actor."""
         self._is_given_up = True
         self._given_up(why)
 

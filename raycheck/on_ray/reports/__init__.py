@@ -1,1 +1,1 @@
-"""What Ray is told: ray_reporter.py reports commits to Ray Train, ray_metrics.py exports metrics."""
+"""Reports to Ray: ray_reporter.py reports commits to Ray Train, ray_metrics.py exports metrics."""

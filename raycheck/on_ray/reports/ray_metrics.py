@@ -36,7 +36,7 @@ GAUGES = {
 COUNTERS = {
     "raycheck_commits": "Saves that were committed",
     "raycheck_failed_saves": "Saves that failed",
-    "raycheck_skipped_saves": "Saves that were left out because the one before had not ended",
+    "raycheck_skipped_saves": "Saves that were skipped because the previous one had not ended",
     "raycheck_restores": "Restores of a checkpoint",
     "raycheck_memory_checkpoints": "Memory checkpoints that were listed",
     "raycheck_restores_from_memory": "Restores of a memory checkpoint",
@@ -45,7 +45,7 @@ COUNTERS = {
 
 
 class RayMetrics(Metrics):
-    """Sets the gauges and counters of one run. The counters start at zero when the coordinator starts."""
+    """The gauges and counters of one run. The counters start at zero when the coordinator starts."""
 
     def __init__(self, uri: str, clock: Callable[[], float] = time.monotonic) -> None:
         # Ray's metrics take tags of ASCII alone.
@@ -71,7 +71,7 @@ class RayMetrics(Metrics):
             self._committed = self._clock() - max(0.0, now - entry.committed_at)
 
     def restored(self, resume: ResumeRecord) -> None:
-        """Counts a restore, and the steps that the end of the attempt before it cost."""
+        """Count a restore, and the steps that the end of the previous attempt cost."""
         self._count("raycheck_lost_steps", resume.lost_steps or 0)
         if resume.restored is not None:
             self._count("raycheck_restores", 1)
@@ -80,7 +80,7 @@ class RayMetrics(Metrics):
             self._set("raycheck_restored_bytes", resume.restore_bytes)
 
     def committed(self, manifest: Manifest, *, seconds: float) -> None:
-        """Counts a commit. seconds: from the last rank's report to the commit."""
+        """Count a commit. seconds: from the last rank's report to the commit."""
         upload_s = max(rank.upload_s for rank in manifest.ranks)
         size = sum(rank.size_bytes for rank in manifest.ranks)
         self._committed = self._clock()
@@ -93,13 +93,13 @@ class RayMetrics(Metrics):
         self._set("raycheck_upload_mb_per_second", size / 1e6 / max(upload_s, 1e-9))
 
     def in_memory(self, step: int, size_bytes: int) -> None:
-        """Counts a memory checkpoint."""
+        """Count a memory checkpoint."""
         self._count("raycheck_memory_checkpoints", 1)
         self._set("raycheck_last_memory_step", step)
         self._set("raycheck_memory_bytes", size_bytes)
 
     def tick(self, heartbeat: HeartbeatMessage | None, *, now: float) -> None:
-        """Brings up to date what changes with time. now: the store's time in unix seconds."""
+        """Update the metrics that change with time. now: the store's time in unix seconds."""
         if self._committed is not None:
             self._set("raycheck_last_commit_age_seconds", self._clock() - self._committed)
         if heartbeat is None:

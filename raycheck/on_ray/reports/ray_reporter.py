@@ -1,4 +1,4 @@
-"""Tells Ray of commits: `Result.checkpoint` and Ray's own list of checkpoints come from this.
+"""Reports commits to Ray: `Result.checkpoint` and Ray's own list of checkpoints come from this.
 
 Ray is given a small pointer object in place of the checkpoint: a directory that Ray's retention may delete. The save
 thread of rank 0 writes it. Then rank 0 names the commit in its next decision, and all ranks report it together, since
@@ -22,7 +22,7 @@ RAY_REPORT_PAUSE_S = 5.0
 
 
 class RayReporter(Reporter):
-    """Reports one rank's commits to Ray Train. Only rank 0 writes pointers and chooses what is reported."""
+    """The reporter of one rank's commits to Ray Train. Only rank 0 writes pointers and chooses what is reported."""
 
     is_heard = True
 

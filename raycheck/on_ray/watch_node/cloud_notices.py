@@ -1,5 +1,6 @@
 """Reads the preemption notices of each cloud, following its documentation; nothing here was tested on a real cloud.
 
+Ranks never ask a cloud: they receive these notices from Ray (on_ray/api/preemption_notices.py), once the node drains.
 A source returns the notices that are pending now, and repeats them at every request. watch.py decides which are new and
 how to act on them. Every method raises ConnectionError if the service does not answer, or its answer is not as
 documented; it may be called again.

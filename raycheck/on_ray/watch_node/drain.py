@@ -30,7 +30,7 @@ PAUSE_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayNode:
-    """The identity of a Ray node. address: of the cluster's GCS, as host:port."""
+    """The identity of a Ray node. address: the address of the cluster's GCS, as host:port."""
 
     node_id: str
     address: str

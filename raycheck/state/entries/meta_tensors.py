@@ -5,6 +5,7 @@ refers to a parameter still does afterwards. What no checkpoint can fill is name
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -65,7 +66,7 @@ def _swap(name: str, tensor: torch.Tensor, new: torch.Tensor) -> None:
         for key, value in vars(tensor).items():
             vars(new).setdefault(key, value)
         try:
-            torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
+            torch.utils.swap_tensors(tensor, new)
         except RuntimeError as error:
             raise ConfigError(
                 f"{name} is on the meta device, and something keeps it there ({error}); {ADVICE}"
@@ -82,12 +83,12 @@ def _home(tensor: torch.Tensor) -> torch.device | None:
 def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     device = _home(tensor) or device
     if inner := _inner(tensor):
-        names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        flattened: Any = tensor
+        names, context = flattened.__tensor_flatten__()
         made = {name: getattr(tensor, name) for name in names}  # a DTensor names its mesh too
         made |= {name: _with_memory(own, device) for name, own in inner.items()}
-        return type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined,no-any-return]
-            made, context, tensor.size(), tensor.stride()
-        )
+        whole: torch.Tensor = type(flattened).__tensor_unflatten__(made, context, tensor.size(), tensor.stride())
+        return whole
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
 

@@ -89,7 +89,7 @@ class MetricsEntry(PerRankEntry):
         _Accumulated(self._metrics).load_state_dict(state)
 
     def _trees_for_this_rank(self, saved: SavedEntry) -> list[Any]:
-        """Return this rank's tree, and those of the former ranks whose accumulation this rank takes over."""
+        """Return this rank's tree, and the trees of former ranks whose accumulation this rank takes over."""
         gone = saved.rank_values[self._rank + self._world_size :: self._world_size]
         return [saved.values, *gone]
 

@@ -21,7 +21,7 @@ class SavedEntry:
 
     tensors: the entry's tensors that are to be restored. values: the tree that all ranks share; None if the checkpoint
     has no such entry. rank_values: the trees of the ranks that saved their own values, because they had other names.
-    place: returns where a tensor's bytes lie; equal for names that were saved tied. takes: returns whether the tensor
+    place: returns where a tensor's bytes are; equal for names that were saved tied. takes: returns whether the tensor
     of a name is to be restored. dtypes: the dtypes of all saved tensors, if floating-point ones may be cast to the live
     dtype. strict: whether to refuse what only one side has.
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # stock tools name tensors with it
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.nn.parameter import is_lazy
 
 from raycheck.bucket.assembly.replica_comparison import Cure
 from raycheck.bucket.format.values import decode, encode
@@ -104,7 +104,8 @@ class StateEntry(ABC):
 
     @abstractmethod
     def values(self, tree: dict[str, Any], tensors: Named) -> Any:
-        """Return what is not a tensor, as a lossless tree. Add to `tensors` those to which only the values refer."""
+        """Return all values that are not tensors, as a lossless tree. Add to `tensors` those to which only the values
+        refer."""
 
     @abstractmethod
     def match(self, saved: SavedEntry) -> Named:
@@ -241,7 +242,7 @@ def _refuse_unsavable(name: str, tensor: torch.Tensor) -> None:
     """Raise ConfigError for a tensor whose value is not its own bytes."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     kind = type(local)
-    if isinstance(local, UninitializedTensorMixin):
+    if is_lazy(local):
         raise ConfigError(f"state at {name} has no shape yet (a lazy module); run the module once before")
     if local.layout != torch.strided or local.is_quantized:
         raise ConfigError(f"state at {name} is a {tensor.layout} tensor on {tensor.device}; only dense ones are saved")

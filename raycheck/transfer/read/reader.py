@@ -1,6 +1,6 @@
 """Reads tensors back: ranged GETs at the index's offsets, straight into the live tensors.
 
-It works at any world size: each wanted box is assembled from whatever boxes were saved. Every 4 MiB sub-block is
+This works at any world size: each wanted box is assembled from whatever boxes were saved. Every 4 MiB sub-block is
 verified, even when only part of an object is read. Nothing is unpickled.
 """
 

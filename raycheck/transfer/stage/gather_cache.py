@@ -23,7 +23,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def form_of(tensor: torch.Tensor) -> Form:
-    """Return what identifies a tensor apart from its elements.
+    """Return the properties that identify a tensor, apart from its elements.
 
     Tensors of equal form are the same bytes in the same memory.
     """

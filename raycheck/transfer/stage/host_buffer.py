@@ -117,7 +117,7 @@ def _page_locked(pages: memoryview) -> torch.Tensor:
     Raises RuntimeError when CUDA refuses to lock it.
     """
     tensor = torch.frombuffer(pages, dtype=torch.uint8)
-    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    cudart: Any = torch.cuda.cudart()
     at = tensor.data_ptr()
     try:
         torch.cuda.check_error(int(cudart.cudaHostRegister(at, tensor.numel(), 1)))  # 1: for all of the node's devices

@@ -26,7 +26,7 @@ Place = tuple[str, tuple[str | int, ...]]
 class LocalBox:
     """A box of a tensor that this rank has. local: the live memory of the box.
 
-    name, path: of the tensor in the state. shape: of the whole tensor. offsets, sizes: of the box in it, in elements.
+    name, path: the tensor's in the state. shape: the whole tensor's. offsets, sizes: the box's, in elements.
     aliases: further names of the same memory (tied weights), which is stored once.
     is_unique: no other rank writes this box; otherwise the agreement says which rank does.
     is_first_replica: this rank is the first of the mesh that holds the box.

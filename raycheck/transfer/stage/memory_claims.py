@@ -1,12 +1,12 @@
-"""Measures how much memory is left for buffers, and claims it, so that the ranks of a node do not take more than there
-is.
+"""Measures how much memory is left for buffers, and claims it, so that the ranks of a node do not take more than
+exists.
 
 The system counts memory as available until it is touched, and buffers are touched some time after they are allocated.
 The ranks of one node allocate theirs at the same step: each would see everything that is available, and together they
-would take more than that, until the system kills one of them. So memory that is claimed and not yet touched is visible
-to the user's other processes in the container. A claim is a lock on a range of an empty file: the kernel releases it
-when its process ends, however it ends, and forks do not inherit it. Without such locks (on systems other than Linux)
-each process sees only its own claims.
+would take more than that, until the system kills one of them. So each process can see the memory that the user's other
+processes in the container have claimed and not yet touched. A claim is a lock on a range of an empty file: the kernel
+releases it when its process ends, however it ends, and forks do not inherit it. Without such locks (on systems other
+than Linux) each process sees only its own claims.
 
 An equal share for each rank of the node would not work. Ranks need unequal amounts, and later ranks would get a share
 of what the earlier ones left. Other runs, and the actor that keeps memory checkpoints, are not among these ranks.
@@ -59,11 +59,11 @@ class MemoryClaim:
         self._end.atexit = False
 
     def shrink(self, touched_bytes: int) -> None:
-        """Reduce the claim by this many bytes, since they are touched. The claim must not have ended."""
+        """Reduce the claim by this many bytes, which have now been touched. The claim must not have ended."""
         _claims.shrink(self._place, touched_bytes)
 
     def end(self) -> None:
-        """End the claim, since the memory is touched or no longer needed."""
+        """End the claim: the memory has been touched, or is no longer needed."""
         self._end()
 
 

@@ -1,4 +1,4 @@
-"""Describes a shard object: where the records of its boxes lie in it, and its rows of manifest and index."""
+"""Describes a shard object: where the records of its boxes are in it, and its rows of manifest and index."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -86,7 +86,7 @@ class Staged:
             self._source.wait()
 
     def to_share(self) -> "SharedShard | None":
-        """Return what another process of the node needs to upload this shard, or None if it cannot.
+        """Return a description with which another process of the node can upload this shard, or None if none can.
 
         Call it after `wait`.
         """

@@ -146,7 +146,7 @@ class Stager:
         return Staged(source, self._slots, name=self.name, boxes=boxes, leaves=leaves, also=also or {})
 
     def _lay_out_leaves(self, leaves: Leaves) -> tuple[list[Leaf], bytes]:
-        """Return where each leaf lies, and the records of all leaves, which follow those of the tensors."""
+        """Return where each leaf is, and the records of all leaves, which follow those of the tensors."""
         found, there, end = [], dict[bytes, int](), self._end
         for name, (path, value) in leaves.items():
             data = self._record_of_leaf(value)
@@ -158,7 +158,8 @@ class Stager:
         return found, b"".join(there)
 
     def _record_of_leaf(self, value: object) -> bytes:
-        """Return what torch.save writes for a leaf. Records of plain values are cached, since torch.save is slow."""
+        """Return the record that torch.save writes for a leaf. Records of plain values are cached, since torch.save is
+        slow."""
         items = value if type(value) is tuple else (value,)
         if not all(type(item) in (bool, int, float, str, type(None)) for item in items):
             return _pickled(value)

@@ -11,11 +11,14 @@ import struct
 import zipfile
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import IO, cast
+from typing import IO, TYPE_CHECKING, cast
 
 import torch
 
 from raycheck.bucket.format.checksum import crc32
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 _CENTRAL = b"PK\x01\x02"
 _DESCRIPTOR = b"PK\x07\x08"
@@ -101,7 +104,7 @@ class _Sparse(io.RawIOBase):
         self._end = max(self._end, self._at)
         return self._at
 
-    def write(self, data: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
+    def write(self, data: "ReadableBuffer") -> int:
         written = bytes(data)
         self._writes.append((self._at, written))
         self._at += len(written)

@@ -225,6 +225,7 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(store):
 
 
 def test_a_fenced_owner_never_commits_or_claims_again(store):
+    """I4: an older attempt of another driver cannot commit."""
     ann, bob = Driver(store), Driver(store, "bob")
     ann.claim("g1")
     ann.save(1, 1)
@@ -266,6 +267,7 @@ def test_a_third_driver_fences_the_second_and_not_only_the_first(store):
 
 
 def test_an_older_attempt_of_the_same_driver_cannot_commit(store):
+    """I4: nor can one of the same driver."""
     ann = Driver(store)
     ann.claim("g1")
     late = write_checkpoint(store, attempt=1, save=1)
@@ -384,6 +386,7 @@ def test_a_commit_before_any_claim_is_refused_and_creates_nothing(store):
 
 
 def test_a_commit_that_refers_to_what_is_no_longer_held_fails(store):
+    """I3: `latest` names no checkpoint whose objects may be gone."""
     ann = Driver(store)
     ann.claim("g1")
     base = ann.save(1, 1)
@@ -828,6 +831,7 @@ def test_the_probe_accepts_a_real_store_and_leaves_nothing(store):
 
 
 def test_put_once_accepts_equal_bytes_and_refuses_others(store):
+    """I2: an object that is written once never changes."""
     put_once(store, "a", b"one")
 
     put_once(store, "a", b"one")
@@ -875,6 +879,7 @@ def test_a_commit_after_a_long_upload_of_its_index_leaves_readers_their_whole_gr
 
 
 def test_a_second_writer_of_the_same_save_cannot_change_its_manifest(store):
+    """I2: manifests never change."""
     ann = Driver(store)
     ann.claim("g1")
     manifest = ann.save(1, 1)

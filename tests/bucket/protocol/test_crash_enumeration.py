@@ -265,6 +265,7 @@ SLOW = {"life", "first life", "finish of what goes on"}
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in OPERATIONS]
 )
 def test_a_crash_or_a_fault_at_any_store_call_leaves_a_restorable_run(name, record_property):
+    """I5. I1, I2, I3, I4 and I6 are asserted after every write."""
     scenario, floor = OPERATIONS[name]
 
     tally = explore(scenario)
@@ -293,6 +294,7 @@ def test_without_its_latest_a_run_is_neither_begun_anew_nor_swept(world, work):
 
 
 def test_a_sweep_deletes_what_was_never_committed_and_leaves_the_evicted_their_grace():
+    """I6: a sweep deletes nothing that can still be needed."""
     world = old()
     Driver(world.open()).claim("g3")  # from now on the attempt of E is over, too
 

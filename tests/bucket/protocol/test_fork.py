@@ -102,5 +102,5 @@ def test_a_pointer_to_another_place_is_refused(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "pointer.json").write_text('{"uri": "s3://evil/run", "key": "step-000000007-a1-s1", "step": 7}')
 
-    with pytest.raises(ConfigError, match="not the run that it lies in"):
+    with pytest.raises(ConfigError, match="not the run that contains it"):
         raycheck.open_checkpoint(ray.train.Checkpoint(str(folder)))

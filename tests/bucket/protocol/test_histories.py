@@ -38,6 +38,7 @@ def patience(monkeypatch):
 
 @pytest.mark.hypothesis  # so that --search runs it
 def test_no_history_of_50_steps_breaks_an_invariant():
+    """I1 to I8 hold in random histories of several processes."""
     run_state_machine_as_test(Histories, settings=QUICK)
 
 

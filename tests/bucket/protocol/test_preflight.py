@@ -14,7 +14,7 @@ from raycheck import StorageSettings
 from raycheck.bucket.protocol.preflight import probe, probe_node
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.errors import ConfigError, StoreError
+from raycheck.errors import ConfigError, DeniedError, StoreError
 from tests.support.servers.http_fault_proxy import fault_proxy
 from tests.support.servers.ports import free_ports, wait_until_up
 
@@ -119,7 +119,7 @@ def test_a_denial_is_told_from_other_failures_also_after_pickling(s3):
             open_store(join_uri(proxy.uri, uuid4().hex)).put("a", b"1")
 
     again = pickle.loads(pickle.dumps(caught.value))
-    assert again.is_denied
+    assert isinstance(again, DeniedError)
     assert str(again) == str(caught.value)
 
 

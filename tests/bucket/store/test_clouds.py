@@ -22,7 +22,7 @@ from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.gcs.store import GsStore
 from raycheck.bucket.store.retry import ATTEMPTS
 from raycheck.bucket.store.upload_parts import send_parts
-from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, StoreError
+from raycheck.errors import ConfigError, ConflictError, CorruptError, DeniedError, NotFoundError, StoreError
 from raycheck.storage_settings import StorageSettings
 from tests.support.histories.invariants import assert_invariants
 from tests.support.samples.sample_checkpoints import Driver, everything
@@ -433,7 +433,7 @@ def test_a_refusal_names_the_permission_that_is_missing(gs, gcs, permission, met
     with pytest.raises(StoreError, match=permission) as caught:
         call(gs)
 
-    assert caught.value.is_denied
+    assert isinstance(caught.value, DeniedError)
 
 
 def test_a_token_that_cannot_be_renewed_is_a_configuration_error(gs, monkeypatch):
@@ -644,7 +644,7 @@ def test_a_wrong_azure_key_is_an_access_error_and_not_repeated(azure, monkeypatc
     with pytest.raises(StoreError, match="Storage Blob Data Contributor") as caught:
         store.put("a", b"1")
 
-    assert caught.value.is_denied
+    assert isinstance(caught.value, DeniedError)
 
     assert time.monotonic() - began < 5
 

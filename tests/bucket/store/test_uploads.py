@@ -25,7 +25,7 @@ from raycheck.bucket.store.retry import ends_by
 from raycheck.bucket.store.s3.buffer_loan import BufferLoan
 from raycheck.bucket.store.s3.obstore_store import FastS3Store
 from raycheck.bucket.store.upload_parts import RequestBody
-from raycheck.errors import ConfigError, NotFoundError, StoreError
+from raycheck.errors import ConfigError, DeniedError, NotFoundError, StoreError
 from tests.support.servers.http_fault_proxy import FaultProxy
 from tests.support.servers.s3_engines import by_s3fs_alone, forbid_s3fs_bytes
 
@@ -167,7 +167,7 @@ def test_a_part_that_fails_for_good_leaves_nothing_and_names_the_object(store, b
 
     assert "a/b: " in str(error)
     assert "Credential" not in str(error)
-    assert not error.is_denied
+    assert not isinstance(error, DeniedError)
     del error
     assert_nothing_remains(store, buffer)
 
@@ -272,7 +272,7 @@ def test_who_may_not_write_is_told_which_permission_is_needed(store, buffer, wir
 
     error = error_of(StoreError, store, parts_of(buffer))
 
-    assert error.is_denied
+    assert isinstance(error, DeniedError)
     assert "s3:PutObject" in str(error)
     assert not any("partNumber" in line for line in wire.requests)
 
@@ -282,7 +282,7 @@ def test_a_permission_that_is_lost_on_the_way_is_told_as_one(store, buffer, wire
 
     error = error_of(StoreError, store, parts_of(buffer))
 
-    assert error.is_denied
+    assert isinstance(error, DeniedError)
     assert "s3:PutObject" in str(error)
     del error
     assert_nothing_remains(store, buffer)

@@ -97,6 +97,7 @@ def test_a_coordinator_killed_between_manifest_and_latest_loses_no_save(job, s3:
 
 @pytest.mark.slow
 def test_failed_saves_do_not_end_training_before_their_limit(job, s3: str, tmp_path: Path) -> None:
+    """I10: a failed save costs only its own checkpoint."""
     with fault_proxy(s3) as proxy:
         storage = join_uri(proxy.uri, uuid4().hex)
         proxy.rule("reset", "PUT", "step-000000004-.*__1_0.distcp", times=100)

@@ -19,6 +19,8 @@ def run(story: Callable[[Rendezvous[str, str]], Awaitable[None]], *, world_size:
 
 
 def test_a_rank_that_waits_is_told_which_ranks_are_missing() -> None:
+    """I9: so the error at its deadline can name them."""
+
     async def story(rendezvous: Rendezvous[str, str]) -> None:
         rendezvous.arrive(1, "b")
 

@@ -73,6 +73,7 @@ def test_training_goes_on_while_the_store_is_away_and_saves_again_when_it_is_bac
 
 @pytest.mark.slow
 def test_one_rank_that_cannot_reach_the_store_strands_no_other(s3: str, wire: FaultProxy) -> None:
+    """I9: no rank waits for another one without a deadline."""
     name = uuid4().hex
     uri = join_uri(s3, name)
     pair = a_pair((uri, join_uri(wire.uri, name)), uri)
@@ -89,6 +90,7 @@ def test_one_rank_that_cannot_reach_the_store_strands_no_other(s3: str, wire: Fa
 
 @pytest.mark.slow
 def test_a_store_that_stays_away_ends_training_with_rank_step_and_object(s3: str, wire: FaultProxy) -> None:
+    """I9: the error names them. I10: only the third failure in a row ends the training."""
     name, pair = a_saved_run(wire)
     wire.chaos(1, seed=2)
 

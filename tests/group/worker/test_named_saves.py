@@ -109,7 +109,7 @@ def test_ranks_that_give_different_labels_save_nothing() -> None:
     with ThreadPoolExecutor(2) as pool:
         errors = [future.result(60) for future in [pool.submit(train, rank) for rank in (0, 1)]]
 
-    assert all("alike on every rank" in text for text in errors)
+    assert all("expire_after_s and overwrite on every rank" in text for text in errors)
     assert kept(uri) == []
 
 

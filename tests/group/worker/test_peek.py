@@ -172,7 +172,7 @@ def test_a_restore_that_finds_damage_after_a_peek_starts_again_and_peeks_anew(ur
 
     for restore in start_on_all(pair, "restore"):
         with pytest.raises(
-            raycheck.errors.SupersededError, match=rf"peek\(\) answered for {bad}.* will answer for step-000000002"
+            raycheck.errors.SupersededError, match=rf"peek\(\) described {bad}.* will then describe step-000000002"
         ):
             restore.join()
     on_all(pair, "fail")

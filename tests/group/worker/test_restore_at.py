@@ -113,8 +113,8 @@ def test_a_peek_takes_it_for_the_restore(uri: str) -> None:
     holder = Holder(group_of(uri, owner="second")[0])
 
     assert holder.ckpt.peek(at=4).step == 4
-    with pytest.raises(ConfigError, match="give it to peek"):
+    with pytest.raises(ConfigError, match="to the first peek"):
         holder.ckpt.peek(at=2)
-    with pytest.raises(ConfigError, match="give it to peek"):
+    with pytest.raises(ConfigError, match="to the first peek"):
         holder.restore(at=2)
     assert holder.restore(at=4).step == 4

@@ -20,7 +20,7 @@ from tests.support.servers.fault_injection import World, Write
 
 
 def assert_invariants(store: Store, before: Latest | None = None) -> Latest | None:
-    """Assert I1 to I6 on the objects in `store`. before: an earlier body, after which nothing may go back."""
+    """Assert I1, I2, I3 and I4 on the objects in `store`. before: an earlier body, after which nothing may go back."""
     try:
         body = read_latest(store)
     except NotFoundError:
@@ -70,7 +70,7 @@ def assert_went_on(before: Latest, after: Latest) -> None:
 
 
 def assert_write(world: World, write: Write) -> None:
-    """Assert I1 to I6 after one write."""
+    """Assert I1, I2, I3, I4 and I6 after one write."""
     if write.key == object_keys.LATEST_KEY:
         _assert_swap(world)
     elif write.verb == "delete":

@@ -27,8 +27,8 @@ from raycheck.show_progress import ProgressTally
 class DeletedRun:
     """The result of deleting a run, or its preview.
 
-    is_gone: nothing of it is left. num_objects, size_bytes: what there was to delete, at most. used_by: the ways to the
-    runs ("../fork") that use directories of it, which stay.
+    is_gone: nothing of it is left. num_objects, size_bytes: what there was to delete, at most. used_by: the paths to
+    the runs ("../fork") that use its directories, which therefore stay.
     """
 
     is_gone: bool
@@ -120,7 +120,7 @@ def delete_run(
 def mark_lost(register: Register) -> None:
     """Write a `latest` that marks the run as deleted, where checkpoints exist and `latest` is missing. Step 37.
 
-    Does nothing if `latest` exists. Raises the errors of check_lost.
+    Do nothing if `latest` exists. Raises the errors of check_lost.
     """
     store = register.store
     owner = f"delete-{uuid4().hex[:12]}"
@@ -175,7 +175,7 @@ def check_folder(store: Store, *, keeps_exports: bool = False, tally: ProgressTa
 
 
 def users_of(store: Store, body: Latest) -> tuple[str, ...]:
-    """Return the ways to the runs that hold directories of this one, without the run's own reservation."""
+    """Return the paths to the runs that hold directories of this one, except the run's own reservation."""
     return tuple(hold.holder for hold in without_reservation(store, body).holds)
 
 

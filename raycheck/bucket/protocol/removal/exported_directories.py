@@ -42,7 +42,7 @@ class ExportRecord(Document):
 
     def __post_init__(self) -> None:
         if CheckpointName.parse(self.checkpoint) is None:
-            raise CorruptError(f"an export's record names {self.checkpoint!r}, which is no checkpoint's name")
+            raise CorruptError(f"an export's record names {self.checkpoint!r}, which is not a checkpoint's name")
         odd = [name for name in self.files if not _is_file_name(name) or name == EXPORT_RECORD]
         if odd or self.last not in self.files or self.last not in EXPORT_ENDS:
             raise CorruptError(f"an export's record lists {(odd or [self.last])[0]!r}, which is none of its files")
@@ -60,7 +60,7 @@ class ExportedDirectory:
     """A directory as it was found.
 
     place: its prefix in the store. sizes: the bytes of each file in it, by name. record: None when it is missing or
-    cannot be read. version: that of the record's object.
+    cannot be read. version: the version of the record's object.
     """
 
     place: str
@@ -76,7 +76,7 @@ class ExportedDirectory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportDecision:
-    """Whether an exported directory stays, and why."""
+    """The decision whether an exported directory stays, and its reason."""
 
     directory: ExportedDirectory
     is_kept: bool

@@ -3,7 +3,7 @@
 A delete cannot be fenced, so only objects that can never be needed again are deleted (I6). Then it does not matter who
 deletes them, how late, or how often. There are two kinds. First, an evicted checkpoint, except directories that a live
 entry holds: a commit may refer only to what an entry of the body it replaces holds, so what nobody holds is never held
-again. Second, what an attempt lower than that of `latest` wrote and `latest` does not name: an older attempt cannot
+again. Second, what an attempt older than the one in `latest` wrote and `latest` does not name: an older attempt cannot
 commit (I4).
 
 Nothing outside `checkpoints/` is ever touched, and nothing whose name is not exactly a checkpoint's.
@@ -25,7 +25,7 @@ from raycheck.bucket.protocol.swap import Register, lost_error
 from raycheck.bucket.reading import list_directories, read_latest
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import Upload
-from raycheck.errors import CorruptError, StoreError
+from raycheck.errors import CorruptError, DeniedError, StoreError
 from raycheck.settings import Retention
 from raycheck.show_progress import ProgressTally
 
@@ -61,9 +61,10 @@ def prune(
 ) -> tuple[str, ...]:
     """Evict what `rules` do not keep or what has expired, and delete evicted checkpoints. Steps 19 to 21.
 
-    grace_s: seconds that readers have before a delete. spare: checkpoints that the caller is still reading, which stay.
-    tally: counts the objects. Returns the names that are completely deleted. After a crash at any point the next prune
-    continues. Raises NotFoundError without a run.
+    Only evicted checkpoints are deleted, and not what a live one still uses (I6). grace_s: seconds that readers have
+    before a delete. spare: checkpoints that the caller is still reading, which stay. tally: counts the objects. Returns
+    the names that are completely deleted. After a crash at any point the next prune continues. Raises NotFoundError
+    without a run.
     """
     crowded = _crowded(register.read_existing()[0])
     evict(register, rules)
@@ -115,10 +116,11 @@ def plan_prune(
 def sweep(store: Store, *, also_whole: bool = False, tally: ProgressTally | None = None) -> tuple[Deletion, ...]:
     """Delete what failed saves of earlier attempts left, and abort their uploads. Steps 22 and 23.
 
-    Returns what was deleted. After a crash at any point the next sweep continues. also_whole: also delete directories
-    that have a manifest and an index. They could be restored; if `latest` was put back to an older state unnoticed,
-    only a person can decide whether they are checkpoints. tally: counts the objects. Raises NotFoundError without a
-    run, CorruptError when `latest` is older than a directory; then nothing is deleted.
+    Those attempts can commit nothing more, so nobody will ever need it (I6). Returns what was deleted. After a crash at
+    any point the next sweep continues. also_whole: also delete directories that have a manifest and an index. They
+    could be restored; if `latest` was put back to an older state unnoticed, only a person can decide whether they are
+    checkpoints. tally: counts the objects. Raises NotFoundError without a run, CorruptError when `latest` is older than
+    a directory; then nothing is deleted.
     """
     drop_orphans(Register(store))
     swept, uploads = _garbage(store, also_whole=also_whole)
@@ -192,10 +194,8 @@ def _uploads(store: Store) -> list[Upload]:
     """List the unfinished uploads; none without the permission, since directories can still be swept."""
     try:
         return list(store.list_uploads(object_keys.CHECKPOINTS_PREFIX))
-    except StoreError as error:
-        if error.is_denied:
-            return []
-        raise
+    except DeniedError:
+        return []
 
 
 def _unfinished(store: Store, upload: Upload) -> Deletion:

@@ -25,7 +25,7 @@ MAX_LOOKED_AT = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WantedTensor:
-    """A tensor that a run is about to save. names: all its names, several for tied weights."""
+    """A tensor that a run is about to save. names: all its names; tied weights have several."""
 
     names: tuple[str, ...]
     dtype: str
@@ -64,7 +64,7 @@ def way_to_base(store: Store, base: Store) -> str:
 
 
 def offer(store: Store, base: Store, wanted: Wanted, *, run_id: str) -> BaseOffer:
-    """Find the newest checkpoint of `base` that has wanted components, by names, types and shapes, and have it held.
+    """Find the newest checkpoint of `base` that has wanted components, by names, types and shapes, and hold it there.
 
     Raises NotFoundError, which says what is missing, when there is none; ConfigError when `base` cannot be one, or its
     `latest` has no room for a hold.
@@ -99,7 +99,7 @@ def _candidates(base: Store, body: Latest, wanted: Wanted) -> Iterator[tuple[Che
 
 
 def missing_in(index: Index, component: str, tensors: Sequence[WantedTensor]) -> str:
-    """Return in words what the component of a checkpoint lacks of these tensors; "" for nothing."""
+    """Return in words which of these tensors a checkpoint's component lacks; "" for none."""
     numbers = numbers_in(index, component)
     if not numbers:
         return f"its checkpoints have no component {component}"

@@ -65,11 +65,11 @@ def fork(
 ) -> Forked:
     """Start a new run at `target` from a checkpoint of the run at `source`.
 
-    Does nothing if that run already exists, so a script may be submitted twice. The source's `latest` is read once.
+    Do nothing if that run already exists, so that a script can be submitted twice. The source's `latest` is read once.
     run_id: the new run's. key: the checkpoint, or a function that chooses it from the source's body; None: the head.
     copies: copy all bytes, even within one bucket. is_dry: write nothing. progress: called with the bytes that are
-    copied, and all. Raises NotFoundError when the source has no such checkpoint, CorruptError when its bytes differ
-    from their checksums, and ConfigError when the new run has started without a checkpoint.
+    copied, and their total. Raises NotFoundError when the source has no such checkpoint, CorruptError when its bytes
+    differ from their checksums, and ConfigError when the new run has started without a checkpoint.
     """
     register = Register(target)
     existing, save = look_at_place(register)
@@ -161,7 +161,7 @@ def origin_of(store: Store, body: Latest) -> str | None:
 
 
 def origin_in(body: Latest, first: Manifest) -> str | None:
-    """Return what `origin_of` returns, from the manifest of the run's first checkpoint, without a request."""
+    """Return the result of `origin_of`, from the manifest of the run's first checkpoint, without a request."""
     return (first.restored_from or "").rpartition(" ")[0] or None if is_fork(body) else None
 
 

@@ -121,7 +121,7 @@ def _way_over(store: Store, way: str, further: str) -> str:
         return way
     over = store.way_to(store.beside(way).beside(further))
     if over is None:
-        raise NotFoundError(f"{store}: {further}, as {way} names it, is no other run in this bucket")
+        raise NotFoundError(f"{store}: {further}, as {way} names it, is not another run in this bucket")
     return over
 
 
@@ -236,7 +236,7 @@ def _confirm(store: Store, loan: Loan, *, run_id: str, renews: bool, lenders: Le
 
 
 def settle(register: Register) -> None:
-    """Return what the run no longer uses. May be repeated; after a crash at any point the next call continues.
+    """Give back the directories that the run no longer uses. May be repeated; after a crash the next call continues.
 
     A directory is returned to the lending run first, and removed from `loans` after that. What no body of this run
     needs is needed again only after its hold was renewed (base_run.py), and a hold that was renewed in the meantime is
@@ -255,7 +255,8 @@ def settle(register: Register) -> None:
 
 
 def _hold_seen(store: Store, way: str) -> Hold | None:
-    """Return what the run at `way` holds for the run at `store`; None if it holds nothing or no longer exists."""
+    """Return the hold of the run at `way` for the run at `store`; None if there is none, or the run no longer
+    exists."""
     source, holder = _lender(store, way)
     try:
         return _hold_of(read_latest(source), holder)

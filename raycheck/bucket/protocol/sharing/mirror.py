@@ -40,7 +40,7 @@ def original(body: Latest) -> Latest:
 
 
 def look_at_mirror(register: Register) -> tuple[Latest | None, tuple[CheckpointName, ...]]:
-    """Read the body at the place of a mirror, None when nothing is there, and list the directories that it has.
+    """Read the body of a mirror, None if nothing is there, and list the mirror's directories.
 
     Raises CorruptError when there are checkpoints without `latest`, or of attempts that it does not know; ConfigError
     when the place contains other runs.
@@ -62,7 +62,7 @@ def look_at_mirror(register: Register) -> tuple[Latest | None, tuple[CheckpointN
 
 
 def check_mirror(uri: str, body: Latest, source: Latest) -> None:
-    """Raise ConfigError when the body at `uri` is not that of a mirror of the run whose body is `source`.
+    """Raise ConfigError unless the body at `uri` belongs to a mirror of the run with the body `source`.
 
     Owners are never removed from their list, and every branch of a run begins with a claim. So a copy has an owner that
     its source lacks as soon as the two have diverged.
@@ -73,7 +73,7 @@ def check_mirror(uri: str, body: Latest, source: Latest) -> None:
         what = "somebody has trained, rewound or repaired there" if body.mirror is None else "somebody has claimed it"
         what = "it was deleted" if body.deleted_at is not None else what
         raise ConfigError(
-            f"{shown_uri(uri)}: it is the run itself, or a copy that has become a run of its own ({what}). "
+            f"{shown_uri(uri)}: this is the run itself, or a copy that has become a separate run ({what}). "
             "Copy to another place"
         )
     known, owners = original(body).owners, source.owners
@@ -171,8 +171,8 @@ def show(
 
 
 def _evicted(body: Latest, new: Latest, source: Latest, directories: Iterable[str], now: float) -> tuple[Evicted, ...]:
-    """Return what is evicted after the swap: what was evicted before, and what has left the source and is not listed
-    here."""
+    """Return the evicted checkpoints after the swap: those evicted before, and those that have left the source and are
+    not listed here."""
     before, live = {item.key for item in body.evicted}, {entry.key for entry in new.live}
     released = (body.held() - new.held()) & before  # again, so that readers have the whole grace period
     left = {key for key in body.held() | set(directories) if key not in before | live and _has_gone(source, key)}

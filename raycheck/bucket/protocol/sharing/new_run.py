@@ -25,7 +25,7 @@ from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, SaveFailedError
 
 MOST_FOLDERS_ASKED = 20
-"""The number of folders in a place that are checked for being runs: in a folder of runs the first one is."""
+"""The number of folders in a place that are checked for being runs: in a folder of runs, the first one is a run."""
 NOTHING_BORROWED: Mapping[str, str] = MappingProxyType({})
 
 

@@ -11,8 +11,8 @@ from raycheck.bucket.store.jitter import draw_apart
 from raycheck.storage_settings import StorageSettings
 
 
-class AzClient(AzureBlobFileSystem):  # type: ignore[misc]  # adlfs is untyped
-    """Connects to one account, with the credentials that adlfs finds."""
+class AzClient(AzureBlobFileSystem):
+    """The client of one account, with the credentials that adlfs finds."""
 
     cachable = False  # two stores are two clients
 
@@ -29,7 +29,8 @@ class AzClient(AzureBlobFileSystem):  # type: ignore[misc]  # adlfs is untyped
 
 
 class AzFiles(UriFiles, AzClient):
-    """Writes Ray's own files, as to az://container/prefix?account_name=me. Each process finds its own credentials."""
+    """The file system for Ray's own files, such as at az://container/prefix?account_name=me. Each process finds its own
+    credentials."""
 
     cachable = True
 

@@ -16,7 +16,7 @@ from raycheck.errors import ConfigError
 from raycheck.storage_settings import StorageSettings
 
 
-class GsClient(GCSFileSystem):  # type: ignore[misc]  # gcsfs is untyped
+class GsClient(GCSFileSystem):
     """A gcsfs client that finds credentials at construction, possibly from the metadata server. Raises ConfigError
     without any."""
 
@@ -43,7 +43,8 @@ class GsClient(GCSFileSystem):  # type: ignore[misc]  # gcsfs is untyped
 
 
 class GsFiles(UriFiles, GsClient):
-    """Writes Ray's own files, as to gs://bucket/prefix?requester_pays=true. Each process finds its own credentials."""
+    """The file system for Ray's own files, such as at gs://bucket/prefix?requester_pays=true. Each process finds its
+    own credentials."""
 
     cachable = True
 

@@ -69,7 +69,8 @@ class RefusedError(Exception):
 
 
 class Api:
-    """Sends requests. The first one connects, since finding credentials may involve the machine's metadata server."""
+    """The API's requests. The first one connects, since finding credentials may involve the machine's metadata
+    server."""
 
     def __init__(self, settings: StorageSettings) -> None:
         # gcsfs's default class asks for the bucket's type by gRPC, which an HTTP endpoint never answers.
@@ -142,7 +143,7 @@ class Api:
 
 
 class ResumableUpload:
-    """Sends an object in chunks. The object appears only when its last byte has arrived."""
+    """An upload of an object in chunks. The object appears only when its last byte has arrived."""
 
     def __init__(self, url: str, size_bytes: int, needs: str) -> None:
         self.url = url
@@ -199,8 +200,8 @@ class ResumableUpload:
 async def _body(response: aiohttp.ClientResponse, check: Callable[[int], None]) -> bytes:
     """Read a response's body, and call `check` with its size.
 
-    It is read piece by piece where the response does not state its length, or states that of compressed bytes, which
-    aiohttp decompresses.
+    It is read piece by piece where the response does not state its length, or states the length of compressed bytes,
+    which aiohttp decompresses.
     """
     if response.status >= 400:
         return await response.read()

@@ -1,4 +1,4 @@
-"""Lends the caller's buffer to a client that reads it in threads of its own, and detects when they have released it."""
+"""Lends the caller's buffer to a client that reads it in its own threads, and detects when they have released it."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator

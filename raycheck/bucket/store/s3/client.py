@@ -20,7 +20,7 @@ from raycheck.bucket.store.s3.credentials import CredentialChain
 from raycheck.storage_settings import StorageSettings
 
 
-class ChainedFiles(s3fs.S3FileSystem):  # type: ignore[misc]  # s3fs is untyped
+class ChainedFiles(s3fs.S3FileSystem):
     """An s3fs file system that keeps the session with which it was made.
 
     Before 2026.9 s3fs replaces that session, and raycheck's credentials with it, by its own whenever it finds no open
@@ -39,7 +39,7 @@ class ChainedFiles(s3fs.S3FileSystem):  # type: ignore[misc]  # s3fs is untyped
 
 
 class S3Files(UriFiles, ChainedFiles):
-    """Writes Ray's own files where pyarrow's S3 does not know all the settings."""
+    """The file system for Ray's own files where pyarrow's S3 does not know all the settings."""
 
     def __init__(self, uri: str) -> None:
         at = parse_uri(uri)
@@ -57,7 +57,7 @@ def session(settings: StorageSettings, chain: CredentialChain) -> AioSession:
     return made
 
 
-class _Session(AioSession):  # type: ignore[misc]  # aiobotocore is untyped
+class _Session(AioSession):
     chain: CredentialChain
 
     def get_component(self, name: str) -> Any:
@@ -76,8 +76,8 @@ def _loader(search_path: str | None) -> Any:
     return create_loader(search_path)
 
 
-class _Credentials(AioCredentials):  # type: ignore[misc]  # aiobotocore is untyped
-    """Passes the chain's credentials to aiobotocore's signer, which asks before each request. Stores none itself."""
+class _Credentials(AioCredentials):
+    """The chain's credentials for aiobotocore's signer, which asks before each request. Nothing is stored here."""
 
     def __init__(self, chain: CredentialChain) -> None:
         super().__init__("", "", method="raycheck")

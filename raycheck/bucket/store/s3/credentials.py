@@ -22,7 +22,7 @@ SESSION_NAME = "raycheck"
 
 
 class CredentialChain:
-    """Finds the credentials of one store on first use. Raises botocore's errors, which s3/errors.py translates."""
+    """The credentials of one store, found on first use. Raises botocore's errors, which s3/errors.py translates."""
 
     def __init__(self, settings: StorageSettings) -> None:
         draw_apart("botocore")

@@ -5,7 +5,7 @@ which follows redirects to a bucket's region and whose errors are translated in 
 decisions.
 
 The obstore used here is raycheck's private copy (private_obstore.py): the readers in forked loader workers may use the
-script's. Parts are sent directly from the caller's buffer. obstore releases them in threads of its own, even after an
+script's. Parts are sent directly from the caller's buffer. obstore releases them in its own threads, even after an
 error; the caller gets the buffer back once all parts are known to be free (buffer_loan.py).
 """
 
@@ -37,11 +37,11 @@ MAX_RETRIES = 4
 """How often obstore retries a request of an upload in parts. Every other request is repeated through s3fs instead."""
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.=-]*(/[A-Za-z0-9_-][A-Za-z0-9_.=-]*)*")
 """Other keys, such as those of a hostile run name, may be written differently by obstore than by S3."""
-_PLAIN_REGION = "us-east-1"  # servers at an endpoint of their own accept it
+_PLAIN_REGION = "us-east-1"  # servers at a custom endpoint accept it
 
 
 class FastS3Store(S3Store):
-    """Transfers bytes through obstore, and does everything else as S3Store does."""
+    """An S3Store that transfers bytes through obstore, and does everything else through s3fs."""
 
     def __init__(self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings) -> None:
         super().__init__(uri, bucket=bucket, prefix=prefix, settings=settings)

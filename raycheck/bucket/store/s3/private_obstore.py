@@ -1,9 +1,9 @@
-"""Loads a private copy of obstore, whose threads are not those of the `obstore` that a training script imports.
+"""Loads a private copy of obstore, with its own threads, apart from the `obstore` that a training script imports.
 
 A process has one set of obstore's threads. The first request starts them, and they do not survive a fork: a forked
 DataLoader worker that reads with obstore waits forever once anything in its parent has used obstore. raycheck uploads
 from the training process. So it loads the compiled part of obstore a second time, from its own file in memory. To the
-dynamic loader this is a different library, with threads of its own, and raycheck's uploads do not start those of the
+dynamic loader this is a different library, with its own threads, and raycheck's uploads do not start those of the
 script's obstore. A forked child that needs raycheck's copy loads another one.
 """
 

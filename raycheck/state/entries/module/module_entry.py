@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.nn.parameter import is_lazy
 
 from raycheck.errors import ConfigError
 from raycheck.state.entries.engines import refuse_parts_of_engines
@@ -145,7 +145,7 @@ class ModuleEntry(StateEntry):
         return found
 
     def _frozen(self, names: Iterable[str], live: Mapping[str, torch.Tensor]) -> frozenset[str]:
-        """Return those of `names` whose parameter gets no gradient, and the inner tensors of such a parameter."""
+        """Return the names whose parameter gets no gradient, and the inner tensors of such a parameter."""
         fixed = {name for name in self._parameters if name in live and not live[name].requires_grad}
         return frozenset(name for name in names if fixed and (name in fixed or name.rpartition(".")[0] in fixed))
 
@@ -191,9 +191,10 @@ class ModuleEntry(StateEntry):
         return {**fitting, **extra, **unregistered}
 
     def _match_unregistered(self, saved: SavedEntry, all_live: Named) -> Named:
-        """Return tensors for the saved buffers that a module here could have and has not registered.
+        """Return tensors for saved buffers that a module here may register later.
 
-        It may register them at its first forward, with other initial values. Without `strict` it gets the saved ones.
+        A module may register buffers at its first forward, with other initial values. Without `strict`, it gets the
+        saved ones now.
         """
         names = [name for name in self._saved_buffers(saved) if name in saved.tensors and name not in all_live]
         places = {name: place for name in names if (place := self._place_for(name)) is not None}
@@ -283,7 +284,7 @@ class ModuleEntry(StateEntry):
         live = self._on_meta()
 
         def is_filled(name: str, tensor: torch.Tensor) -> bool:
-            inner = tensor.__tensor_flatten__()[0] if _can_be_flattened(tensor) else ()  # type: ignore[attr-defined]
+            inner = cast("Any", tensor).__tensor_flatten__()[0] if _can_be_flattened(tensor) else ()
             return all(f"{name}.{own}" in wanted for own in inner) if inner else name in wanted
 
         filled = {id(tensor) for name, tensor in live.items() if is_filled(name, tensor)}
@@ -337,7 +338,7 @@ class ModuleEntry(StateEntry):
 
 def _refuse_unfillable(name: str, tensor: torch.Tensor) -> None:
     """Raise ConfigError for a tensor that cannot be filled, where torch itself would not complain."""
-    if isinstance(tensor, UninitializedTensorMixin):
+    if is_lazy(tensor):
         raise ConfigError(f"{name} has no shape yet (a lazy module); run the module once before you restore it")
     local = local_of(tensor)
     if isinstance(local, FakeTensor):
@@ -347,7 +348,7 @@ def _refuse_unfillable(name: str, tensor: torch.Tensor) -> None:
 
 
 def _by_first_rank(saved: SavedEntry, kind: str) -> dict[str, Any]:
-    """Return the saved values of one kind by key, each as the first rank that held the key saved it."""
+    """Return the saved values of one kind, by key. If several ranks saved a key, the first one's value counts."""
     found: dict[str, Any] = {}
     for values in (saved.values or {}, *saved.rank_values):
         found = values.get(kind, {}) | found
@@ -355,7 +356,7 @@ def _by_first_rank(saved: SavedEntry, kind: str) -> dict[str, Any]:
 
 
 def _extra_state(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return what set_extra_state gets. It may be a tensor, perhaps a new one at each call."""
+    """Return the values to pass to set_extra_state. One may be a tensor, and may be a new object at each call."""
     return {
         key: value
         for key, value in tree.items()
@@ -366,7 +367,7 @@ def _extra_state(tree: dict[str, Any]) -> dict[str, Any]:
 def _can_be_flattened(value: Any) -> bool:
     """Return whether `value` is a tensor subclass that names its inner tensors.
 
-    A DTensor is one too, but is saved in another way.
+    A DTensor is one too, but is saved differently, so it does not count.
     """
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and hasattr(value, "__tensor_flatten__")
 
