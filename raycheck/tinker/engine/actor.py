@@ -101,7 +101,7 @@ class EngineActor:
         """Make this rank the first one, where the others rendezvous. Returns its address and port."""
         from ray.util import get_node_ip_address
 
-        host = str(get_node_ip_address())  # type: ignore[no-untyped-call]
+        host = str(get_node_ip_address())
         self._store = _tcp_store(host, 0, size, is_master=True, wait_for_workers=False)
         return host, self._store.port
 
@@ -247,7 +247,7 @@ class RayEngine:
         starting = [asyncio.ensure_future(_ready(actor)) for actor in actors]
         waiting = (await asyncio.wait(starting, timeout=PLACED_S, return_when=asyncio.FIRST_EXCEPTION))[1]
         if waiting and not any(map(_error, starting)):
-            has: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            has: dict[str, float] = ray.cluster_resources()
             needs = self._resources
             logger.warning(
                 "%d of %d ranks wait until Ray has room: each needs %g CPUs and %g GPUs, and the cluster has %g and "
