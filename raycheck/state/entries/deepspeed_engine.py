@@ -1,31 +1,27 @@
 """Presents an engine of DeepSpeed as a module and an optimizer whose tensors are the engine's own flat memory.
 
-ZeRO cuts the weights that are trained, and the optimizer's state, into flat ranges, one for each rank. A tensor here is
-this rank's range of one parameter, and describes itself as that (tensor_parts.py). So a checkpoint has each parameter
-under its own name, with its own shape, and any other engine, stage, world size or plain model can read it. The
-low-precision weights are not saved: a restore makes them from the 32-bit ones, as the engine itself does at each step.
+ZeRO cuts the weights that are trained, and the optimizer's state, into flat ranges, one for each rank. Any other
+engine, stage, world size or plain model can read the checkpoint (engine_model.py).
 
 Engines are recognized by their class, without importing DeepSpeed. Its private names differ between versions, so only
 versions that were tried are accepted.
 """
 
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.optim import Optimizer
 
 from raycheck.errors import ConfigError
+from raycheck.state.entries.engine_model import EngineModel, EngineModelEntry, EngineOptimizer
 from raycheck.state.entries.engines import FSDP2
-from raycheck.state.entries.module.module_entry import ModuleEntry
 from raycheck.state.entries.module.parameter_names import plain_names
 from raycheck.state.entries.module.tensor_locations import is_plain
-from raycheck.state.entries.saved_entry import Named, SavedEntry
-from raycheck.transfer.stage.tensor_parts import describe, description_of, flat_part, is_described
+from raycheck.transfer.stage.tensor_parts import flat_part
 
 VERSIONS = ("0.19.",)
 """The beginnings of the versions of DeepSpeed that were tried."""
@@ -74,8 +70,8 @@ def parts_of_engine(name: str, engine: Any) -> dict[str, object]:
     if isinstance(engine.optimizer, Optimizer):  # ZeRO 0 in 32 bits trains the model itself
         parts = {"model": engine.module, "optimizer": engine.optimizer}
     else:
-        model = EngineModel(path, engine, list(ranges_of(path, engine)))
-        parts = {"model": model, "optimizer": EngineOptimizer(engine, model)}
+        model = ZeroModel(path, engine, list(ranges_of(path, engine)))
+        parts = {"model": model, "optimizer": ZeroOptimizer(engine, model)}
     if callable(getattr(engine.lr_scheduler, "state_dict", None)):
         parts["scheduler"] = engine.lr_scheduler
     return {**parts, "counters": EngineCounters(engine)}
@@ -161,43 +157,33 @@ def _linked_ranges(groups: Any, memories: Any) -> Iterator[ParameterRange]:
                 yield ParameterRange(parameter, memory, high.start, high.numel, low.start)
 
 
-class _View(NamedTuple):
-    """A parameter of an EngineModel, the engine's memory that it shares, and its part and address there."""
-
-    own: torch.nn.Parameter
-    memory: torch.Tensor
-    part: Callable[[torch.Tensor], torch.Tensor]
-    address: int
-
-
 def _frozen_part(parameter: Any, partition: torch.Tensor) -> torch.Tensor:
     """Return this rank's range of a frozen parameter under ZeRO 3. partition: it, perhaps padded."""
     start = _start_of(parameter, partition.numel())
     return flat_part(partition.data[: parameter.ds_numel - start], shape_of(parameter), start)
 
 
-class EngineModel(torch.nn.Module):
+class ZeroModel(EngineModel):
     """A module with the names of the engine's model, whose trained parameters are ranges of the 32-bit weights.
 
     Buffers and frozen parameters are the model's own. Of a frozen parameter, ZeRO 3 has this rank's range.
     """
 
+    entry = EngineModelEntry
+    cure = "as engine.offload_states() does; call engine.reload_states()"
+
     def __init__(self, path: str, engine: Any, ranges: list[ParameterRange]) -> None:
-        super().__init__()
-        self.of: dict[torch.Tensor, ParameterRange] = {}
+        super().__init__(path)
         self.engine: Callable[[], Any] = lambda: engine  # torch would register the engine itself as a child
         if hasattr(engine.module, "config"):
             self.config = engine.module.config
-        self._path = path
-        self._views: list[_View] = []
-        self._buffers_of: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
         plain = plain_names(engine.module)
         made: dict[int, torch.nn.Parameter] = {}
         trained = {id(item.parameter): item for item in ranges}
         for key, parameter in engine.module.named_parameters(remove_duplicate=False):
             if id(parameter) not in made:
                 made[id(parameter)] = self._own(parameter, trained.get(id(parameter)))
-            self._place(plain(key)).register_parameter(plain(key).rpartition(".")[2], made[id(parameter)])
+            self.add_parameter(plain(key), made[id(parameter)])
         for module_path, module in engine.module.named_modules():
             if not is_plain(module):
                 raise ConfigError(
@@ -205,54 +191,15 @@ class EngineModel(torch.nn.Module):
                     "extra state, which raycheck cannot save inside an engine of DeepSpeed. Make that state a separate "
                     "entry, or save with engine.save_checkpoint()"
                 )
-            for key, buffer in module._buffers.items():  # noqa: SLF001
-                full = plain(f"{module_path}.{key}" if module_path else key)
-                is_saved = key not in module._non_persistent_buffers_set  # noqa: SLF001
-                self._place(full).register_buffer(key, buffer, persistent=is_saved)
-                self._buffers_of.append((self._place(full), key, module))
-        self.register_state_dict_pre_hook(EngineModel._look_again)  # type: ignore[no-untyped-call]
+            for key in module._buffers:  # noqa: SLF001
+                self.add_buffer(plain(f"{module_path}.{key}" if module_path else key), module, key)
 
     def _own(self, parameter: Any, trained: ParameterRange | None) -> torch.nn.Parameter:
-        memory = parameter
-        part: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
         if trained is not None:
-            memory, part = trained.memory, trained.of
-        elif hasattr(parameter, "ds_tensor"):
-            memory, part = parameter.ds_tensor, partial(_frozen_part, parameter)
-        view = part(memory)
-        own = describe(torch.nn.Parameter(view, requires_grad=trained is not None), description_of(view))
-        self._views.append(_View(own, memory, part, memory.data_ptr()))
-        if trained is not None:
-            self.of[own] = trained
-        return own
-
-    def _look_again(self, *_: object) -> None:
-        """Take the buffers and the memory that the engine has now. It runs before each save.
-
-        Raises ConfigError if the engine has put its memory elsewhere.
-        """
-        for place, key, module in self._buffers_of:
-            place._buffers[key] = module._buffers[key]  # noqa: SLF001
-        for number, (own, memory, part, address) in enumerate(self._views):
-            if memory.data_ptr() == address:
-                continue
-            view = part(memory)
-            if view.shape != own.shape:
-                raise ConfigError(
-                    f"{self._path}: the engine has put its weights elsewhere, as engine.offload_states() does; call "
-                    "engine.reload_states() before the save"
-                )
-            own.data = view
-            self._views[number] = _View(own, memory, part, memory.data_ptr())
-
-    def _place(self, name: str) -> torch.nn.Module:
-        """Return the module that has this name's last part, and make it if necessary."""
-        place: torch.nn.Module = self
-        for step in name.split(".")[:-1]:
-            if step not in place._modules:  # noqa: SLF001
-                place.add_module(step, torch.nn.Module())
-            place = place._modules[step]  # type: ignore[assignment]  # noqa: SLF001
-        return place
+            return self.view(trained.memory, trained, trained.of)
+        if hasattr(parameter, "ds_tensor"):
+            return self.view(parameter.ds_tensor, None, partial(_frozen_part, parameter))
+        return self.view(parameter, None, torch.Tensor.detach)
 
     def refresh(self) -> None:
         """Make the low-precision weights from the 32-bit ones. A collective of ZeRO's ranks."""
@@ -268,98 +215,29 @@ class EngineModel(torch.nn.Module):
                 for partition, new in zip(partitions, own.unflatten(low, partitions), strict=True):
                     partition.data = new.data
         else:
-            for item in self.of.values():
+            for item in cast("Iterator[ParameterRange]", iter(self.of.values())):
                 range_ = item.memory.detach().reshape(-1)[item.at : item.at + item.size]
                 item.parameter.data.copy_(range_.view_as(item.parameter))
 
 
-class EngineModelEntry(ModuleEntry):
-    """The entry of an EngineModel."""
+class ZeroOptimizer(EngineOptimizer):
+    """The engine's base optimizer, with its state by parameter of a ZeroModel instead of by flat memory."""
 
-    module: EngineModel
-
-    def load(self, saved: SavedEntry, tensors: Named) -> None:
-        super().load(saved, tensors)
-        self.module.refresh()
-
-
-class EngineOptimizer(Optimizer):
-    """The engine's base optimizer, with its state by parameter of an EngineModel instead of by flat memory."""
-
-    def __init__(self, engine: Any, model: EngineModel) -> None:
-        # Torch's own are not set up, since groups and state are the base optimizer's.
-        self._optimizer_state_dict_pre_hooks, self._optimizer_state_dict_post_hooks = OrderedDict(), OrderedDict()
-        own = self._own = engine.optimizer
-        self._base: Optimizer = own.optimizer
-        self._ranges = model.of
+    def __init__(self, engine: Any, model: ZeroModel) -> None:
+        self._own = engine.optimizer
         group_of: dict[int, int] = {}
-        for number, group in enumerate(_groups_of(own)):
+        for number, group in enumerate(_groups_of(self._own)):
             group_of |= {id(parameter): number for parameter in group}
-        self._parameters: list[list[torch.Tensor]] = [[] for _ in self._base.param_groups]
+        parameters: list[list[torch.Tensor]] = [[] for _ in self._own.optimizer.param_groups]
         for parameter, item in model.of.items():
-            self._parameters[group_of[id(item.parameter)]].append(parameter)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Return the base optimizer's groups, with an EngineModel's parameters."""
-        groups = zip(self._base.param_groups, self._parameters, strict=True)
-        return [{**group, "params": parameters} for group, parameters in groups]
-
-    @property
-    def state(self) -> dict[torch.Tensor, dict[str, Any]]:  # type: ignore[override]
-        """Return the slots of each parameter: ranges of what is laid out like the flat memory, the rest unchanged."""
-        return {
-            parameter: {slot: _slot(item, value) for slot, value in slots.items()}
-            for parameter, item in self._ranges.items()
-            if (slots := self._base.state.get(item.memory))
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        flat = [parameter for group in self._parameters for parameter in group]
-        number_of = {parameter: number for number, parameter in enumerate(flat)}
-        groups = [
-            {**group, "params": [number_of[parameter] for parameter in group["params"]]} for group in self.param_groups
-        ]
-        return {
-            "state": {number_of[parameter]: slots for parameter, slots in self.state.items()},
-            "param_groups": groups,
-        }
+            parameters[group_of[id(cast("ParameterRange", item).parameter)]].append(parameter)
+        super().__init__([self._own.optimizer], model, parameters)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        flat = [parameter for group in self._parameters for parameter in group]
-        shared: dict[tuple[int, str], Any] = {}  # what all parameters of one flat memory have together
-        for number, slots in state_dict["state"].items():
-            item = self._ranges[flat[number]]
-            for slot, value in slots.items():
-                if not is_described(value) and shared.setdefault((id(item.memory), slot), value) != value:
-                    raise ConfigError(
-                        f"the parameters of one group of the engine were saved with different {slot}: "
-                        f"{shared[id(item.memory), slot]} and {value}. DeepSpeed keeps one for all of them; "
-                        "restore into a plain model and optimizer instead"
-                    )
-                self._load(item, slot, value)
-        for group, saved in zip(self._base.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+        super().load_state_dict(state_dict)
         link = getattr(self._own, "_lazy_init_hp_params_optimizer_state", None)
         if link is not None:
             link()
-
-    def _load(self, item: ParameterRange, slot: str, value: Any) -> None:
-        state = self._base.state[item.memory]
-        if not is_described(value):
-            state[slot] = value
-            return
-        live = state.get(slot)
-        if not isinstance(live, torch.Tensor) or live.shape != item.memory.shape:
-            live = state[slot] = torch.zeros_like(item.memory, dtype=value.dtype, requires_grad=False)
-        target = live.reshape(-1)[item.at : item.at + item.size]
-        if target.data_ptr() != value.data_ptr():
-            target.copy_(value.detach().reshape(-1))
-
-
-def _slot(item: ParameterRange, value: Any) -> Any:
-    is_alike = isinstance(value, torch.Tensor) and value.shape == item.memory.shape
-    return item.of(value) if is_alike else value
 
 
 def _groups_of(own: Any) -> list[list[Any]]:

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from raycheck.bucket.format.values import encode
 from raycheck.errors import ConfigError
-from raycheck.state.entries.deepspeed_engine import EngineModel, EngineModelEntry, is_engine, parts_of_engine
+from raycheck.state.entries.deepspeed_engine import is_engine, parts_of_engine
+from raycheck.state.entries.engine_model import EngineModel, EngineOptimizer
 from raycheck.state.entries.engines import refuse_engine
 from raycheck.state.entries.fill_in_place import is_container
 from raycheck.state.entries.hf_assets import FilesEntry, has_files
@@ -176,11 +177,13 @@ def _make_entry(name: str, value: Any, named: NamedParameters, rank: int, world_
     if is_metrics(own):
         return MetricsEntry(name, own, rank=rank, world_size=world_size)
     if isinstance(value, EngineModel):
-        return EngineModelEntry(name, value)
+        return value.entry(name, value)
     if isinstance(value, torch.nn.Module):
         return ModuleEntry(name, value)
     if isinstance(value, HeldValue):
         return PlainValueEntry(name, value, rank=rank)
+    if isinstance(value, EngineOptimizer):
+        return value.entry(name, value, named)
     if isinstance(value, Optimizer) and _has_torchs_form(name, value):
         return OptimizerEntry(name, value, named)
     if isinstance(value, PerRank | RankZero) and is_loader(name, inside(value)):

@@ -14,7 +14,14 @@ from functools import cache
 import torch
 from torch.distributed.tensor import DTensor
 
-from raycheck.transfer.stage.tensor_parts import Part, described_parts, is_described, parts_of_dtensor, whole_shape
+from raycheck.transfer.stage.tensor_parts import (
+    Part,
+    described_parts,
+    is_described,
+    parts_of_dtensor,
+    whole_shape,
+    writes_parts,
+)
 
 TRAIN = "train"
 """The component of everything that training changes."""
@@ -105,7 +112,8 @@ def boxes_of(
         has_replicas = coordinate is not None and (not is_unique or any(mesh.size(dim) > 1 for dim in replicated))
         parts = parts_of_dtensor(name, tensor)
     else:
-        own, is_unique, is_first_replica, has_replicas = tensor.detach(), False, True, world_size > 1
+        own, is_unique, is_first_replica = tensor.detach(), False, writes_parts(tensor)
+        has_replicas = is_first_replica and world_size > 1  # what is only read here may be cut otherwise there
         parts = described_parts(name, tensor) if is_described(tensor) else [Part.whole(shape)]
     if not parts and shape:
         nothing = (0,) * len(shape)

@@ -2,14 +2,15 @@
 
 A DTensor records it by its mesh and placements. A plain tensor may record it in four attributes, as the
 CheckpointableTensor protocol of torch 2.14 defines them: `global_shape`, and one item per box in `global_offsets`,
-`local_offsets` and `local_sizes`. One extension serves engines that keep all parameters in flat memory: if the tensor
-is one-dimensional and the whole is not, a local offset is the number of the box's first element in that memory.
+`local_offsets` and `local_sizes`. Two extensions serve training engines. If the tensor is one-dimensional and the whole
+is not, it is flat memory, and a local offset is the number of the box's first element there. `writes_parts`, if False,
+says that other ranks save these elements, perhaps in other boxes; a restore still reads them here.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ Box = tuple[Numbers, Numbers]
 """Offsets and sizes of a box in a whole tensor, in elements."""
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+_WRITES = "writes_parts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +64,16 @@ def whole_shape(tensor: torch.Tensor) -> Numbers:
     return tuple(tensor.global_shape) if is_described(tensor) else tuple(tensor.shape)  # type: ignore[attr-defined]
 
 
+def writes_parts(tensor: torch.Tensor) -> bool:
+    """Return whether this rank may save the parts that it has, and not only read them."""
+    return bool(getattr(tensor, _WRITES, True))
+
+
 def description_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return what a plain tensor records about its parts, () if nothing."""
-    return tuple(getattr(tensor, attribute) for attribute in _ATTRIBUTES) if is_described(tensor) else ()
+    if not is_described(tensor):
+        return ()
+    return (*(getattr(tensor, attribute) for attribute in _ATTRIBUTES), writes_parts(tensor))
 
 
 def described_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -74,12 +83,31 @@ def described_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return describe(tensor.detach(), description_of(other))
 
 
+def describe_parts(
+    memory: torch.Tensor, shape: Sequence[int], parts: Iterable[Part], *, writes: bool = True
+) -> torch.Tensor:
+    """Describe a rank's memory as parts of a larger tensor, and return a view of it.
+
+    The view can be a tensor of the state: every rank saves the parts that it has, and a restore reads whatever parts
+    the rank has then. A parameter can be described by assigning the view to its `.data` and the view's attributes to
+    it; optimizer state of the parameter's shape is taken to be divided like it.
+
+    memory: it may have further elements, which are not saved. shape: of the whole tensor. parts: the boxes, which may
+    be none; see Part. writes: False if other ranks save these elements, as the first stage of a pipeline saves weights
+    that the last stage has too. Raises ConfigError for a part that is not inside the whole, or not inside the memory.
+    """
+    boxes = [(tuple(part.offsets), tuple(part.start), tuple(part.sizes)) for part in parts]
+    lists = tuple(tuple(box[number] for box in boxes) for number in range(3))
+    found = describe(memory.detach(), (tuple(shape), *lists, writes))
+    described_parts("describe_parts", found)
+    return found
+
+
 def flat_part(memory: torch.Tensor, shape: Sequence[int], start: int) -> torch.Tensor:
     """Describe flat memory as a range of the elements of a larger tensor, and return a view of it.
 
     memory: one-dimensional; the view shares it. shape: of the whole tensor. start: the number of the memory's first
-    element there, in row-major order. The view can be a tensor of the state: every rank saves its own range, and a
-    restore reads whatever range this rank has then. Raises ConfigError for a range outside the whole tensor.
+    element there, in row-major order. See describe_parts. Raises ConfigError for a range outside the whole tensor.
     """
     shape = tuple(shape)
     if memory.dim() != 1 or not 0 <= start <= start + len(memory) <= math.prod(shape):
@@ -87,16 +115,29 @@ def flat_part(memory: torch.Tensor, shape: Sequence[int], start: int) -> torch.T
             f"flat_part: memory of shape {list(memory.shape)} from element {start} is no range of a tensor of shape "
             f"{list(shape)}; give one-dimensional memory of at most {math.prod(shape)} elements"
         )
-    boxes = list(boxes_of_range(shape, start, start + len(memory)))
-    ends = accumulate((math.prod(sizes) for _, sizes in boxes), initial=0)
-    local = tuple((first,) for first, _ in zip(ends, boxes, strict=False))
-    offsets, sizes = (tuple(box[number] for box in boxes) for number in (0, 1))
-    return describe(memory.detach().view(-1), (shape, offsets, local, sizes))
+    return describe_parts(memory, shape, parts_of_range(shape, start, start + len(memory)))
+
+
+def parts_of_range(
+    sizes: Sequence[int], start: int, stop: int, *, offsets: Sequence[int] | None = None, at: int = 0
+) -> list[Part]:
+    """Return the parts that flat memory with a range of the elements of a box has.
+
+    sizes: of the box. offsets: of the box in the whole tensor, zeros if the box is all of it. start, stop: the numbers
+    of the range's elements in the box, in row-major order. at: where the range begins in the memory.
+    """
+    corner = [0] * len(sizes) if offsets is None else offsets
+    parts = []
+    for own_offsets, own_sizes in boxes_of_range(tuple(sizes), start, stop):
+        shifted = tuple(low + own for low, own in zip(corner, own_offsets, strict=True))
+        parts.append(Part(shifted, own_sizes, (at,)))
+        at += math.prod(own_sizes)
+    return parts
 
 
 def describe(tensor: _Tensor, description: tuple[Any, ...]) -> _Tensor:
     """Have a tensor describe itself as another one does, and return it. description: see description_of."""
-    for attribute, value in zip(_ATTRIBUTES, description, strict=False):
+    for attribute, value in zip((*_ATTRIBUTES, _WRITES), description, strict=False):
         setattr(tensor, attribute, value)
     return tensor
 
@@ -129,7 +170,7 @@ def boxes_of_range(shape: Numbers, start: int, stop: int) -> Iterator[Box]:
 
 def described_parts(name: str, tensor: torch.Tensor) -> list[Part]:
     """Return the parts that a plain tensor records. Raises ConfigError, naming the tensor, if they cannot be so."""
-    shape, *lists = description_of(tensor)
+    shape, *lists, _ = description_of(tensor)
     try:
         boxes = [tuple(tuple(map(int, item)) for item in row) for row in zip(*lists, strict=True)]
         parts = [Part(offsets, sizes, start) for offsets, start, sizes in boxes]
