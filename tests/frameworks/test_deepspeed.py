@@ -98,6 +98,22 @@ def test_tied_weights_and_offloaded_state_are_restored(
     check(resumed(training, tmp_path, world_size=1), before, tolerance=5e-3)
 
 
+@pytest.mark.parametrize("kind", ["bf16-2", "bf16-3"])
+def test_states_that_were_moved_between_two_saves_are_saved_from_where_they_are(
+    kind: str, saved: Any, tmp_path: Path
+) -> None:
+    training, before = saved(kind, moves="back")
+
+    check(resumed(training, tmp_path, moves=""), before)
+
+
+def test_a_save_while_states_are_offloaded_is_refused(tmp_path: Path) -> None:
+    away = Training(uri=f"file://{tmp_path}/run", world_size=2, stage=3, dtype="bf16", moves="off")
+
+    with pytest.raises(RuntimeError, match=r"has offloaded its states \(.*\); call engine\.reload_states\(\)"):
+        away.run()
+
+
 @pytest.mark.parametrize("kind", ["fp32-2", "bf16-3"])
 def test_plain_ddp_continues_from_an_engine(kind: str, saved: Any, tmp_path: Path) -> None:
     training, before = saved(kind)

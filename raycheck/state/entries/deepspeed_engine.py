@@ -12,20 +12,27 @@ versions that were tried are accepted.
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from raycheck.errors import ConfigError
 from raycheck.state.entries.engines import FSDP2
+from raycheck.state.entries.module.merged_adapters import adapted_layers
 from raycheck.state.entries.module.module_entry import ModuleEntry
 from raycheck.state.entries.module.parameter_names import plain_names
 from raycheck.state.entries.module.tensor_locations import is_plain
 from raycheck.state.entries.saved_entry import Named, SavedEntry
-from raycheck.transfer.stage.tensor_parts import describe, description_of, flat_part, is_described
+from raycheck.transfer.stage.tensor_parts import (
+    describe,
+    described_as,
+    description_of,
+    flat_part,
+    is_described,
+)
 
 VERSIONS = ("0.19.",)
 """The beginnings of the versions of DeepSpeed that were tried."""
@@ -34,7 +41,8 @@ _LINKED = "_hp_mapping"
 """ZeRO 1 and 2 set it on a parameter: where this rank's range of it is, or None."""
 
 
-class ParameterRange(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ParameterRange:
     """This rank's range of a parameter.
 
     parameter: the engine's own. memory: the flat memory that the base optimizer trains. at, size: where the
@@ -48,8 +56,11 @@ class ParameterRange(NamedTuple):
     start: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the range's part of the memory, or of optimizer state that is laid out like it."""
-        own = flat.detach().reshape(-1)[self.at : self.at + self.size]
+        """Return the range's part of the memory, or of optimizer state that is laid out like it.
+
+        A range without elements gets memory of its own: in one place, two of them would be tied weights.
+        """
+        own = flat.detach().reshape(-1)[self.at : self.at + self.size] if self.size else flat.new_empty(0)
         return flat_part(own, shape_of(self.parameter), self.start)
 
 
@@ -161,7 +172,8 @@ def _linked_ranges(groups: Any, memories: Any) -> Iterator[ParameterRange]:
                 yield ParameterRange(parameter, memory, high.start, high.numel, low.start)
 
 
-class _View(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _View:
     """A parameter of an EngineModel, the engine's memory that it shares, and its part and address there."""
 
     own: torch.nn.Parameter
@@ -186,8 +198,6 @@ class EngineModel(torch.nn.Module):
         super().__init__()
         self.of: dict[torch.Tensor, ParameterRange] = {}
         self.engine: Callable[[], Any] = lambda: engine  # torch would register the engine itself as a child
-        if hasattr(engine.module, "config"):
-            self.config = engine.module.config
         self._path = path
         self._views: list[_View] = []
         self._buffers_of: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
@@ -227,23 +237,30 @@ class EngineModel(torch.nn.Module):
         return own
 
     def _look_again(self, *_: object) -> None:
-        """Take the buffers and the memory that the engine has now. It runs before each save.
+        """Take the buffers and the memory that the engine has now. It runs before each save and restore.
 
         Raises ConfigError if the engine has put its memory elsewhere.
         """
+        offloaded = sorted(str(state.value) for state in getattr(self.engine().optimizer, "offloaded_states", ()))
+        if offloaded:
+            raise ConfigError(
+                f"{self._path}: the engine has offloaded its states ({', '.join(offloaded)}); call "
+                "engine.reload_states() before the save or the restore"
+            )
         for place, key, module in self._buffers_of:
             place._buffers[key] = module._buffers[key]  # noqa: SLF001
-        for number, (own, memory, part, address) in enumerate(self._views):
-            if memory.data_ptr() == address:
+        for number, known in enumerate(self._views):
+            memory = known.memory
+            if memory.data_ptr() == known.address:
                 continue
-            view = part(memory)
-            if view.shape != own.shape:
+            view = known.part(memory)
+            if view.shape != known.own.shape:
                 raise ConfigError(
-                    f"{self._path}: the engine has put its weights elsewhere, as engine.offload_states() does; call "
-                    "engine.reload_states() before the save"
+                    f"{self._path}: the engine has put its weights elsewhere, which raycheck does not follow; put them "
+                    "back before the save"
                 )
-            own.data = view
-            self._views[number] = _View(own, memory, part, memory.data_ptr())
+            known.own.data = view
+            self._views[number] = replace(known, address=memory.data_ptr())
 
     def _place(self, name: str) -> torch.nn.Module:
         """Return the module that has this name's last part, and make it if necessary."""
@@ -278,6 +295,10 @@ class EngineModelEntry(ModuleEntry):
 
     module: EngineModel
 
+    def _adapted_layers(self) -> dict[str, torch.nn.Module]:
+        module = self.module.engine().module
+        return adapted_layers(module, plain_names(module))
+
     def load(self, saved: SavedEntry, tensors: Named) -> None:
         super().load(saved, tensors)
         self.module.refresh()
@@ -309,7 +330,7 @@ class EngineOptimizer(Optimizer):
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:  # type: ignore[override]
         """Return the slots of each parameter: ranges of what is laid out like the flat memory, the rest unchanged."""
         return {
-            parameter: {slot: _slot(item, value) for slot, value in slots.items()}
+            parameter: {slot: _slot(item, parameter, value) for slot, value in slots.items()}
             for parameter, item in self._ranges.items()
             if (slots := self._base.state.get(item.memory))
         }
@@ -357,9 +378,12 @@ class EngineOptimizer(Optimizer):
             target.copy_(value.detach().reshape(-1))
 
 
-def _slot(item: ParameterRange, value: Any) -> Any:
-    is_alike = isinstance(value, torch.Tensor) and value.shape == item.memory.shape
-    return item.of(value) if is_alike else value
+def _slot(item: ParameterRange, parameter: torch.Tensor, value: Any) -> Any:
+    """Return the range's part of a slot that is laid out like the flat memory."""
+    if not isinstance(value, torch.Tensor) or value.shape != item.memory.shape:
+        return value
+    own = value.detach().reshape(-1)[item.at : item.at + item.size] if item.size else value.new_empty(0)
+    return described_as(own, parameter)
 
 
 def _groups_of(own: Any) -> list[list[Any]]:

@@ -8,6 +8,7 @@ put together from all ranks.
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
@@ -36,7 +37,8 @@ class Training:
 
     stage: of ZeRO; None: without DeepSpeed, under plain DDP, or FSDP2 if is_sharded. zero: more of ZeRO's settings.
     saves_at: the step of the only save. until: the last step. is_tied: the head is the embedding. is_strict, is_cast:
-    see restore. seed: of the fresh weights.
+    see restore. seed: of the fresh weights. moves: "off": the engine's states are offloaded before the save; "back": and
+    reloaded, into other memory, with a save two steps before.
     """
 
     uri: str
@@ -51,6 +53,7 @@ class Training:
     is_strict: bool = True
     is_cast: bool = False
     seed: int = 0
+    moves: str = ""
 
     def run(self) -> dict[str, Any]:
         """Train in processes of their own, and return what rank 0 has printed."""
@@ -78,8 +81,10 @@ def launch(file: str, job: dict[str, Any], world_size: int, within_s: float = 18
         buffer.unlink()
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"losses"')]
     if done.returncode or not lines:
-        errors = [line for line in done.stderr.splitlines() if "Error: " in line]
-        raise RuntimeError("\n".join(errors[:4] or [done.stdout[-2000:], done.stderr[-2000:]]))
+        told = done.stderr.splitlines()
+        is_error = [re.search(r"\b\w*Error\b", line) is not None for line in told]
+        errors = [line for number, line in enumerate(told) if any(is_error[max(0, number - 3) : number + 1])]
+        raise RuntimeError("\n".join(errors[:12] or [done.stdout[-2000:], done.stderr[-2000:]]))
     found: dict[str, Any] = json.loads(lines[0])
     return found
 
@@ -189,13 +194,16 @@ def train(training: Training) -> None:
         dist.all_reduce(total)
         return float(total) / world_size
 
-    settings = raycheck.SaveSettings(every_steps=None, at_steps=[training.saves_at])
+    first = [training.saves_at - 2] if training.moves else []
+    settings = raycheck.SaveSettings(every_steps=None, at_steps=[*first, training.saves_at])
     losses = []
     with raycheck.Checkpointer(state, settings, group=raycheck.torchrun_group(training.uri)) as ckpt:
         at = ckpt.restore(strict=training.is_strict, cast=training.is_cast)
         digests = digests_of(engine, model, optimizer)
         for number in range(at.step, training.until):
             losses.append(step(number))
+            if training.moves and number + 1 == training.saves_at:
+                move_states(engine, are_reloaded=training.moves == "back")
             ckpt.end_step()
             if number + 1 == training.saves_at:
                 digests = digests_of(engine, model, optimizer)
@@ -203,6 +211,17 @@ def train(training: Training) -> None:
         print(
             json.dumps({"losses": losses, "start": at.step, "digests": digests, "scale": scale_of(engine)}), flush=True
         )
+
+
+def move_states(engine: Any, *, are_reloaded: bool) -> None:
+    from deepspeed.ops.adam import fused_adam
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    fused_adam.FusedAdam = type(engine.optimizer.optimizer)  # DeepSpeed offloads the state of this class alone
+    moved = [OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states]  # it fails with frozen lp_params
+    engine.offload_states(include=moved, pin_memory=True)  # on CPUs this is other memory, where they then stay
+    if are_reloaded:
+        engine.reload_states()
 
 
 def scale_of(engine: Any) -> float | None:
@@ -229,7 +248,7 @@ def digests_of(engine: Any, model: Any, optimizer: Any) -> dict[str, str]:
 def digest_of(value: Any) -> str:
     """Return a digest of a whole tensor's elements as 32-bit floats. A collective for a DTensor."""
     whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return hashlib.sha256(whole.float().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
+    return hashlib.sha256(whole.detach().float().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
 
 
 def slots_of(engine: Any, parameter: Any, optimizer: Any) -> dict[str, Any]:
