@@ -109,12 +109,13 @@ def _choose_model(index: Index, what: str, entry: str | None, config_from: str |
         raise ConfigError(f"{what} has no entry {entry!r}; there are: {', '.join(entries)}")
     if entry is None and len(with_config) > 1:
         raise ConfigError(f"{what} holds several models ({', '.join(with_config)}); choose one with entry=")
-    if entry is None and not with_config and not ("model" in entries and config_from):
+    models = [name for name in entries if name.rpartition(".")[2] == "model"]  # that of an engine is ENTRY.model
+    if entry is None and not with_config and not (len(models) == 1 and config_from):
         raise ConfigError(
             f"{what} holds no model with a Hugging Face configuration (entries: {', '.join(entries)}). Name the "
             "model's entry with entry=, and a folder with its config.json with config_from="
         )
-    entry = entry or (with_config or ["model"])[0]
+    entry = entry or (with_config or models)[0]
     texts = {
         name: assets[entry][name]
         for name in (CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG)

@@ -98,6 +98,22 @@ def test_tied_weights_and_offloaded_state_are_restored(
     check(resumed(training, tmp_path, world_size=1), before, tolerance=5e-3)
 
 
+@pytest.mark.parametrize("kind", ["bf16-2", "bf16-3"])
+def test_states_that_were_moved_between_two_saves_are_saved_from_where_they_are(
+    kind: str, saved: Any, tmp_path: Path
+) -> None:
+    training, before = saved(kind, moves="back")
+
+    check(resumed(training, tmp_path, moves=""), before)
+
+
+def test_a_save_while_states_are_offloaded_is_refused(tmp_path: Path) -> None:
+    away = Training(uri=f"file://{tmp_path}/run", world_size=2, stage=3, dtype="bf16", moves="off")
+
+    with pytest.raises(RuntimeError, match=r"has offloaded its states \(.*\); call engine\.reload_states\(\)"):
+        away.run()
+
+
 @pytest.mark.parametrize("kind", ["fp32-2", "bf16-3"])
 def test_plain_ddp_continues_from_an_engine(kind: str, saved: Any, tmp_path: Path) -> None:
     training, before = saved(kind)
@@ -111,6 +127,24 @@ def test_an_engine_continues_from_plain_ddp(stage: int, dtype: str, tmp_path: Pa
     before = plain.run()
 
     check(resumed(plain, tmp_path, stage=stage, dtype=dtype, is_cast=True), before, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["fp32-2", "fp32-3", "bf16-1", "bf16-3"])
+def test_fsdp2_continues_from_an_engine(kind: str, saved: Any, tmp_path: Path) -> None:
+    """The 32-bit weights that an engine keeps beside its 16-bit ones are the weights of the sharded model."""
+    training, before = saved(kind)
+
+    found = resumed(training, tmp_path, stage=None, is_sharded=True, is_strict=False, is_cast=True)
+
+    check(found, before, tolerance=2e-2)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "bf16"), (2, "fp32"), (3, "bf16"), (3, "fp32")])
+def test_an_engine_continues_from_fsdp2(stage: int, dtype: str, tmp_path: Path) -> None:
+    sharded = Training(uri=f"file://{tmp_path}/sharded", world_size=2, stage=None, is_sharded=True, is_strict=False)
+    before = sharded.run()
+
+    check(resumed(sharded, tmp_path, stage=stage, is_sharded=False, dtype=dtype, is_cast=True), before, tolerance=2e-2)
 
 
 def test_a_parameter_is_one_tensor_of_its_own_shape_and_no_16_bit_copy_is_stored(saved: Any) -> None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from raycheck.errors import ConfigError
 from raycheck.state.entries.engine_model import EngineModel, EngineModelEntry, EngineOptimizer
 from raycheck.state.entries.engines import FSDP2
+from raycheck.state.entries.module.merged_adapters import adapted_layers
 from raycheck.state.entries.module.parameter_names import plain_names
 from raycheck.state.entries.module.tensor_locations import is_plain
 from raycheck.transfer.stage.tensor_parts import flat_part
@@ -30,7 +31,8 @@ _LINKED = "_hp_mapping"
 """ZeRO 1 and 2 set it on a parameter: where this rank's range of it is, or None."""
 
 
-class ParameterRange(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ParameterRange:
     """This rank's range of a parameter.
 
     parameter: the engine's own. memory: the flat memory that the base optimizer trains. at, size: where the
@@ -44,8 +46,11 @@ class ParameterRange(NamedTuple):
     start: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the range's part of the memory, or of optimizer state that is laid out like it."""
-        own = flat.detach().reshape(-1)[self.at : self.at + self.size]
+        """Return the range's part of the memory, or of optimizer state that is laid out like it.
+
+        A range without elements gets memory of its own: in one place, two of them would be tied weights.
+        """
+        own = flat.detach().reshape(-1)[self.at : self.at + self.size] if self.size else flat.new_empty(0)
         return flat_part(own, shape_of(self.parameter), self.start)
 
 
@@ -169,14 +174,11 @@ class ZeroModel(EngineModel):
     Buffers and frozen parameters are the model's own. Of a frozen parameter, ZeRO 3 has this rank's range.
     """
 
-    entry = EngineModelEntry
-    cure = "as engine.offload_states() does; call engine.reload_states()"
+    cure = "which raycheck does not follow; put them back"
 
     def __init__(self, path: str, engine: Any, ranges: list[ParameterRange]) -> None:
         super().__init__(path)
         self.engine: Callable[[], Any] = lambda: engine  # torch would register the engine itself as a child
-        if hasattr(engine.module, "config"):
-            self.config = engine.module.config
         plain = plain_names(engine.module)
         made: dict[int, torch.nn.Parameter] = {}
         trained = {id(item.parameter): item for item in ranges}
@@ -201,6 +203,14 @@ class ZeroModel(EngineModel):
             return self.view(parameter.ds_tensor, None, partial(_frozen_part, parameter))
         return self.view(parameter, None, torch.Tensor.detach)
 
+    def check(self) -> None:
+        offloaded = sorted(str(state.value) for state in getattr(self.engine().optimizer, "offloaded_states", ()))
+        if offloaded:
+            raise ConfigError(
+                f"{self.path}: the engine has offloaded its states ({', '.join(offloaded)}); call "
+                "engine.reload_states() before the save or the restore"
+            )
+
     def refresh(self) -> None:
         """Make the low-precision weights from the 32-bit ones. A collective of ZeRO's ranks."""
         own: Any = self.engine().optimizer
@@ -218,6 +228,19 @@ class ZeroModel(EngineModel):
             for item in cast("Iterator[ParameterRange]", iter(self.of.values())):
                 range_ = item.memory.detach().reshape(-1)[item.at : item.at + item.size]
                 item.parameter.data.copy_(range_.view_as(item.parameter))
+
+
+class ZeroModelEntry(EngineModelEntry):
+    """The entry of a ZeroModel."""
+
+    module: ZeroModel
+
+    def _adapted_layers(self) -> dict[str, torch.nn.Module]:
+        module = self.module.engine().module
+        return adapted_layers(module, plain_names(module))
+
+
+ZeroModel.entry = ZeroModelEntry
 
 
 class ZeroOptimizer(EngineOptimizer):

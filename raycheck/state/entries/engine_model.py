@@ -17,7 +17,7 @@ from raycheck.errors import ConfigError
 from raycheck.state.entries.module.module_entry import ModuleEntry
 from raycheck.state.entries.optimizer.optimizer_entry import OptimizerEntry
 from raycheck.state.entries.saved_entry import Named, SavedEntry
-from raycheck.transfer.stage.tensor_parts import describe, description_of, is_described
+from raycheck.transfer.stage.tensor_parts import describe, described_as, description_of, is_described
 
 
 class MemoryRange(Protocol):
@@ -61,10 +61,13 @@ class EngineModel(torch.nn.Module):
     def __init__(self, path: str) -> None:
         super().__init__()
         self.of: dict[torch.Tensor, MemoryRange] = {}
-        self._path = path
+        self.path = path
         self._views: list[_View] = []
         self._buffers_of: list[tuple[torch.nn.Module, str, torch.nn.Module, str]] = []
         self.register_state_dict_pre_hook(EngineModel._look_again)  # type: ignore[no-untyped-call]
+
+    def check(self) -> None:
+        """Raise ConfigError if the engine's weights cannot be saved or restored now."""
 
     def refresh(self) -> None:
         """Make the low-precision weights from the 32-bit ones. It may be a collective."""
@@ -91,10 +94,11 @@ class EngineModel(torch.nn.Module):
         self._buffers_of.append((self._place(name), own, module, key))
 
     def _look_again(self, *_: object) -> None:
-        """Take the buffers and the memory that the engine has now. It runs before each save.
+        """Take the buffers and the memory that the engine has now. It runs before each save and restore.
 
         Raises ConfigError if the engine has put its memory elsewhere.
         """
+        self.check()
         for place, own_key, module, key in self._buffers_of:
             place._buffers[own_key] = module._buffers[key]  # noqa: SLF001
         for number, (own, memory, part, address) in enumerate(self._views):
@@ -102,9 +106,7 @@ class EngineModel(torch.nn.Module):
                 continue
             view = part(memory)
             if view.shape != own.shape:
-                raise ConfigError(
-                    f"{self._path}: the engine has put its weights elsewhere, {self.cure} before the save"
-                )
+                raise ConfigError(f"{self.path}: the engine has put its weights elsewhere, {self.cure} before the save")
             own.data = view
             self._views[number] = _View(own, memory, part, memory.data_ptr())
 
@@ -178,7 +180,7 @@ class EngineOptimizer(Optimizer):
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:  # type: ignore[override]
         """Return the slots of each parameter: ranges of what is laid out like the flat memory, the rest unchanged."""
         return {
-            parameter: {slot: _slot(item, value) for slot, value in slots.items()}
+            parameter: {slot: _slot(item, parameter, value) for slot, value in slots.items()}
             for parameter, item in self._ranges.items()
             if (slots := self._slots(item))
         }
@@ -218,9 +220,12 @@ class EngineOptimizer(Optimizer):
                 groups[number].update(options)
 
 
-def _slot(item: MemoryRange, value: Any) -> Any:
-    is_alike = isinstance(value, torch.Tensor) and value.shape == item.memory.shape
-    return item.of(value) if is_alike else value
+def _slot(item: MemoryRange, parameter: torch.Tensor, value: Any) -> Any:
+    """Return the range's part of a slot that is laid out like the memory."""
+    if not isinstance(value, torch.Tensor) or value.shape != item.memory.shape:
+        return value
+    own = value.detach().reshape(-1)[item.at : item.at + item.size] if item.size else value.new_empty(0)
+    return described_as(own, parameter)
 
 
 def _load(state: dict[str, Any], item: MemoryRange, slot: str, value: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from raycheck.bucket.format.object_keys import EXPORT_ENDS
 from raycheck.errors import ConfigError
+from raycheck.state.entries.deepspeed_engine import ZeroModel
 from raycheck.state.entries.module.parameter_names import innermost, plain_names
 from raycheck.state.entries.saved_entry import Named, SavedEntry
 from raycheck.state.entries.state_entry import StateEntry
@@ -48,7 +49,10 @@ def module_assets(module: torch.nn.Module) -> dict[str, str]:
     A PEFT model has the base model's configuration, the active adapter's, and the scaling of its LoRA layers.
     """
     try:
-        return _assets(innermost(module))
+        inside = innermost(module)
+        if isinstance(inside, ZeroModel):
+            return _assets(innermost(inside.engine().module), inside)
+        return _assets(inside)
     except Exception:  # noqa: BLE001  configs are foreign code: a faulty one must not stop training
         return {}
 
@@ -114,10 +118,11 @@ def _bytes_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def _assets(module: torch.nn.Module) -> dict[str, str]:
+def _assets(module: torch.nn.Module, saved: torch.nn.Module | None = None) -> dict[str, str]:
+    """saved: what is saved of the module; None: its own parameters."""
     base = _base_model(module)
     config = json.loads(base.config.to_json_string())
-    dtype = next((p.dtype for p in base.parameters() if p.is_floating_point()), None)
+    dtype = next((p.dtype for p in (saved or base).parameters() if p.is_floating_point()), None)
     if dtype is not None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     config["architectures"] = [type(base).__name__.removeprefix("FSDP")]  # fully_shard derives its own class

@@ -8,6 +8,7 @@ put together from all ranks.
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
@@ -34,13 +35,16 @@ def prepare() -> None:
 class Training:
     """A training over all ranks.
 
-    stage: of ZeRO; None: plain DDP without DeepSpeed. zero: more of ZeRO's settings. saves_at: the step of the only
-    save. until: the last step. is_tied: the head is the embedding. is_strict, is_cast: see restore. seed: of the fresh weights.
+    stage: of ZeRO; None: without DeepSpeed, under plain DDP, or FSDP2 if is_sharded. zero: more of ZeRO's settings.
+    saves_at: the step of the only save. until: the last step. is_tied: the head is the embedding. is_strict, is_cast:
+    see restore. seed: of the fresh weights. moves: "off": the engine's states are offloaded before the save; "back": and
+    reloaded, into other memory, with a save two steps before.
     """
 
     uri: str
     world_size: int
     stage: int | None
+    is_sharded: bool = False
     dtype: str = "fp32"
     zero: dict[str, Any] = field(default_factory=dict)
     saves_at: int = 4
@@ -49,41 +53,40 @@ class Training:
     is_strict: bool = True
     is_cast: bool = False
     seed: int = 0
+    moves: str = ""
 
-    def run(self, within_s: float = 180.0) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Train in processes of their own, and return what rank 0 has printed."""
-        environment = {
-            **os.environ,
-            "DS_ACCELERATOR": "cpu",
-            "LOCAL_SIZE": str(self.world_size),
-            "OMP_NUM_THREADS": "1",
-        }
-        environment["PYTHONPATH"] = str(Path(__file__).parents[3])
-        command = [
-            PYTHON,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={self.world_size}",
-            __file__,
-        ]
-        left_over = set(SHARED_MEMORY.glob("deepspeed_*"))
-        done = subprocess.run(
-            [*command, json.dumps(asdict(self))],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=within_s,
-            check=False,
-        )
-        for buffer in set(SHARED_MEMORY.glob("deepspeed_*")) - left_over:  # 66 MiB of each rank, which stay
-            buffer.unlink()
-        lines = [line for line in done.stdout.splitlines() if line.startswith('{"losses"')]
-        if done.returncode or not lines:
-            errors = [line for line in done.stderr.splitlines() if "Error: " in line]
-            raise RuntimeError("\n".join(errors[:4] or [done.stdout[-2000:], done.stderr[-2000:]]))
-        found: dict[str, Any] = json.loads(lines[0])
-        return found
+        return launch(__file__, asdict(self), self.world_size)
+
+
+def launch(file: str, job: dict[str, Any], world_size: int, within_s: float = 180.0) -> dict[str, Any]:
+    """Run a file with DeepSpeed on this many ranks, with the job as JSON, and return what rank 0 has printed as JSON.
+
+    Raises RuntimeError, with the errors of the ranks, if it has printed nothing.
+    """
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[3])
+    ranks = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    left_over = set(SHARED_MEMORY.glob("deepspeed_*"))
+    done = subprocess.run(
+        [*ranks, file, json.dumps(job)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=within_s,
+        check=False,
+    )
+    for buffer in set(SHARED_MEMORY.glob("deepspeed_*")) - left_over:  # 66 MiB of each rank, which stay
+        buffer.unlink()
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"losses"')]
+    if done.returncode or not lines:
+        told = done.stderr.splitlines()
+        is_error = [re.search(r"\b\w*Error\b", line) is not None for line in told]
+        errors = [line for number, line in enumerate(told) if any(is_error[max(0, number - 3) : number + 1])]
+        raise RuntimeError("\n".join(errors[:12] or [done.stdout[-2000:], done.stderr[-2000:]]))
+    found: dict[str, Any] = json.loads(lines[0])
+    return found
 
 
 def model_of(training: Training) -> Any:
@@ -107,6 +110,17 @@ def model_of(training: Training) -> Any:
 
     torch.manual_seed(training.seed)
     return Net()
+
+
+def shard(model: Any) -> None:
+    """Shard each layer by FSDP2, over all ranks: those of 11, 8 and 6 rows are uneven on 3 ranks or 4."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (model.embed, model.hidden, model.frozen, model.head, model):
+        fully_shard(part, mesh=mesh)
 
 
 def groups_of(model: Any) -> list[dict[str, Any]]:
@@ -140,12 +154,15 @@ def train(training: Training) -> None:
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     model = model_of(training)
+    if training.stage is None:
+        dist.init_process_group("gloo")
+    if training.is_sharded:
+        shard(model)
     optimizer = torch.optim.AdamW(groups_of(model), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
     engine: Any = None
     if training.stage is None:
-        dist.init_process_group("gloo")
-        wrapped: Any = torch.nn.parallel.DistributedDataParallel(model)
+        wrapped: Any = model if training.is_sharded else torch.nn.parallel.DistributedDataParallel(model)
         state: dict[str, Any] = {"engine": {"model": model, "optimizer": optimizer, "scheduler": scheduler}}
     else:
         import deepspeed
@@ -177,13 +194,16 @@ def train(training: Training) -> None:
         dist.all_reduce(total)
         return float(total) / world_size
 
-    settings = raycheck.SaveSettings(every_steps=None, at_steps=[training.saves_at])
+    first = [training.saves_at - 2] if training.moves else []
+    settings = raycheck.SaveSettings(every_steps=None, at_steps=[*first, training.saves_at])
     losses = []
     with raycheck.Checkpointer(state, settings, group=raycheck.torchrun_group(training.uri)) as ckpt:
         at = ckpt.restore(strict=training.is_strict, cast=training.is_cast)
         digests = digests_of(engine, model, optimizer)
         for number in range(at.step, training.until):
             losses.append(step(number))
+            if training.moves and number + 1 == training.saves_at:
+                move_states(engine, are_reloaded=training.moves == "back")
             ckpt.end_step()
             if number + 1 == training.saves_at:
                 digests = digests_of(engine, model, optimizer)
@@ -191,6 +211,17 @@ def train(training: Training) -> None:
         print(
             json.dumps({"losses": losses, "start": at.step, "digests": digests, "scale": scale_of(engine)}), flush=True
         )
+
+
+def move_states(engine: Any, *, are_reloaded: bool) -> None:
+    from deepspeed.ops.adam import fused_adam
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    fused_adam.FusedAdam = type(engine.optimizer.optimizer)  # DeepSpeed offloads the state of this class alone
+    moved = [OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states]  # it fails with frozen lp_params
+    engine.offload_states(include=moved, pin_memory=True)  # on CPUs this is other memory, where they then stay
+    if are_reloaded:
+        engine.reload_states()
 
 
 def scale_of(engine: Any) -> float | None:
@@ -204,16 +235,20 @@ def digests_of(engine: Any, model: Any, optimizer: Any) -> dict[str, str]:
     import torch
 
     found: dict[str, str] = {}
-    found["seen"] = str(float((engine.module if engine is not None else model).seen))
+    found["seen"] = str(float(getattr(engine.module if engine is not None else model, "seen", 0.0)))
     with torch.no_grad():
         for name, parameter in (engine.module if engine is not None else model).named_parameters():
             if not parameter.requires_grad:
                 continue
             for slot, value in slots_of(engine, parameter, optimizer).items():
-                found[f"{name}.{slot}"] = hashlib.sha256(
-                    value.float().cpu().contiguous().numpy().tobytes()
-                ).hexdigest()[:12]
+                found[f"{name}.{slot}"] = digest_of(value)
     return found
+
+
+def digest_of(value: Any) -> str:
+    """Return a digest of a whole tensor's elements as 32-bit floats. A collective for a DTensor."""
+    whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return hashlib.sha256(whole.detach().float().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
 
 
 def slots_of(engine: Any, parameter: Any, optimizer: Any) -> dict[str, Any]:

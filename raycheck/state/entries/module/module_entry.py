@@ -82,7 +82,7 @@ class ModuleEntry(StateEntry):
         keys = [key for key, _ in self.module.named_parameters(remove_duplicate=False)]
         self._parameters = {self._name(key) for key in keys}  # some may have been added since the last time
         self._flattened = {}
-        self._adapted = adapted_layers(self.module, self._plain)
+        self._adapted = self._adapted_layers()
         with calling(self.name, "state_dict"):
             state = self.module.state_dict()
         if not state:
@@ -105,6 +105,10 @@ class ModuleEntry(StateEntry):
                     raise ConfigError(f"state at {path}: two parts of the module have this name; rename one")
                 tree[plain + name] = item
         return tree
+
+    def _adapted_layers(self) -> dict[str, torch.nn.Module]:
+        """Return the layers into whose weight an adapter can be merged, by plain path."""
+        return adapted_layers(self.module, self._plain)
 
     def values(self, tree: dict[str, Any], tensors: Named) -> Any:
         extra = _extra_state(tree)
