@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from raycheck.bucket.assembly.role import Role
 from raycheck.bucket.format.object_keys import LATEST_KEY
 from raycheck.bucket.protocol.preflight import probe_node
 from raycheck.bucket.reading import RangeReader
@@ -36,7 +37,8 @@ class Group(ABC):
     broadcast: returns rank 0's value on all ranks; None if that is not possible (then only step triggers work). notice:
     returns when the first of the group's nodes will be preempted, in unix seconds: inf when the time is not known, None
     without a notice. is_first_on_node: this rank checks what its node may do in the bucket. retention: the retention
-    requested by the system that started the group; None: only SaveSettings decide.
+    requested by the system that started the group; None: only SaveSettings decide. role: see Role; None if all ranks
+    have the same entries.
     """
 
     id: str
@@ -48,6 +50,7 @@ class Group(ABC):
     notice: Callable[[], float | None] | None = None
     is_first_on_node: bool = True
     retention: Retention | None = None
+    role: Role | None = None
 
     def check_node(self) -> None:
         """Check, before anything depends on it, that this node may do everything in the bucket that a run needs.

@@ -21,7 +21,7 @@ from raycheck.huggingface.lora import LoraAdapter, adapter_weights, as_saved, me
 from raycheck.huggingface.weight_stream import Weight, WeightSource
 from raycheck.settings import ExportOptions
 from raycheck.state.entries.hf_assets import ADAPTER_CONFIG, CONFIG, FACTS, GENERATION_CONFIG, is_safe_file_name
-from raycheck.state.entries.state_entry import ASSETS
+from raycheck.state.entries.state_entry import ASSETS, OWN_ENTRIES
 
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
 _FLOATS = {
@@ -103,7 +103,8 @@ class _Model:
 def _choose_model(index: Index, what: str, entry: str | None, config_from: str | None) -> _Model:
     """Choose the entry to export. Raises ConfigError that lists the available entries and says what to do."""
     assets = _asset_texts(index, what)
-    entries = sorted(set(index.values) - {ASSETS, "progress"})
+    of_ranks = {name for values in index.rank_values for name, tree in values.items() if isinstance(tree, dict)}
+    entries = sorted({*index.values, *of_ranks} - {ASSETS, *OWN_ENTRIES})
     with_config = [name for name in entries if CONFIG in assets.get(name, {})]
     if entry is not None and entry not in entries:
         raise ConfigError(f"{what} has no entry {entry!r}; there are: {', '.join(entries)}")
@@ -159,11 +160,14 @@ def _refuse_subclasses(index: Index, what: str, entry: str) -> None:
 
 def _asset_texts(index: Index, what: str) -> Mapping[str, Mapping[str, str]]:
     """Return the saved configuration files, by entry and file name. Raises CorruptError for anything but texts."""
-    assets = index.values.get(ASSETS, {})
-    if not isinstance(assets, dict) or not all(
-        isinstance(files, dict) and all(isinstance(text, str) for text in files.values()) for files in assets.values()
-    ):
-        raise CorruptError(f"{what}: its assets are not file names and texts")
+    assets: dict[str, Mapping[str, str]] = {}
+    for values in (index.values, *index.rank_values):  # each role has those of its own models
+        own = values.get(ASSETS, {})
+        if not isinstance(own, dict) or not all(
+            isinstance(files, dict) and all(isinstance(text, str) for text in files.values()) for files in own.values()
+        ):
+            raise CorruptError(f"{what}: its assets are not file names and texts")
+        assets |= own
     for entry, files in assets.items():
         for file, text in files.items():
             try:

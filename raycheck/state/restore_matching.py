@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from raycheck.bucket.assembly.role import Role, is_under
 from raycheck.bucket.format.index import Index, places
 from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError, CorruptError, RaycheckError, StateMismatchError, SupersededError
@@ -44,12 +45,11 @@ class CheckpointMatch:
 
 
 class CheckpointMatcher:
-    """The comparison of checkpoints with the entries of one rank."""
+    """The comparison of checkpoints with the entries of one rank. It ignores the entries of other roles."""
 
-    def __init__(self, entries: Sequence[StateEntry], *, rank: int, world_size: int) -> None:
+    def __init__(self, entries: Sequence[StateEntry], role: Role) -> None:
         self._entries = entries
-        self._rank = rank
-        self._world_size = world_size
+        self._role = role
 
     def match(
         self, key: str, index: Index, selection: Selection, *, strict: bool, cast: bool, touched_before: set[str]
@@ -60,9 +60,10 @@ class CheckpointMatcher:
         every difference, or SupersededError if the checkpoint does not cover some of those names; in both cases nothing
         was changed.
         """
-        there = {*index.values, *(name for values in index.rank_values for name in values)} - {ASSETS}
+        saved = {*index.values, *(name for values in index.rank_values for name in values)} - {ASSETS}
+        there = {name for name in saved if not is_under(name, self._role.others)}
         if selection != EVERYTHING:
-            self.check_selection(selection, [*there, *(tensor.name for tensor in index.tensors)])
+            self.check_selection(selection, [*saved, *(tensor.name for tensor in index.tensors)])
         with corrupt_if_odd(key):
             match = self._match_entries(index, selection, there, strict=strict, cast=cast)
         _refuse_leftovers(key, touched_before - match.touched)
@@ -97,7 +98,8 @@ class CheckpointMatcher:
     def check_selection(self, selection: Selection, saved: Iterable[str] = ()) -> None:
         """Raise ConfigError for a name that is neither in the live state nor among the saved names."""
         inner_names = [name for entry in self._entries if entry.can_split for name in entry.names()]
-        selection.check([*(entry.name for entry in self._entries), *inner_names, *saved])
+        elsewhere = [name for name in (*(selection.only or ()), *selection.skip) if is_under(name, self._role.others)]
+        selection.check([*(entry.name for entry in self._entries), *inner_names, *saved, *elsewhere])
 
     def _match_entries(
         self, index: Index, selection: Selection, there: set[str], *, strict: bool, cast: bool
@@ -124,13 +126,14 @@ class CheckpointMatcher:
                 continue
             if selection.splits(entry.name) and not entry.can_split:
                 raise ConfigError(f"restore: select {entry.name!r} as a whole; only modules can be restored in part")
+            saved_by, (own, world_size) = self._role.saved_by(entry.name, index.rank_values)
             by_rank = {
                 rank: values[entry.name]
-                for rank, values in enumerate(index.rank_values)
+                for rank, values in enumerate(saved_by)
                 if entry.name in values and isinstance(values[entry.name], list) == entry.is_per_rank
             }
             if entry.is_per_rank:
-                values = by_rank.get(self._rank)
+                values = by_rank.get(own)
             else:
                 values = index.values.get(entry.name, next(iter(by_rank.values()), None))
             saved[entry] = SavedEntry(
@@ -143,7 +146,7 @@ class CheckpointMatcher:
                 strict=strict,
             )
             if entry.is_per_rank:
-                saved[entry].unused += [f"{entry.name}.rank{rank}" for rank in by_rank if rank >= self._world_size]
+                saved[entry].unused += [f"{entry.name}.rank{rank}" for rank in by_rank if rank >= world_size]
         return saved
 
     def _report(

@@ -44,13 +44,15 @@ class RestoreReport:
 class Restored:
     """What a restore did on this rank. Random state is applied separately, as late as possible.
 
-    rng_values: the saved random state of each rank; empty if it is not to be restored. lineage: the partial restores
-    that the state now descends from. is_whole: the ranks have exactly what the checkpoint has; equal on every rank.
+    rng_values: the saved random state of each rank; empty if it is not to be restored. rng_rank: this rank's number
+    among them. lineage: the partial restores that the state now descends from. is_whole: the ranks have exactly what
+    the checkpoint has; equal on every rank.
     """
 
     manifest: Manifest
     progress: Progress
     rng_values: Sequence[Any]
+    rng_rank: int
     lineage: tuple[str, ...]
     tensors: int
     bytes_fetched: int
@@ -62,6 +64,6 @@ class Restored:
         """Return the seconds of training behind the state; 0 when training starts over from trained weights."""
         return self.manifest.trained_s if self.progress.step else 0.0
 
-    def apply_rng(self, rank: int) -> str:
+    def apply_rng(self) -> str:
         """Set this process's random state. Return what was done, for the restore report."""
-        return apply_rng(self.rng_values, rank) if self.rng_values else "untouched"
+        return apply_rng(self.rng_values, self.rng_rank) if self.rng_values else "untouched"

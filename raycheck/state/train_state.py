@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from raycheck.bucket.assembly.replica_agreement import Agreement, Holdings
+from raycheck.bucket.assembly.role import RankPlace, Role
 from raycheck.bucket.format.index import Index
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.progress import Progress
@@ -63,7 +64,7 @@ logger = logging.getLogger("raycheck")
 class TrainState:
     """The live objects of one rank, and the memory that they are staged in.
 
-    objects: the user's objects by dotted name.
+    objects: the user's objects by dotted name. role: see Role; None if all ranks have the same entries.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class TrainState:
         *,
         rank: int,
         world_size: int,
+        role: Role | None = None,
         buffers: int = 1,
         is_shared: bool = False,
         has_memory: bool = False,
@@ -82,8 +84,9 @@ class TrainState:
         self._containers = Containers(state)
         self._per_rank_buffers = PerRankBuffers(self.objects)
         self._given = state
-        self._entries = make_entries(self.objects, rank=rank, world_size=world_size)
-        self._matcher = CheckpointMatcher(self._entries, rank=rank, world_size=world_size)
+        self._role = role or Role(in_group=RankPlace(rank, world_size))
+        self._entries = make_entries(self.objects, self._role)
+        self._matcher = CheckpointMatcher(self._entries, self._role)
         self._assets = assets_of(self.objects)
         self._rank = rank
         self._world_size = world_size
@@ -153,7 +156,8 @@ class TrainState:
         gathered = self._gather()
         boxes = self._boxes(gathered)
         holdings = checksums_of(self._entries, gathered, boxes, is_compared=is_compared, may_spread=may_spread)
-        return replace(holdings, buffers=buffer_checksums(self.objects, self._entries, gathered))
+        buffers = buffer_checksums(self.objects, self._entries, gathered)
+        return replace(holdings, buffers=buffers, other_roles=self._role.others)
 
     def use_agreement(self, agreement: Agreement) -> None:
         """Stage by this agreement from now on. Without one this rank writes everything it has."""
@@ -206,6 +210,8 @@ class TrainState:
         if self._rank == 0:
             values |= {"progress": progress.values(), ASSETS: self._assets}
             leaves |= {f"progress.{name}": (("progress", name), count) for name, count in asdict(progress).items()}
+        elif self._role.place.rank == 0:
+            rank_values[ASSETS] = self._assets
         for entry, found in zip(self._entries, gathered, strict=True):
             if self._rank == 0 and not entry.is_per_rank:
                 values[entry.name] = found.values
@@ -253,7 +259,8 @@ class TrainState:
         another checkpoint is applied. Raises SupersededError if that checkpoint does not cover everything that was
         changed.
         """
-        with errors_on_all_ranks(self._world_size if share else 1):
+        place = self._role.place
+        with errors_on_all_ranks(place.world_size if share else 1):
             manifest = checkpoint.read_manifest()
             index = checkpoint.read_index(manifest)
             if once and str(selection) in manifest.partial:
@@ -262,17 +269,19 @@ class TrainState:
                 checkpoint.entry.key, index, selection, strict=strict, cast=cast, touched_before=self._touched
             )
         self._touched |= match.touched
-        shared_by = (self._rank, self._world_size) if share else None
+        shared_by = place if share else None
         fetched = read_tensors(checkpoint, manifest, index, match.boxes, shared_by=shared_by)
         there = [part for part in manifest.components if checkpoint.shards is None or part.checkpoint != manifest.key]
         in_bucket = replace(manifest, components=tuple(there))
         self.components.restored(in_bucket, index, match.boxes)  # before the objects can change the tensors
         load_objects(match)
+        by_rank, (rng_rank, _) = self._role.saved_by_role(index.rank_values)
         return Restored(
             manifest=manifest,
             progress=match.progress,
             lineage=manifest.partial if selection == EVERYTHING else (*manifest.partial, str(selection)),
-            rng_values=_random_state(index) if selection.takes("rng") else (),
+            rng_values=_random_states(by_rank) if selection.takes("rng") else (),
+            rng_rank=rng_rank,
             tensors=len(match.boxes),
             bytes_fetched=fetched,
             report=replace(match.report, drifted=manifest.drifted),
@@ -339,10 +348,11 @@ class TrainState:
         """
         shared, own = [], []
         for entry, found in zip(self._entries, gathered, strict=True):
+            _, world_size = self._role.place_for(entry.name)
             for name, tensor in found.tensors.items():
                 path = found.paths.get(name, (name,))
                 spread = entry.may_spread(name)
-                boxes = boxes_of(name, path, tensor, may_spread=spread, world_size=self._world_size)
+                boxes = boxes_of(name, path, tensor, may_spread=spread, world_size=world_size)
                 if entry.is_per_rank:
                     own += [replace(box, is_unique=True, has_replicas=False) for box in boxes]
                 elif name in found.frozen:
@@ -352,7 +362,7 @@ class TrainState:
         return [*merge_tied(shared), *merge_tied(own)]
 
 
-def _random_state(index: Index) -> tuple[Any, ...]:
+def _random_states(rank_values: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
     """Return the random state of each rank; nothing if the ranks have none, as in an imported checkpoint."""
-    found = tuple(values.get("rng") for values in index.rank_values)
+    found = tuple(values.get("rng") for values in rank_values)
     return found if any(found) else ()

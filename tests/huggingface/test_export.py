@@ -23,6 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoTokenizer
 
 import raycheck
+from raycheck.bucket.assembly.role import roles_of
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.object_keys import EXPORT_RECORD, exports_prefix
 from raycheck.bucket.format.progress import Progress
@@ -41,7 +42,7 @@ from raycheck.state.train_state import TrainState
 from tests.support.histories.invariants import assert_invariants
 from tests.support.processes.gloo_ranks import mesh_of
 from tests.support.processes.played_ranks import playing, save_played
-from tests.support.processes.save_without_ray import save, save_state
+from tests.support.processes.save_without_ray import agreed, save, save_state
 from tests.support.samples import hf_models
 from tests.support.servers.s3_engines import clients_made
 
@@ -311,6 +312,22 @@ def test_several_models_must_be_told_apart(run: Store, tmp_path: Path):
     export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(entry="critic"))
 
     assert torch.equal(hf_models.logits(hf_models.from_pretrained(tmp_path / "hf")), hf_models.logits(critic))
+
+
+def test_each_role_s_model_is_exported_by_its_name(run: Store, tmp_path: Path):
+    models = {"actor": hf_models.llama(seed=1), "critic": hf_models.llama(seed=2)}
+    roles = roles_of([{"actor"}, {"critic"}])
+    ranks = [
+        TrainState({name: {"model": model}}, rank=rank, world_size=2, role=roles[rank])
+        for rank, (name, model) in enumerate(models.items())
+    ]
+    checkpoint = save(run, [rank.stage(Progress(step=1)) for rank in agreed(ranks)])
+
+    for name, model in models.items():
+        export_hf(checkpoint, f"{tmp_path}/{name}", ExportOptions(entry=f"{name}.model"))
+        assert torch.equal(hf_models.logits(hf_models.from_pretrained(tmp_path / name)), hf_models.logits(model))
+    with pytest.raises(ConfigError, match=r"holds several models \(actor.model, critic.model\)"):
+        export_hf(checkpoint, f"{tmp_path}/both")
 
 
 def test_a_model_without_configuration_takes_one_from_a_folder(run: Store, tmp_path: Path):

@@ -153,7 +153,7 @@ def test_6_another_world_size_goes_on_with_the_data_and_random_state_where_they_
     for rank in range(3):
         data = Batches(range(24), global_batch=6, rank=rank, world_size=3)
         done = TrainState({"model": a_model(0.0), "data": data}, rank=rank, world_size=3).apply(head(memory))
-        rules.append(done.apply_rng(rank))
+        rules.append(done.apply_rng())
         seen += [[int(index) for index in batch] for batch in data.loader(0)]
 
     steps = [seen[0], seen[2], seen[4]], [seen[1], seen[3], seen[5]]

@@ -278,7 +278,7 @@ def built(build: Build, seed: int) -> State:
 
 
 def restored(checkpoint: Checkpoint, state: State, skip: Sequence[str] = ()) -> None:
-    TrainState(state, rank=0, world_size=1).apply(checkpoint, Selection.of(None, skip)).apply_rng(0)
+    TrainState(state, rank=0, world_size=1).apply(checkpoint, Selection.of(None, skip)).apply_rng()
 
 
 def outcome(state: State, step: Step, number: int) -> State:

@@ -115,7 +115,7 @@ def test_weights_only_leave_the_rest_as_it_was(checkpoint: Checkpoint, saved: St
 
     assert done.report == RestoreReport(restored=("model",), skipped=("optimizer", *OWN))
     assert done.progress == Progress()
-    assert done.apply_rng(0) == "untouched"
+    assert done.apply_rng() == "untouched"
     assert_same(snapshot(state), {"model": snapshot(saved)["model"], "optimizer": optimizer})
 
 
@@ -127,7 +127,7 @@ def test_a_fresh_optimizer_goes_on_with_all_else(checkpoint: Checkpoint, saved: 
 
     assert done.report == RestoreReport(restored=("model", *OWN), skipped=("optimizer",))
     assert done.progress == Progress(step=7)
-    assert done.apply_rng(0) == "restored"
+    assert done.apply_rng() == "restored"
     assert_same(snapshot(state), {"model": snapshot(saved)["model"], "optimizer": optimizer})
 
 
@@ -136,7 +136,7 @@ def test_random_state_and_progress_are_skipped_by_name(checkpoint: Checkpoint):
 
     assert done.report == RestoreReport(restored=("model", "optimizer"), skipped=OWN)
     assert done.progress == Progress()
-    assert done.apply_rng(0) == "untouched"
+    assert done.apply_rng() == "untouched"
 
 
 def test_a_layer_is_taken_out_of_a_model(checkpoint: Checkpoint, saved: State):

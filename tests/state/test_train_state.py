@@ -504,7 +504,7 @@ def test_each_rank_gets_its_own_random_state_back_exactly(store: Store):
     found = []
     for rank in range(2):
         restored = TrainState({"model": nn.Linear(1, 1)}, rank=rank, world_size=2).apply(checkpoint)
-        said = restored.apply_rng(rank)
+        said = restored.apply_rng()
         found.append((said, draws()))
 
     assert found == [("restored", drawn) for drawn in expected]
@@ -515,7 +515,7 @@ def test_a_new_rank_derives_its_random_state_from_the_checkpoint_and_its_number(
 
     def drawn(rank: int) -> tuple[Any, ...]:
         restored = TrainState({"model": nn.Linear(1, 1)}, rank=rank, world_size=4).apply(checkpoint)
-        assert "derived" in restored.apply_rng(rank)
+        assert "derived" in restored.apply_rng()
         return draws()
 
     first = [drawn(2), drawn(3)]

@@ -1,5 +1,6 @@
 """Turns the ranks' reports into one checkpoint. The coordinator runs it; it imports no torch. In order of a save:
 
+- role.py: the part of a group whose ranks alone have some of the entries.
 - replica_agreement.py: which rank writes each replicated box, step 13.
 - save_report.py: what a rank hands in, steps 13 and 14.
 - plan_cache.py: the ranks' plans, which are sent once, and the documents made from them, step 14.

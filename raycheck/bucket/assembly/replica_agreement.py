@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raycheck.bucket.assembly.replica_comparison import Cure, Difference, refusal
+from raycheck.bucket.assembly.role import is_under
 from raycheck.errors import ConfigError
 
 SPREAD_FROM_BYTES = 1 << 20
@@ -56,11 +57,12 @@ class ValueChecksums:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holdings:
     """Everything on one rank that other ranks may hold too. values: by entry. buffers: checksums of module buffers and
-    extra state, which may differ, by name."""
+    extra state, which may differ, by name. other_roles: the entries of other roles, which this rank does not have."""
 
     held: tuple[HeldBox, ...]
     values: Mapping[str, ValueChecksums]
     buffers: Mapping[str, int] = field(default_factory=dict)
+    other_roles: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,10 +149,10 @@ def _apart(ranks: Sequence[Holdings]) -> frozenset[str]:
                 raise ConfigError(
                     refusal([Difference(label=f"state[{name!r}]", cure=values.cure, ranks=(first, rank))])
                 )
-        if len(found) < len(ranks) and not all(values.may_differ for values in found.values()):
-            absent = min(set(range(len(ranks))) - set(found))
+        absent = [rank for rank, own in enumerate(ranks) if not (rank in found or is_under(name, own.other_roles))]
+        if absent and not all(values.may_differ for values in found.values()):
             raise ConfigError(
-                f"state[{name!r}] is on rank {min(found)} and not on rank {absent}. Give it to all ranks, or give "
+                f"state[{name!r}] is on rank {min(found)} and not on rank {absent[0]}. Give it to all ranks, or give "
                 "each rank's raycheck.PerRank(value)"
             )
         if len(found) < len(ranks) or len(first_with) > 1:

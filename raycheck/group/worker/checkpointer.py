@@ -130,6 +130,7 @@ class Checkpointer:
                 given,
                 rank=rank,
                 world_size=world_size,
+                role=self._group.role,
                 buffers=self.settings.buffers,
                 is_shared=self.settings.upload_by == "node",
                 has_memory=self.settings.memory_every_steps is not None,

@@ -263,14 +263,14 @@ def apply_random_state(done: Restored, group: Group, data: Iterable[DataStream])
     A script draws random numbers before its first batch: a shuffle, or an iterator's seed. The run that saved the
     checkpoint in the middle of an epoch had drawn these before the checkpoint. Returns what was done, as text.
     """
-    text = done.apply_rng(group.rank)
+    text = done.apply_rng()
     applied = rng_values()
 
     def apply_again() -> None:
         if rng_values() != applied:
             said = "random numbers were drawn between restore() and the first batch: the random state is put back"
             logger.info(event(said, checkpoint=done.manifest.key, rank=group.rank, run=group.uri))
-        done.apply_rng(group.rank)
+        done.apply_rng()
 
     for stream in data if done.rng_values else ():
         stream.before_first_batch(apply_again)

@@ -8,12 +8,14 @@ decides when to save, so no collective is needed. The driver's own objects and t
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from itertools import chain
 from types import TracebackType
 from typing import Any, Literal, Self
 from uuid import uuid4
 
 import ray
 
+from raycheck.bucket.assembly.role import roles_of
 from raycheck.bucket.format.label import NO_LABEL, Label, NoteValue, label_of
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.protocol.resume import AUTO
@@ -38,7 +40,7 @@ from raycheck.on_ray.actors.actor_rank import (
     is_done_and_committed,
     join,
     leave,
-    node_of,
+    meet,
     restore,
     result_of,
 )
@@ -48,6 +50,7 @@ from raycheck.on_ray.api.preemption_notices import PreemptionNotices
 from raycheck.on_ray.fit import settle_resume
 from raycheck.on_ray.ray_group import RayGroup, start_coordinator
 from raycheck.settings import SaveSettings, function_name
+from raycheck.state.restore_result import RestoreReport
 from raycheck.storage_settings import StorageSettings
 
 LEAVE_S = 35.0
@@ -58,8 +61,10 @@ _driver_ids: dict[tuple[str, str | int], str] = {}
 class ActorCheckpointer:
     """The object that saves and restores the state of Ray actors, and of their driver, as one run at `uri`.
 
-    actors: their handles, in rank order. state_of: called in each actor with the actor's instance; returns its state in
-    the form that a Checkpointer takes. What is equal on all ranks is saved once, sharded tensors by all ranks. state:
+    actors: their handles, in rank order; an actor that is given twice is one rank. state_of: called in each actor with
+    the actor's instance; returns its state in the form that a Checkpointer takes. What is equal on all ranks is saved
+    once, sharded tensors by all ranks. Actors of several roles, such as a policy's and a critic's, each return the
+    state of their role, under names that the other roles do not have: one checkpoint has all of them. state:
     what exists only once: the driver's objects with state_dict and load_state_dict, dicts of plain values, Batches, and
     handles of other actors with these two methods. settings: see SaveSettings; a notice that an actor's node will be
     preempted triggers a save, and training continues whatever on_preempt is. resume, storage: see `fit`.
@@ -92,7 +97,7 @@ class ActorCheckpointer:
                 f"memory_every_steps={settings.memory_every_steps}: ActorCheckpointer makes no memory checkpoints; "
                 "rolling_every_steps=... saves often and keeps little"
             )
-        self._actors = list(actors)
+        self._actors = list(dict.fromkeys(actors))
         self._uri = uri if storage is None else with_settings(uri, storage)
         self._settings = settings or SaveSettings()
         self._state = DriverState(state or {})
@@ -112,7 +117,9 @@ class ActorCheckpointer:
         wish = settle_resume(resume, self._store, storage) if driver_id is None else AUTO
         driver_id = _driver_ids.setdefault((self._uri, resume), driver_id or uuid4().hex[:16])
         self._coordinator = start_coordinator(self._uri, owner=driver_id, resume=wish, suffix=f":{group_id}")
-        nodes = results([run_in(actor, node_of) for actor in self._actors])
+        met = results([run_in(actor, meet, self._uri, state_of) for actor in self._actors])
+        nodes = [node for node, _ in met]
+        self._roles = roles_of([entries for _, entries in met])
         group = RayGroup(
             id=group_id,
             uri=self._uri,
@@ -123,7 +130,7 @@ class ActorCheckpointer:
             notice=PreemptionNotices(nodes),
         )
         self._triggers = SaveTriggers(self._settings, group)
-        self._join(group, nodes, state_of)
+        self._join(group, nodes)
 
     def restore(
         self,
@@ -170,7 +177,8 @@ class ActorCheckpointer:
         self._clock.go()
         if self._settings.at_start and not self._counter.step:
             self._tell("save", save="keep")  # the actors know whether a checkpoint already has this state
-        return replace(at, **asdict(self._counter.progress))
+        firsts = [mine.report for role, (mine, _) in zip(self._roles, found, strict=True) if not role.place.rank]
+        return replace(at, report=joined(firsts), **asdict(self._counter.progress))
 
     def _start_turned_off(self, then: Callable[[Any, RestoreResult], object] | None) -> RestoreResult:
         """Start at step 0 without restoring anything, for SaveSettings(enabled=False)."""
@@ -336,18 +344,19 @@ class ActorCheckpointer:
         if self._settings.enabled:
             ray.kill(self._coordinator)
 
-    def _join(self, group: RayGroup, nodes: Sequence[str], state_of: Callable[[Any], Mapping[str, object]]) -> None:
+    def _join(self, group: RayGroup, nodes: Sequence[str]) -> None:
         joining, settings = [], settings_for_actors(self._settings)
         for rank, (actor, node) in enumerate(zip(self._actors, nodes, strict=True)):
             mine = replace(
                 group,
                 rank=rank,
                 world_size=len(nodes),
+                role=self._roles[rank],
                 broadcast=None,
                 notice=None,
                 is_first_on_node=node not in nodes[:rank],
             )
-            joining.append(run_in(actor, join, state_of, self._state.names, settings, mine))
+            joining.append(run_in(actor, join, self._state.names, settings, mine))
         results(joining)
 
 
@@ -380,6 +389,12 @@ class ActorSaveHandle:
         state: tuple[bool, bool]
         (state,) = results([run_in(self._actor, is_done_and_committed, self._uri, self._save_id)])
         return state
+
+
+def joined(reports: Sequence[RestoreReport]) -> RestoreReport:
+    """Return one report of all roles."""
+    columns = {spec.name: [getattr(report, spec.name) for report in reports] for spec in fields(RestoreReport)}
+    return RestoreReport(**{name: tuple(dict.fromkeys(chain.from_iterable(of))) for name, of in columns.items()})
 
 
 def settings_for_actors(settings: SaveSettings) -> SaveSettings:

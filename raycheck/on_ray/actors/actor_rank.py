@@ -23,6 +23,8 @@ from raycheck.state.entries.per_rank_entries import RankZero
 
 _ranks: dict[str, "ActorRank"] = {}
 """The ranks in this process, by the run's URI."""
+_states: dict[str, Mapping[str, object]] = {}
+"""The states of the actors in this process that have met and not joined yet, by the run's URI."""
 _handles: dict[str, dict[str, SaveHandle]] = {}
 """The saves of the newest group that its driver can ask for, by the run's URI and the driver's id of the save."""
 
@@ -147,19 +149,20 @@ class ActorRank:
         self._checkpointer.__exit__(type(reason), reason, None)
 
 
-def join(
-    actor: Any,
-    state_of: Callable[[Any], Mapping[str, object]],
-    driver_names: Sequence[str],
-    settings: SaveSettings,
-    group: Group,
-) -> None:
+def meet(actor: Any, uri: str, state_of: Callable[[Any], Mapping[str, object]]) -> tuple[str, frozenset[str]]:
+    """Take the actor's state. Return the id of its node, and the names of its entries."""
+    _states[uri] = state_of(actor)
+    return this_node(), frozenset(_states[uri])
+
+
+def join(actor: Any, driver_names: Sequence[str], settings: SaveSettings, group: Group) -> None:
     """Make this actor a rank of the group, replacing the rank that it was in the same run before."""
+    del actor
     before = _ranks.pop(group.uri, None)
     if before is not None:
         before.leave()
     _handles[group.uri] = {}
-    _ranks[group.uri] = ActorRank(state_of(actor), driver_names, settings, group)
+    _ranks[group.uri] = ActorRank(_states.pop(group.uri), driver_names, settings, group)
 
 
 def restore(actor: Any, uri: str, options: Mapping[str, Any]) -> tuple[RestoreResult, dict[str, Any]]:
@@ -195,9 +198,3 @@ def leave(actor: Any, uri: str) -> None:
     del actor
     if rank := _ranks.pop(uri, None):
         rank.leave()
-
-
-def node_of(actor: Any) -> str:
-    """Return the id of the actor's node."""
-    del actor
-    return this_node()

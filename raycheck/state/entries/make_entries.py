@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
+from raycheck.bucket.assembly.role import Role
 from raycheck.bucket.format.values import encode
 from raycheck.errors import ConfigError
 from raycheck.state.entries.deepspeed_engine import is_engine, parts_of_engine
@@ -77,10 +78,10 @@ class ChainedState(Mapping[str, object]):
         return sum(map(len, self.sources))
 
 
-def make_entries(objects: Mapping[str, object], *, rank: int, world_size: int) -> list[StateEntry]:
+def make_entries(objects: Mapping[str, object], role: Role) -> list[StateEntry]:
     """Create one entry for each object."""
     named = NamedParameters({name: value for name, value in objects.items() if isinstance(value, torch.nn.Module)})
-    entries = [_make_entry(name, value, named, rank, world_size) for name, value in objects.items()]
+    entries = [_make_entry(name, value, named, *role.place_for(name)) for name, value in objects.items()]
     metrics = [metric for entry in entries if isinstance(entry, MetricsEntry) for metric in entry.metrics]
     for entry in entries:
         if isinstance(entry, ModuleEntry):

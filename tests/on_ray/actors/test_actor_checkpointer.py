@@ -432,3 +432,55 @@ def test_a_driver_may_count_its_own_steps(actors: list[Any], s3: str) -> None:
             ckpt.save(step=7)
 
     assert [entry.step for entry in assert_invariants(open_store(uri)).live] == [3, 8]
+
+
+@ray.remote(num_cpus=0)
+class Worker:
+    """A worker of one role. Like many in RL frameworks, it has asynchronous methods too."""
+
+    def __init__(self, role: str) -> None:
+        self.role, self.model = role, torch.nn.Linear(2, 1 if role == "critic" else 3)
+        self.schedule = {"learned": 0}
+
+    def learn(self, value: float) -> None:
+        torch.nn.init.constant_(self.model.weight, value)
+        self.schedule["learned"] += 1
+
+    async def get(self) -> tuple[float, int]:
+        return self.model.weight[0, 0].item(), self.schedule["learned"]
+
+
+def test_a_policy_and_a_critic_are_one_checkpoint_and_each_may_grow(cluster: None, s3: str) -> None:
+    uri, own = join_uri(s3, uuid4().hex), {"seen": 0}
+
+    def state_of(worker: Any) -> dict[str, Any]:
+        return {worker.role: {"model": worker.model, "schedule": worker.schedule}}
+
+    def group(role: str, size: int) -> list[Any]:
+        return [Worker.remote(role) for _ in range(size)]
+
+    def led_by(policies: list[Any], critics: list[Any]) -> raycheck.ActorCheckpointer:
+        settings = raycheck.SaveSettings(every_steps=None)
+        return raycheck.ActorCheckpointer([*policies, *critics], state_of, uri, settings, state={"own": own})
+
+    policies, critics = group("policy", 1), group("critic", 2)
+    with led_by(policies, critics) as ckpt:
+        assert ckpt.restore().checkpoint is None
+        ray.get([worker.learn.remote(3.0) for worker in policies])
+        ray.get([worker.learn.remote(5.0) for worker in critics])
+        own["seen"] = 7
+        assert ckpt.save(step=4).result().step == 4
+    own["seen"] = 0
+    policies, critics = group("policy", 2), group("critic", 1)
+
+    with led_by(policies, critics * 2) as ckpt:
+        at = ckpt.restore(then=lambda worker, at: None)
+
+    assert (at.step, own) == (4, {"seen": 7})
+    assert {"policy.model", "critic.model", "critic.schedule", "own"} <= set(at.report.restored)
+    assert ray.get([worker.get.remote() for worker in [*policies, *critics]]) == [(3.0, 1), (3.0, 1), (5.0, 1)]
+    assert {item.name for item in raycheck.open_run(uri).at(4).tensors()} >= {
+        "policy.model.weight",
+        "critic.model.weight",
+    }
+    assert_invariants(open_store(uri))

@@ -1,0 +1,80 @@
+"""Describes a role: the ranks of a group that have the same entries, which no other rank has, as a critic's workers do.
+
+Ranks of other roles neither save these entries nor expect them at a restore. What each rank has for itself (PerRank
+values, random state) belongs to a rank of the role: another number of ranks in one role changes nothing for the others.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, NamedTuple
+
+
+class RankPlace(NamedTuple):
+    """The number of a rank among others, and how many they are."""
+
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Role:
+    """A rank's place among the ranks of its role, and in the group.
+
+    entries: the names, at the top of the state, that only the ranks of this role have; none if all ranks of the group
+    have the same. others: the names that only other roles have.
+    """
+
+    in_group: RankPlace
+    entries: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()
+    in_role: RankPlace | None = None
+
+    @property
+    def place(self) -> RankPlace:
+        """Return this rank's place among the ranks that have the same entries."""
+        return self.in_role or self.in_group
+
+    def place_for(self, entry: str) -> RankPlace:
+        """Return this rank's place among the ranks that have this entry."""
+        return self.place if is_under(entry, self.entries) else self.in_group
+
+    def saved_by_role(self, saved: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], RankPlace]:
+        """Return what each rank of this role saved for itself, and this rank's place among such ranks.
+
+        saved: what each rank of the group saved for itself, by entry. Without this role among them, it is all of them.
+        """
+        own = [values for values in saved if any(is_under(name, self.entries) for name in values)]
+        return (own, self.place) if own else (saved, self.in_group)
+
+    def saved_by(self, entry: str, saved: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], RankPlace]:
+        """Return what each rank that has this entry saved for itself, and this rank's place among such ranks."""
+        return self.saved_by_role(saved) if is_under(entry, self.entries) else (saved, self.in_group)
+
+
+def roles_of(entries: Sequence[Collection[str]]) -> list[Role]:
+    """Return the role of each rank. entries: the names at the top of each rank's state.
+
+    Ranks that have some of the same names and not all are of one role, which will be refused for what is missing.
+    """
+    members: dict[frozenset[str], list[int]] = {}
+    for rank, names in enumerate(entries):
+        members.setdefault(frozenset(names), []).append(rank)
+    places = [RankPlace(rank, len(entries)) for rank in range(len(entries))]
+    if len(members) == 1 or any(one & other for one, other in combinations(members, 2)):
+        return [Role(in_group=place) for place in places]
+    everything = frozenset().union(*members)
+    return [
+        Role(
+            in_group=place,
+            entries=names,
+            others=everything - names,
+            in_role=RankPlace(members[names].index(place.rank), len(members[names])),
+        )
+        for place, names in zip(places, map(frozenset, entries), strict=True)
+    ]
+
+
+def is_under(entry: str, names: Collection[str]) -> bool:
+    """Return whether the entry is one of these at the top of the state, or in one of them."""
+    return entry.partition(".")[0] in names
