@@ -77,8 +77,8 @@ def test_the_same_degrees_resume_as_if_nothing_had_happened(kind: str, saved: An
 @pytest.mark.parametrize(
     ("kind", "degrees"),
     [
-        ("tp", {"tp": 1, "dropout": 0.1}),
-        ("tp", {"tp": 4}),
+        ("tp", {"tp": 1}),
+        ("tp", {"dp": 2, "skip": ["rng"]}),
         ("tp", {"tp": 1, "pp": 2}),
         ("tp-dp", {"dp": 1}),
         ("tp-dp", {"tp": 1, "pp": 2, "dp": 1}),
@@ -111,7 +111,7 @@ def test_other_degrees_have_every_weight_and_moment_to_the_bit(
 
     assert found["start"] == 3
     assert found["digests"] == before["digests"]
-    if "dropout" not in vars(training) or not training.dropout:
+    if not training.dropout:
         assert found["losses"] == pytest.approx(before["losses"][3:], abs=2e-2, rel=0.0)
 
 

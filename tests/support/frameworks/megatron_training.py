@@ -37,7 +37,7 @@ class Training:
     tp, pp, ep: degrees of tensor, pipeline and expert parallelism; the rest is data parallelism. chunks: of the model
     on each pipeline stage. kind: "distributed" or "plain", the optimizer. has_overlap: gather parameters during the
     forward. words: the padded vocabulary. is_tied: the head is the embedding. saves_at: the step of the only save.
-    until: the last step. seed: of the fresh weights. odd: more of Megatron's settings, of the model, of DDP and of the
+    until: the last step. seed: of the fresh weights. skip: of the restore. odd: more of Megatron's settings, of the model, of DDP and of the
     optimizer.
     """
 
@@ -59,6 +59,7 @@ class Training:
     until: int = STEPS
     seed: int = 0
     is_strict: bool = True
+    skip: tuple[str, ...] = ()
     odd: dict[str, dict[str, Any]] | None = None
 
     @property
@@ -406,7 +407,7 @@ def train(training: Training) -> None:
     settings = raycheck.SaveSettings(every_steps=None, at_steps=[training.saves_at])
     losses = []
     with raycheck.Checkpointer(state, settings, group=raycheck.torchrun_group(training.uri)) as ckpt:
-        at = ckpt.restore(strict=training.is_strict)
+        at = ckpt.restore(strict=training.is_strict, skip=list(training.skip))
         digests, low = digests_of(model, optimizer), low_weights(model)
         for number in range(at.step, training.until):
             losses.append(step_of(training, model, optimizer, scheduler, number))
