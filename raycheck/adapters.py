@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from raycheck.on_ray.ray_group import RayGroup, start_coordinator
     from raycheck.run import Run, open_run
     from raycheck.settings import SaveSettings
+    from raycheck.state.entries.megatron_training import megatron
     from raycheck.state.entries.per_rank_entries import PerRank, RankZero
+    from raycheck.transfer.stage.tensor_parts import Part, describe_parts, flat_part
 
 __all__ = [
     "ActorState",
@@ -29,6 +31,7 @@ __all__ = [
     "Checkpointer",
     "DataStream",
     "Group",
+    "Part",
     "PerRank",
     "Periodic",
     "RankZero",
@@ -37,6 +40,9 @@ __all__ = [
     "Run",
     "SaveSettings",
     "SourceProof",
+    "describe_parts",
+    "flat_part",
+    "megatron",
     "open_run",
     "start_coordinator",
     "torchrun_group",
@@ -57,6 +63,8 @@ __getattr__, __dir__ = on_first_use(
         "raycheck.on_ray.actors.actor_state": ("ActorState",),
         "raycheck.run": ("Run", "open_run"),
         "raycheck.settings": ("SaveSettings",),
+        "raycheck.state.entries.megatron_training": ("megatron",),
         "raycheck.state.entries.per_rank_entries": ("PerRank", "RankZero"),
+        "raycheck.transfer.stage.tensor_parts": ("Part", "describe_parts", "flat_part"),
     },
 )

@@ -23,6 +23,7 @@ FIRST = (
     "accelerate",
     "torchtitan",
     "deepspeed",
+    "megatron",
     "torchrun",
     "failures",
     "preemption",

@@ -11,6 +11,8 @@
 | PerRank: each rank's own value | per_rank_entries.py | PerRankEntry |
 | data loader that reports its position | per_rank_entries.py | LoaderEntry |
 | RankZero: one object outside the ranks, such as an actor's state | per_rank_entries.py | RankZeroEntry |
+| engine of DeepSpeed, by its parts | deepspeed_engine.py | EngineModelEntry, OptimizerEntry, ObjectEntry |
+| raycheck.adapters.megatron, by its parts | megatron_training.py | MegatronModelEntry, MegatronOptimizerEntry, ... |
 | torchmetrics' metrics | metric_entry.py | MetricsEntry |
 | tokenizer or processor | hf_assets.py | FilesEntry |
 

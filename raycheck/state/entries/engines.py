@@ -53,8 +53,8 @@ MEGATRON = TrainingEngine(
     ("megatron.core.optimizer.", "accelerate.utils.megatron_lm."),
     (),
     "its ranks hold different parts of the model or of the optimizer under equal names",
-    "Save it with megatron.core.dist_checkpointing, as in save(model.sharded_state_dict(), folder), "
-    "or parallelize the model with torch's DTensor, which raycheck saves and reshards",
+    'Make both one entry of the state, {"engine": raycheck.adapters.megatron(model, optimizer, scheduler)}, or save '
+    "with megatron.core.dist_checkpointing, or parallelize the model with torch's DTensor, which raycheck reshards",
 )
 OTHERS = tuple(
     TrainingEngine(
