@@ -232,7 +232,6 @@ def test_folders_and_what_comes_too_late_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "cure"),
     [
-        (DistributedType.DEEPSPEED, "DeepSpeed.*fsdp_version=2"),
         (DistributedType.MEGATRON_LM, "Megatron-LM.*fsdp_version=2"),
         (DistributedType.FSDP, "FSDP1.*fsdp_version=2"),
         (DistributedType.XLA, "XLA"),

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
 from raycheck.adapters import Checkpointer, Group, PerRank, SaveSettings
 from raycheck.errors import ConfigError
@@ -35,7 +36,7 @@ def attach(
 
     After that, accelerator.load_state() restores the newest checkpoint, or starts a new run, and returns a
     RestoreResult. save_state("name") saves the current step when it ends, under that name. Raises ConfigError, with a
-    remedy, for training that cannot be saved completely: FSDP1, DeepSpeed, Megatron-LM.
+    remedy, for training that cannot be saved completely: FSDP1, Megatron-LM, an engine of DeepSpeed that was not tried.
     """
     if hasattr(accelerator, _ATTACHED):
         raise ConfigError("raycheck.accelerate.attach was called before with this Accelerator")
@@ -111,8 +112,9 @@ class Attachment:
             self._loaders = Loaders(accelerator, self._end_open_step)
             self.checkpointer.add("loaders", self._loaders)
             self.checkpointer.add("fetched_ahead", PerRank(FetchedAhead(self._loaders)))
-        for optimizer in accelerator._optimizers:
-            self._follow(optimizer)
+        has_engines = accelerator.distributed_type == DistributedType.DEEPSPEED
+        for steps in accelerator._models if has_engines else accelerator._optimizers:
+            self._follow(steps)
         self._prepared = self._count_prepared()
         self._result = self.checkpointer.restore()
         processes.rescale()
@@ -168,7 +170,7 @@ class Attachment:
             self.checkpointer.__exit__(kind, error, trace)
 
     def _follow(self, optimizer: Any) -> None:
-        """Observe one optimizer's steps, before and after each."""
+        """Observe the steps of an optimizer, or of an engine of DeepSpeed, whose optimizer does not step itself."""
         step = optimizer.step
 
         def followed(*args: Any, **kwargs: Any) -> Any:

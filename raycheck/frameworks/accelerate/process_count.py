@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch.optim.lr_scheduler import LambdaLR
 
 from raycheck.errors import StateMismatchError
+from raycheck.frameworks.accelerate.state import is_stepped_by_engine
 
 
 class ProcessCount:
@@ -23,7 +24,11 @@ class ProcessCount:
     def _per_process(self) -> list[Any]:
         """Return the schedulers that step once for each process."""
         wrapped = self._accelerator._schedulers
-        return [own.scheduler for own in wrapped if own.step_with_optimizer and not own.split_batches]
+        return [
+            own.scheduler
+            for own in wrapped
+            if own.step_with_optimizer and not own.split_batches and not is_stepped_by_engine(own)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_processes": self._accelerator.num_processes}

@@ -4,13 +4,12 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 
 from raycheck.adapters import DataStream
 from raycheck.errors import ConfigError
 
 REFUSED = {
-    DistributedType.DEEPSPEED: "DeepSpeed keeps optimizer state in its own form, which raycheck cannot read; "
-    "use FSDP2, FullyShardedDataParallelPlugin(fsdp_version=2)",
     DistributedType.MEGATRON_LM: "Megatron-LM keeps state in its own form, which raycheck cannot read; "
     "use FSDP2, FullyShardedDataParallelPlugin(fsdp_version=2)",
     DistributedType.XLA: "raycheck cannot read XLA tensors; train on GPUs or CPUs",
@@ -45,22 +44,32 @@ def check_supported(accelerator: Accelerator) -> None:
 def state_of(accelerator: Accelerator) -> dict[str, object]:
     """Return the objects given to `prepare` and `register_for_checkpointing`, by entry name."""
     state: dict[str, object] = {}
-    for name, prepared in (
-        ("model", accelerator._models),
-        ("optimizer", accelerator._optimizers),
-        ("scheduler", accelerator._schedulers),
-    ):
-        if prepared:
-            state[name] = prepared[0] if len(prepared) == 1 else list(prepared)
+    for name, values in _entries(accelerator).items():
+        if values:
+            state[name] = values[0] if len(values) == 1 else list(values)
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler
-    known = [inner for name in state for inner in _with_inner(state[name])]
+    prepared = (*accelerator._models, *accelerator._optimizers, *accelerator._schedulers)
+    known = [inner for own in prepared for inner in _with_inner(own)]
     registered = [own for own in accelerator._custom_objects if not any(own is other for other in known)]
     if registered:
         state["registered"] = registered
-    if "model" not in state:
+    if not accelerator._models:
         raise ConfigError("raycheck.accelerate: no model was prepared; call accelerator.prepare before load_state")
     return state
+
+
+def _entries(accelerator: Accelerator) -> dict[str, list[object]]:
+    """Return what was prepared, by entry name. An engine of DeepSpeed includes its optimizer, and often a scheduler."""
+    models, optimizers, schedulers = accelerator._models, accelerator._optimizers, accelerator._schedulers
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return {"model": models, "optimizer": optimizers, "scheduler": schedulers}
+    return {"engine": models, "scheduler": [own for own in schedulers if not is_stepped_by_engine(own)]}
+
+
+def is_stepped_by_engine(scheduler: object) -> bool:
+    """Return whether an engine of DeepSpeed steps this scheduler itself, and contains its state."""
+    return isinstance(scheduler, DeepSpeedSchedulerWrapper)
 
 
 def streams_in(state: dict[str, object]) -> list[DataStream]:
@@ -70,7 +79,5 @@ def streams_in(state: dict[str, object]) -> list[DataStream]:
 
 
 def _with_inner(value: Any) -> list[object]:
-    found: list[object] = []
-    for item in value if isinstance(value, list) else [value]:
-        found += [item, getattr(item, "optimizer", None), getattr(item, "scheduler", None)]
+    found = [value, getattr(value, "optimizer", None), getattr(value, "scheduler", None)]
     return [item for item in found if item is not None]

@@ -18,7 +18,7 @@ from raycheck.frameworks.lightning.lightning_state import LightningState, weight
 from raycheck.frameworks.lightning.logged_values import LoggedValues
 from raycheck.frameworks.lightning.packages import named, package_of
 from raycheck.frameworks.lightning.refusals import check_data, check_optimizers, check_trainer
-from raycheck.frameworks.lightning.strategies import is_fsdp2
+from raycheck.frameworks.lightning.strategies import engine_of, is_sharded
 from raycheck.frameworks.lightning.training_data import ConvertedSource, LoaderConversion
 from raycheck.frameworks.shaped_module import ShapedModule
 
@@ -130,7 +130,7 @@ class FitSession:
         assert values.saved is not None, "a restore that changes nothing raises"
         found = dict(values.saved["checkpoint"])
         found["optimizer_states"] = []  # restored in place, later
-        if not is_fsdp2(self._trainer.strategy):  # like Lightning's own sharded strategy, which exposes no weights
+        if not is_sharded(self._trainer.strategy):  # like Lightning's own sharded strategies, which expose no weights
             module = self._trainer.lightning_module
             found["state_dict"] = self._read_weights(checkpoint) if self._has_load_hook else dict(module.state_dict())
         return found
@@ -189,11 +189,11 @@ class FitSession:
         )
         if self._keeps_position and trainer.limit_train_batches:
             trainer.fit_loop._data_source.dataloader()
-        module, optimizers = trainer.lightning_module, list(trainer.optimizers)
+        module, optimizers, engine = trainer.lightning_module, list(trainer.optimizers), engine_of(trainer)
+        trained = {"model": module, "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers}
         found = {
             "metrics": _metrics_in([module, *averaged]),
-            "model": module,
-            "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers,
+            **(trained if engine is None else {"engine": engine}),
             "average": averaged[0] if len(averaged) == 1 else averaged,
             "lightning": self._state,
             "logged": PerRank(self._logged),

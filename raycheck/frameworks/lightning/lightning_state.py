@@ -14,6 +14,7 @@ import torch
 
 from raycheck.errors import ConfigError
 from raycheck.frameworks.lightning.packages import named
+from raycheck.frameworks.lightning.strategies import engine_of
 
 logger = logging.getLogger("raycheck")
 
@@ -49,7 +50,11 @@ class LightningState(torch.nn.Module):
         """
         trainer = self._trainer
         live = dict(trainer.lightning_module.state_dict())
-        shown = {"lightning_module_state_dict": lambda: dict(live), "optimizer_state": lambda one: one.state_dict()}
+        shown: dict[str, Any] = {"lightning_module_state_dict": lambda: dict(live)}
+        if engine_of(trainer) is None:
+            shown["optimizer_state"] = lambda one: one.state_dict()
+        else:  # what its optimizer returns is a copy
+            shown["optimizer_state"] = lambda _one: {}
         with _shadowed(trainer.strategy, shown):
             checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         if has_weight_averaging(trainer, self._package):  # the averaged model is a separate entry

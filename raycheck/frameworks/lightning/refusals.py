@@ -5,7 +5,7 @@ from typing import Any
 
 from raycheck.errors import ConfigError
 from raycheck.frameworks.lightning.packages import named
-from raycheck.frameworks.lightning.strategies import is_fsdp2
+from raycheck.frameworks.lightning.strategies import ShardedByDeepSpeed, is_sharded
 
 logger = logging.getLogger("raycheck")
 
@@ -63,10 +63,16 @@ def check_optimizers(trainer: Any) -> None:
 def _check_strategy(trainer: Any, package: str, world_size: int) -> None:
     strategy = trainer.strategy
     kinds = tuple(named(package, "strategies", name) for name in ("DDPStrategy", "SingleDeviceStrategy"))
-    if not (isinstance(strategy, kinds) or is_fsdp2(strategy)):
+    if not (isinstance(strategy, kinds) or is_sharded(strategy)):
         raise ConfigError(
             f"{type(strategy).__qualname__} is not supported. Give Trainer(strategy=raycheck.lightning.strategy(...)) "
-            'with "ddp", or with "fsdp2" for a sharded model (FSDP1 and DeepSpeed cannot be resharded)'
+            'with "ddp", or with "fsdp2" or "deepspeed" for a sharded model (FSDP1 cannot be resharded)'
+        )
+    if isinstance(strategy, ShardedByDeepSpeed) and trainer.accumulate_grad_batches != 1:
+        raise ConfigError(
+            f'Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) with strategy("deepspeed"): the '
+            "engine accumulates over the end of an epoch, where a save would miss these gradients. Leave it out, and "
+            "give larger batches"
         )
     if trainer.world_size != world_size:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Lightning strategies for Ray Train's workers, which Ray has already started and connected.
 
-Ray has such classes for DDP, FSDP1, and DeepSpeed, but not for FSDP2. Outside Ray Train, ranks come from
-torch.distributed.
+Ray has such classes for DDP, FSDP1, and DeepSpeed, but not for FSDP2, and that for DeepSpeed restores before raycheck
+could. Outside Ray Train, ranks come from torch.distributed.
 """
 
 from functools import cache
@@ -13,26 +13,32 @@ import torch.distributed as dist
 from raycheck.errors import ConfigError
 from raycheck.frameworks.lightning.packages import imported_package, named
 
-Kind = Literal["ddp", "fsdp2"]
+Kind = Literal["ddp", "fsdp2", "deepspeed"]
 
 
 def strategy(kind: Kind, **options: Any) -> Any:
     """Return a strategy for Trainer(strategy=...) inside Ray Train. No plugins and no prepare_trainer are needed.
 
-    kind: "ddp" or "fsdp2". With "fsdp2" the module's configure_model() shards the module with torch's fully_shard over
-    self.device_mesh["data_parallel"]. options: passed to Lightning's DDPStrategy or ModelParallelStrategy. With
-    "fsdp2", data_parallel_size defaults to the number of workers / tensor_parallel_size, which defaults to 1.
+    kind: "ddp", "fsdp2" or "deepspeed". With "fsdp2" the module's configure_model() shards the module with torch's
+    fully_shard over self.device_mesh["data_parallel"]. options: passed to Lightning's DDPStrategy,
+    ModelParallelStrategy or DeepSpeedStrategy. With "fsdp2", data_parallel_size defaults to the number of workers /
+    tensor_parallel_size, which defaults to 1.
 
     Raises ConfigError for another kind, and when Lightning is missing or too old.
     """
     if kind not in get_args(Kind):
-        raise ConfigError(f'strategy({kind!r}): give "ddp" or "fsdp2" (FSDP1 cannot be resharded)')
+        raise ConfigError(f'strategy({kind!r}): give "ddp", "fsdp2" or "deepspeed" (FSDP1 cannot be resharded)')
     return _class_of(kind, imported_package())(**options)
 
 
-def is_fsdp2(candidate: object) -> bool:
-    """Return whether a strategy was made by strategy("fsdp2")."""
-    return isinstance(candidate, ShardedByModule)
+def is_sharded(candidate: object) -> bool:
+    """Return whether a strategy was made by strategy("fsdp2") or strategy("deepspeed")."""
+    return isinstance(candidate, Sharded)
+
+
+def engine_of(trainer: Any) -> Any:
+    """Return the engine of DeepSpeed that a Trainer trains, None if it trains the module itself."""
+    return trainer.strategy.model if isinstance(trainer.strategy, ShardedByDeepSpeed) else None
 
 
 class WorkerEnvironment:
@@ -103,17 +109,35 @@ class ReplicatedByDdp(OnThisWorker):
         return {"num_replicas": self._environment.world_size(), "rank": self._environment.global_rank()}
 
 
-class ShardedByModule(OnThisWorker):
-    """A mixin for FSDP2: the module shards itself over all workers, and checkpoint values are read before setup."""
+class Sharded(OnThisWorker):
+    """A mixin for strategies that shard the module: checkpoint values are read before setup, tensors after it."""
 
+    kind: Kind
     restore_checkpoint_after_setup = False
 
     def setup_environment(self) -> None:
-        """Determine the mesh sizes. Lightning calls this before any callback's setup."""
+        """Refuse averaged weights. Lightning calls this before any callback's setup."""
         this: Any = self
         trainer = this.lightning_module.trainer
         if trainer.state.fn == "fit":
-            _refuse_averaging(trainer.callbacks, type(self).__module__)
+            _refuse_averaging(trainer.callbacks, type(self).__module__, self.kind)
+        super().setup_environment()  # type: ignore[misc]
+
+
+class ShardedByDeepSpeed(Sharded):
+    """A mixin for DeepSpeed, whose engine shards the module."""
+
+    kind = "deepspeed"
+
+
+class ShardedByModule(Sharded):
+    """A mixin for FSDP2: the module shards itself over all workers."""
+
+    kind = "fsdp2"
+
+    def setup_environment(self) -> None:
+        """Determine the mesh sizes."""
+        this: Any = self
         if this._tensor_parallel_size == "auto":
             this._tensor_parallel_size = 1
         if this._data_parallel_size == "auto":
@@ -121,21 +145,25 @@ class ShardedByModule(OnThisWorker):
         cast("Any", super()).setup_environment()
 
 
-def _refuse_averaging(callbacks: list[Any], package: str) -> None:
+def _refuse_averaging(callbacks: list[Any], package: str, kind: Kind) -> None:
     """Raise ConfigError for a callback that averages weights: Lightning copies the module for it after setup."""
     for name in ("WeightAveraging", "StochasticWeightAveraging"):
         for callback in callbacks:
             if isinstance(callback, named(package, "callbacks", name)):
                 raise ConfigError(
-                    f'{type(callback).__qualname__} with strategy("fsdp2"): Lightning copies the whole module for it, '
-                    "and a sharded module cannot be copied. Remove it, and keep averages as buffers of the module, "
-                    "created in configure_model() after fully_shard"
+                    f'{type(callback).__qualname__} with strategy("{kind}"): Lightning copies the whole module for it, '
+                    "and a sharded module cannot be copied. Remove it, or, with fsdp2, keep averages as buffers of the "
+                    "module, created in configure_model() after fully_shard"
                 )
 
 
 @cache
 def _class_of(kind: Kind, package: str) -> type:
-    name, place = {"ddp": ("DDPStrategy", ReplicatedByDdp), "fsdp2": ("ModelParallelStrategy", ShardedByModule)}[kind]
+    name, place = {
+        "ddp": ("DDPStrategy", ReplicatedByDdp),
+        "fsdp2": ("ModelParallelStrategy", ShardedByModule),
+        "deepspeed": ("DeepSpeedStrategy", ShardedByDeepSpeed),
+    }[kind]
     return type(f"Raycheck{name}", (place, named(package, "strategies", name)), {"__module__": package})
 
 

@@ -63,8 +63,6 @@ def _class_problems(cls: type) -> Iterator[str]:
 
 
 def _parallelism(trainer: Any) -> Iterator[str]:
-    if trainer.is_deepspeed_enabled:
-        yield "deepspeed: its flat buffers cannot be resharded; use fsdp=True (FSDP2)"
     if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
         yield 'fsdp_config["version"]=1: FSDP1 cannot be saved faithfully; set version 2'
     if trainer.is_fsdp_xla_enabled:

@@ -113,6 +113,7 @@ class TrainerRun:
                 )
                 hold_generation_batch(trainer, accumulation)
                 trainer.args.gradient_accumulation_steps = accumulation
+                _tell_deepspeed(trainer, accumulation)
             same = seen.saved_world_size == trainer.args.world_size
             self._place = _Place(step=seen.step, epoch=seen.epoch, epoch_step=seen.epoch_step, is_same_size=same)
         for callback in [*trainer.callback_handler.callbacks]:
@@ -151,9 +152,7 @@ class TrainerRun:
         trainer, ckpt = self._trainer, self.ckpt
         assert ckpt is not None, "restore() is called during train()"
         self._state = {
-            "model": trainer.model,
-            "optimizer": trainer.optimizer,
-            "scheduler": trainer.lr_scheduler,
+            **_trained(trainer),
             "data": self._data,
             "trainer": RankZero(self._values),
             "of_rank": PerRank(self._of_rank),
@@ -221,7 +220,11 @@ class TrainerRun:
             return
         ckpt.wait()
         best = open_run(ckpt.uri).at(best_step)
-        best.restore(into={"model": trainer.model})
+        if trainer.is_deepspeed_enabled:
+            others = ("optimizer", "scheduler", "counters")
+            best.restore(into={"engine": trainer.deepspeed}, skip=[f"engine.{name}" for name in others])
+        else:
+            best.restore(into={"model": trainer.model})
         trainer.state.best_model_checkpoint = f"{ckpt.uri}/checkpoints/{best.key}"
         logger.info("the model is now the best one, of step %d (%s)", best_step, best.key)
 
@@ -277,6 +280,24 @@ class _AtTrainBegin(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         del args, state, control, kwargs
         self._run.begin()
+
+
+def _trained(trainer: Any) -> dict[str, object]:
+    """Return the entries of model, optimizer and scheduler. An engine of DeepSpeed includes the first two, and the
+    scheduler if the engine's configuration describes it."""
+    if not trainer.is_deepspeed_enabled:
+        return {"model": trainer.model, "optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
+    scheduler, own = trainer.lr_scheduler, trainer.deepspeed.lr_scheduler
+    is_of_engine = own is not None and own in (scheduler, getattr(scheduler, "scheduler", None))
+    return {"engine": trainer.deepspeed, **({} if is_of_engine else {"scheduler": scheduler})}
+
+
+def _tell_deepspeed(trainer: Any, accumulation: int) -> None:
+    """Give DeepSpeed's configuration, which was made from the arguments, this number of micro-batches per step."""
+    if trainer.is_deepspeed_enabled:
+        args, config = trainer.args, trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+        config["gradient_accumulation_steps"] = accumulation
+        config["train_batch_size"] = accumulation * args.per_device_train_batch_size * args.world_size
 
 
 def _optional_entries(trainer: Any) -> dict[str, object]:
