@@ -51,11 +51,10 @@ class DataStream(ABC):
 
     @abstractmethod
     def before_first_batch(self, call: Callable[[], object]) -> None:
-        """In the middle of an epoch, have `call` restore random state, once. At the beginning of one, ignore it.
+        """Run `call`, which restores random state, once, just before the first batch after a restore in mid-epoch.
 
-        Call it at the point where the saving run was in its own draws: numbers that it had drawn by then to fetch
-        batches are drawn again before the call, and the others after it. Checkpointer.restore calls this after
-        load_state_dict.
+        Repeat first the draws that the saving run had made to fetch batches ahead; make all later draws after `call`.
+        At the start of an epoch, do nothing. Checkpointer.restore calls this after load_state_dict.
         """
 
     def prove(self) -> SourceProof | None:

@@ -82,7 +82,7 @@ def stream_proof(dataset: Any, plan: StreamPlan, order: Mapping[str, Any], *, ha
 
 
 def _with_samples(proof: SourceProof, read: Mapping[int, tuple[int, int, int]], *, wanted: int) -> SourceProof:
-    """Return the proof with the samples that may be compared.
+    """Add to the proof the samples that read the same twice under one seed.
 
     read: the checksums of each sample: two reads under one seed, and one under another.
     """

@@ -1,7 +1,7 @@
 """The ports of a group's ranks: what they need of the system that started them, without knowing which one it is.
 
-Each class here is what there is without Ray; raycheck/on_ray has the others. Two ports are elsewhere: raycheck/host.py
-finds what has started a process, and coordinator/cluster.py has what a coordinator needs.
+Here are the protocols of a save's sinks, and what is used without Ray; raycheck/on_ray has the rest. The other ports
+are raycheck/host.py, which finds what has started a process, and coordinator/cluster.py, which a coordinator needs.
 """
 
 from collections.abc import Callable, Mapping

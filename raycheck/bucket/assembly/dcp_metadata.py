@@ -93,7 +93,7 @@ def _write_tensor(out: "_Pickle", plan: Plan, tensor: Tensor, rows: Sequence[int
 
 
 def _write_places(out: "_Pickle", plan: Plan, rows: Sequence[int], name: int, files: Mapping[int, int]) -> None:
-    """Write for each chunk its key and its record's place. files: the memo's number of each object's file name."""
+    """Write the map from each chunk to its file, offset and size. files: the pickle memo's id of each file name."""
     sizes = _taken(plan.payload_size, rows)
     row = _Row(len(rows))
     row.constant(out["MetadataIndex"] + _reference(name))

@@ -310,7 +310,8 @@ def _full(body: Latest, size: int, bound: int) -> ConfigError:
 def check_room(body: Latest) -> None:
     """Refuse a body that would leave no room for commits, even though they remove the metrics of old entries.
 
-    For swaps that add to an entry what no commit removes again. Raises ConfigError, which says how to make room.
+    Call it before a swap that adds names or scores: commits drop old metrics to make room, but never these. Raises
+    ConfigError, which says how to make room.
     """
     bare = replace(body, live=tuple(replace(entry, metrics={}) for entry in body.live))
     for size, bound in ((len(dump(bare)), CROWDED_BYTES), (len(dump(body)), COMMIT_BYTES)):

@@ -18,5 +18,5 @@ of its steps:
 - sharing/: forks, borrowed directories, bases and mirrors, steps 30, 38 and 39.
 
 Other modules implement steps 7, 13 to 15 and 18 (group/coordinator/), 16 (assembly/), 24, 25 and 27 (reading.py,
-group/).
+group/), 35 and 36 (catalog/archive/).
 """

@@ -96,7 +96,7 @@ class Register:
         applied (I5). at: the store's time, from a response that has just arrived. With it, the first try starts from
         the body that this process last read or wrote, without reading it again: the condition proves that it is still
         current. what: the purpose, for errors. Raises what `decide` raises, and StoreError when the outcome is still
-        unknown after SWAP_DEADLINE_S, or when a permission is missing.
+        unknown after SWAP_DEADLINE_S (CROWDED_DEADLINE_S if is_crowded), or when a permission is missing.
         """
         patience_s = CROWDED_DEADLINE_S if self._is_crowded else SWAP_DEADLINE_S
         deadline = self._monotonic() + patience_s

@@ -78,7 +78,10 @@ def uri_of(filesystem: Any, path: str) -> str:
         raise _secret(kind)
     identity = next((name for name in _IDENTITIES if options.get(name)), None)
     if identity is not None:
-        raise ConfigError(f"storage_filesystem: raycheck cannot do the same with {kind}'s {identity}")
+        raise ConfigError(
+            f"storage_filesystem: raycheck cannot use {identity} of {kind}. Give storage_path as a URI, and "
+            "StorageSettings with credentials"
+        )
     if kind == "AzureFileSystem":
         account = urlencode({"account_name": options["account_name"]})
         return with_settings(f"az://{_quoted(path)}?{account}", _of_azure(options))

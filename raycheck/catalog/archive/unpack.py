@@ -107,7 +107,7 @@ def unpack_into(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Target:
-    """The objects' place in the new run, under an unused name. save: the lowest save number that the name may have."""
+    """The directory of the new run into which objects are unpacked. save: the lowest save number that it may have."""
 
     store: Store
     run_id: str

@@ -37,8 +37,9 @@ def tensors_of(files: SourceFiles, name: str) -> Iterator[tuple[str, SourceTenso
                 spans.append((start, stop))
             case _:
                 raise CorruptError(f"{what} is truncated, or its header is wrong: {key[:200]!r} lies outside of it")
-        if stop - start != math.prod(shape) * _DTYPES[dtype].itemsize:
-            raise CorruptError(f"{what}: {key[:200]!r} has {stop - start} bytes, which its shape does not")
+        needed = math.prod(shape) * _DTYPES[dtype].itemsize
+        if stop - start != needed:
+            raise CorruptError(f"{what}: {key[:200]!r} has {stop - start} bytes; its shape and dtype need {needed}")
         yield key, _tensor(files, name, at + start, shape, _DTYPES[dtype])
     _check_spans(spans, end, what)
 

@@ -38,7 +38,8 @@ def is_sharded(candidate: object) -> bool:
 
 def engine_of(trainer: Any) -> Any:
     """Return the engine of DeepSpeed that a Trainer trains, None if it trains the module itself."""
-    return trainer.strategy.model if isinstance(trainer.strategy, ShardedByDeepSpeed) else None
+    strategy: Any = trainer.strategy
+    return strategy.model if isinstance(strategy, ShardedByDeepSpeed) else None
 
 
 class WorkerEnvironment:
@@ -121,13 +122,14 @@ class Sharded(OnThisWorker):
         trainer = this.lightning_module.trainer
         if trainer.state.fn == "fit":
             _refuse_averaging(trainer.callbacks, type(self).__module__, self.kind)
-        super().setup_environment()  # type: ignore[misc]
+        cast("Any", super()).setup_environment()
 
 
 class ShardedByDeepSpeed(Sharded):
-    """A mixin for DeepSpeed, whose engine shards the module."""
+    """A mixin for DeepSpeed, whose engine shards the module. model: the engine."""
 
     kind = "deepspeed"
+    model: Any
 
 
 class ShardedByModule(Sharded):

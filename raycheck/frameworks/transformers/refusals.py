@@ -108,12 +108,13 @@ def refuse_dataset(dataset: Any) -> None:
     """Raise ConfigError for training data without indexed samples."""
     name = f"train_dataset is a {type(dataset).__module__}.{type(dataset).__qualname__}"
     advice = (
-        "it cannot resume at a given sample after a restart without reading everything before it. Give a map-style "
-        "dataset; with the datasets library, load it without streaming=True"
+        "transformers' Trainer resumes in it only by reading everything before the position. Give a map-style dataset; "
+        "with the datasets library, load it without streaming=True. raycheck.Batches and raycheck.RayData resume in "
+        "streams, in a training loop of your own"
     )
     is_ray = any(base.__module__.startswith("ray.data.") for base in type(dataset).__mro__)
     if is_ray:
-        raise ConfigError(f"{name}: Ray Data cannot report a position; {advice}")
+        raise ConfigError(f"{name}: {advice}")
     if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise ConfigError(f"{name}: {advice}")
 

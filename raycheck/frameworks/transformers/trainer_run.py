@@ -256,7 +256,7 @@ class TrainerRun:
     def _say(self) -> None:
         if self._trainer.args.process_index == 0:
             for text in self._joined.contradictions:
-                logger.warning("not obeyed: %s", text)
+                logger.warning("ignored: %s", text)
             if self._joined.said:
                 logger.info("from the Trainer's arguments: %s", "; ".join(self._joined.said))
 

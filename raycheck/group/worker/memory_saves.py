@@ -84,8 +84,10 @@ class MemorySaves:
             return  # the coordinator is told, and logs it
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Find out how the one in progress has ended, and thereby which buffer is free. timeout_s: how long to wait for
-        it."""
+        """Take the outcome of the memory checkpoint in progress, if there is one. timeout_s: how long to wait for it.
+
+        If it was listed, its buffer is in use from now on, and the other one is free.
+        """
         if self._under_way is None:
             return
         staged, outcome = self._under_way

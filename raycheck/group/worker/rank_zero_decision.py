@@ -90,7 +90,7 @@ class DecisionBroadcast:
         return shared
 
     def choose_gap(self, step: int, now: float, *, is_preempted: bool) -> int:
-        """Choose, on rank 0, after how many steps it decides again. now: by time.monotonic."""
+        """Return, on rank 0, the number of steps until its next decision. now: by time.monotonic."""
         steps, seconds = step - self._last[0], now - self._last[1]
         self._last = (step, now)
         if seconds <= 0 or steps <= 0:

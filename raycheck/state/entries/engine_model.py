@@ -8,7 +8,7 @@ restore makes them from the 32-bit ones, as the engine itself does at each step.
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from torch.optim import Optimizer
@@ -64,7 +64,7 @@ class EngineModel(torch.nn.Module):
         self.path = path
         self._views: list[_View] = []
         self._buffers_of: list[tuple[torch.nn.Module, str, torch.nn.Module, str]] = []
-        self.register_state_dict_pre_hook(EngineModel._look_again)  # type: ignore[no-untyped-call]
+        cast("Any", self).register_state_dict_pre_hook(EngineModel._look_again)  # torch gives it no types
 
     def check(self) -> None:
         """Raise ConfigError if the engine's weights cannot be saved or restored now."""
@@ -116,7 +116,7 @@ class EngineModel(torch.nn.Module):
         for step in name.split(".")[:-1]:
             if step not in place._modules:  # noqa: SLF001
                 place.add_module(step, torch.nn.Module())
-            place = place._modules[step]  # type: ignore[assignment]  # noqa: SLF001
+            place = place.get_submodule(step)
         return place
 
 

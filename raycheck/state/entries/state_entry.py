@@ -104,8 +104,10 @@ class StateEntry(ABC):
 
     @abstractmethod
     def values(self, tree: dict[str, Any], tensors: Named) -> Any:
-        """Return all values that are not tensors, as a lossless tree. Add to `tensors` those to which only the values
-        refer."""
+        """Return all values that are not tensors, as a lossless tree.
+
+        Add to `tensors` the tensors that are found only while the values are made.
+        """
 
     @abstractmethod
     def match(self, saved: SavedEntry) -> Named:

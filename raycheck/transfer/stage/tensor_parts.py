@@ -61,7 +61,7 @@ def is_described(tensor: torch.Tensor) -> bool:
 
 def whole_shape(tensor: torch.Tensor) -> Numbers:
     """Return the shape of the whole tensor of which this rank has parts."""
-    return tuple(tensor.global_shape) if is_described(tensor) else tuple(tensor.shape)  # type: ignore[attr-defined]
+    return tuple(getattr(tensor, _ATTRIBUTES[0]) if is_described(tensor) else tensor.shape)
 
 
 def writes_parts(tensor: torch.Tensor) -> bool:
@@ -208,7 +208,8 @@ def parts_of_dtensor(name: str, tensor: DTensor) -> list[Part]:
     if coordinate is None:  # a rank outside the mesh has no part of the tensor
         return []
     cut: dict[int, torch.Tensor] = {}  # by dimension, the indices that this rank has, in the order of its own tensor
-    for mesh_dim, placement in enumerate(tensor.placements):
+    placements: Sequence[Any] = tensor.placements
+    for mesh_dim, placement in enumerate(placements):
         kind = type(placement).__name__
         if kind == "Replicate":
             continue
@@ -218,7 +219,7 @@ def parts_of_dtensor(name: str, tensor: DTensor) -> list[Part]:
                 "rank has the final values. Redistribute it before you give it to the state: "
                 "tensor.redistribute(placements=[...]) with Shard and Replicate"
             )
-        dim = placement.dim % tensor.dim()  # type: ignore[attr-defined]
+        dim = placement.dim % tensor.dim()
         pieces = _chunks(cut.get(dim, torch.arange(tensor.shape[dim])), getattr(placement, "split_factor", 1))
         mine = (_chunks(piece, tensor.device_mesh.size(mesh_dim))[coordinate[mesh_dim]] for piece in pieces)
         cut[dim] = torch.cat(list(mine))

@@ -93,7 +93,10 @@ def _text(numbers: Collection[int]) -> str:
 
 
 def with_placed(values: Any, state: Any, parameters: dict[str, torch.Tensor]) -> Any:
-    """Add to an optimizer's values the placements of such slots, by parameter and slot. state: the live slots."""
+    """Add the placements of DTensor slots whose shape is not their parameter's to an optimizer's values.
+
+    They are by parameter and slot. state: the live slots.
+    """
     placed = {
         name: found
         for name, slots in state.items()
