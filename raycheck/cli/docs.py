@@ -24,6 +24,7 @@ FIRST = (
     "torchtitan",
     "deepspeed",
     "megatron",
+    "rl-frameworks",
     "torchrun",
     "failures",
     "preemption",

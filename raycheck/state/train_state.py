@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from raycheck.bucket.assembly.replica_agreement import Agreement, Holdings
-from raycheck.bucket.assembly.role import RankPlace, Role
+from raycheck.bucket.assembly.role import RankPlace, Role, is_under
 from raycheck.bucket.format.index import Index
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.progress import Progress
@@ -213,9 +213,10 @@ class TrainState:
         elif self._role.place.rank == 0:
             rank_values[ASSETS] = self._assets
         for entry, found in zip(self._entries, gathered, strict=True):
-            if self._rank == 0 and not entry.is_per_rank:
+            is_of_role = is_under(entry.name, self._role.entries)
+            if self._rank == 0 and not entry.is_per_rank and not is_of_role:
                 values[entry.name] = found.values
-            elif entry.is_per_rank or entry.name in self._agreement.apart:
+            elif entry.is_per_rank or is_of_role or entry.name in self._agreement.apart:
                 rank_values[entry.name] = found.values
             else:
                 continue  # rank 0 writes the values for all
@@ -275,7 +276,7 @@ class TrainState:
         in_bucket = replace(manifest, components=tuple(there))
         self.components.restored(in_bucket, index, match.boxes)  # before the objects can change the tensors
         load_objects(match)
-        by_rank, (rng_rank, _) = self._role.saved_by_role(index.rank_values)
+        by_rank, (rng_rank, _) = self._role.random_states(index.rank_values)
         return Restored(
             manifest=manifest,
             progress=match.progress,
@@ -293,7 +294,8 @@ class TrainState:
 
         All ranks must come to the same answer, so it depends only on what all of them know.
         """
-        once = [entry.name for entry in self._entries if isinstance(entry, RankZeroEntry)]
+        rank_zeros = [entry.name for entry in self._entries if isinstance(entry, RankZeroEntry)]
+        once = [name for name in rank_zeros if not is_under(name, self._role.entries)]
         return (
             strict
             and selection == EVERYTHING

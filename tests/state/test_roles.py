@@ -20,7 +20,7 @@ from tests.support.processes.save_without_ray import agreed, save
 State = dict[str, Any]
 
 
-def worker(role: str, rank: int, *, is_trained: bool) -> State:
+def worker(role: str, rank: int, *, is_trained: bool, has_own: bool = True) -> State:
     """Return what one worker of a role has."""
     torch.manual_seed(len(role) if is_trained else 0)
     model = nn.Linear(3, 2 if role == "policy" else 1)
@@ -32,8 +32,9 @@ def worker(role: str, rank: int, *, is_trained: bool) -> State:
         scheduler.step()
     seen = {"seen": f"{role} {rank}" if is_trained else ""}
     log = {"best": f"{role}'s" if is_trained else ""}
-    entries = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "seen": PerRank(seen)}
-    return {role: {**entries, "log": RankZero(log)}}
+    entries = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    more = {"seen": PerRank(seen), "log": RankZero(log)} if has_own else {}
+    return {role: {**entries, **more}}
 
 
 def roles(sizes: dict[str, int]) -> list[Role]:
@@ -45,19 +46,19 @@ def name_of(role: Role) -> str:
     return name
 
 
-def workers(sizes: dict[str, int], *, is_trained: bool = False) -> list[tuple[State, TrainState]]:
+def workers(sizes: dict[str, int], *, is_trained: bool = False, has_own: bool = True) -> list[tuple[State, TrainState]]:
     """Return each rank's state and objects. The first rank also has what exists once."""
     made = []
     for rank, role in enumerate(roles(sizes)):
-        own = worker(name_of(role), role.place.rank, is_trained=is_trained)
+        own = worker(name_of(role), role.place.rank, is_trained=is_trained, has_own=has_own)
         once = {"step": 3 if is_trained and rank == 0 else 0}
         state = {**own, "driver": RankZero(once)}
         made.append((own | {"once": once}, TrainState(state, rank=rank, world_size=sum(sizes.values()), role=role)))
     return made
 
 
-def saved(store: Store, sizes: dict[str, int]) -> tuple[Checkpoint, list[State]]:
-    made = workers(sizes, is_trained=True)
+def saved(store: Store, sizes: dict[str, int], *, has_own: bool = True) -> tuple[Checkpoint, list[State]]:
+    made = workers(sizes, is_trained=True, has_own=has_own)
     staged = []
     for rank, state in enumerate(agreed([state for _, state in made])):
         random.seed(rank)
@@ -70,18 +71,20 @@ def values_of(own: State, role: str) -> State:
     slots = {name: value for held in parts["optimizer"].state.values() for name, value in held.items()}
     tensors = {**parts["model"].state_dict(), **slots}
     found = {name: tensor.tolist() for name, tensor in tensors.items()}
-    return found | {"scheduler": parts["scheduler"].state_dict()["last_epoch"], "seen": parts["seen"].value["seen"]}
+    seen = parts["seen"].value["seen"] if "seen" in parts else None
+    return found | {"scheduler": parts["scheduler"].state_dict()["last_epoch"], "seen": seen}
 
 
+@pytest.mark.parametrize("has_own", [True, False])
 @pytest.mark.parametrize(
     "sizes",
     [{"policy": 2, "critic": 2}, {"policy": 1, "critic": 2}, {"critic": 1, "policy": 2}, {"policy": 3, "critic": 1}],
 )
-def test_each_role_gets_its_own_entries_at_any_sizes(store: Store, sizes: dict[str, int]) -> None:
-    checkpoint, before = saved(store, {"policy": 2, "critic": 2})
+def test_each_role_gets_its_own_entries_at_any_sizes(store: Store, sizes: dict[str, int], has_own: bool) -> None:
+    checkpoint, before = saved(store, {"policy": 2, "critic": 2}, has_own=has_own)
     wanted = {(role, rank): before[first + rank] for role, first in (("policy", 0), ("critic", 2)) for rank in (0, 1)}
     drawn = {}
-    for (own, state), role in zip(workers(sizes), roles(sizes), strict=True):
+    for (own, state), role in zip(workers(sizes, has_own=has_own), roles(sizes), strict=True):
         done = state.apply(checkpoint)
 
         done.apply_rng()
@@ -90,7 +93,8 @@ def test_each_role_gets_its_own_entries_at_any_sizes(store: Store, sizes: dict[s
         if there is not None:
             assert values_of(own, name_of(role)) == values_of(there, name_of(role))
         assert own["once"]["step"] == (3 if role.in_group.rank == 0 else 0)
-        assert own[name_of(role)]["log"].obj["best"] == (f"{name_of(role)}'s" if role.place.rank == 0 else "")
+        if has_own:
+            assert own[name_of(role)]["log"].obj["best"] == (f"{name_of(role)}'s" if role.place.rank == 0 else "")
         assert not done.report.unexpected
         assert not any(name.startswith(tuple(role.others)) for name in done.report.restored)
     first = {("policy", 0): 0, ("policy", 1): 1, ("critic", 0): 2, ("critic", 1): 3}

@@ -39,17 +39,24 @@ class Role:
         """Return this rank's place among the ranks that have this entry."""
         return self.place if is_under(entry, self.entries) else self.in_group
 
-    def saved_by_role(self, saved: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], RankPlace]:
+    def saved_by(self, entry: str, saved: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], RankPlace]:
+        """Return what each rank that has this entry saved for itself, and this rank's place among such ranks.
+
+        saved: what each rank of the group saved for itself, by entry.
+        """
+        own = self._of_role(saved)
+        return (own, self.place) if own and is_under(entry, self.entries) else (saved, self.in_group)
+
+    def random_states(self, saved: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], RankPlace]:
         """Return what each rank of this role saved for itself, and this rank's place among such ranks.
 
-        saved: what each rank of the group saved for itself, by entry. Without this role among them, it is all of them.
+        If all ranks had the entries of this role, those are all ranks: no two ranks may get the same random state.
         """
-        own = [values for values in saved if any(is_under(name, self.entries) for name in values)]
-        return (own, self.place) if own else (saved, self.in_group)
+        own = self._of_role(saved)
+        return (own, self.place) if 0 < len(own) < len(saved) else (saved, self.in_group)
 
-    def saved_by(self, entry: str, saved: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], RankPlace]:
-        """Return what each rank that has this entry saved for itself, and this rank's place among such ranks."""
-        return self.saved_by_role(saved) if is_under(entry, self.entries) else (saved, self.in_group)
+    def _of_role(self, saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        return [values for values in saved if any(is_under(name, self.entries) for name in values)]
 
 
 def roles_of(entries: Sequence[Collection[str]]) -> list[Role]:
@@ -63,7 +70,7 @@ def roles_of(entries: Sequence[Collection[str]]) -> list[Role]:
     places = [RankPlace(rank, len(entries)) for rank in range(len(entries))]
     if len(members) == 1 or any(one & other for one, other in combinations(members, 2)):
         return [Role(in_group=place) for place in places]
-    everything = frozenset().union(*members)
+    everything = frozenset[str]().union(*members)
     return [
         Role(
             in_group=place,

@@ -1,0 +1,97 @@
+"""Policy and critic of RL frameworks, in the frameworks' own actor groups, are saved as one checkpoint.
+
+What replaces the framework's saving and loading is the code that the guide shows.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raycheck
+from raycheck.bucket.store import open_store
+from tests.support.frameworks import rl_frameworks
+from tests.support.histories.invariants import assert_invariants
+
+pytestmark = pytest.mark.slow
+UNTIL = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """A framework's training. policy: what it calls that model. refuses: what its own checkpoints say at another number
+    of workers. tolerance: how much losses may differ there, where another split rounds differently."""
+
+    name: str
+    policy: str
+    refuses: str
+    tolerance: float = 1e-5
+
+    def asked(self, way: str, folder: str, *, policies: int = 2, critics: int = 1, **options: Any) -> dict[str, Any]:
+        """Return what to ask of `train`. way: "own" checkpoints, or raycheck's."""
+        return {"way": way, "folder": folder, "sizes": {self.policy: policies, "critic": critics}, **options}
+
+    def train(self, *asked: dict[str, Any]) -> list[dict[str, Any]]:
+        rl_frameworks.prepare()
+        return rl_frameworks.run(f"{self.name.lower()}_training", *({"until": UNTIL, **each} for each in asked))
+
+
+VERL = Framework(name="verl", policy="actor", refuses="model_world_size_1_rank_0.pt")
+each_framework = pytest.mark.parametrize("framework", [VERL], ids=lambda framework: framework.name)
+
+
+def after(step: int, found: dict[str, Any], what: str = "losses") -> dict[str, Any]:
+    assert "error" not in found, found
+    return {number: value for number, value in found[what].items() if int(number) > step}
+
+
+@each_framework
+def test_a_killed_worker_costs_the_steps_after_the_last_save(framework: Framework, tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}/run"
+
+    undisturbed, died, again = framework.train(
+        framework.asked("own", str(tmp_path / "own")),
+        framework.asked("raycheck", uri, dies_at=8),
+        framework.asked("raycheck", uri, seed=7),
+    )
+
+    assert (died.get("error"), died["start"], died["died"]) == (None, 0, True)
+    assert (again.get("error"), again["start"], again["died"]) == (None, 6, False)
+    assert after(6, again) == after(6, undisturbed)
+    assert after(6, again, "drawn") == after(6, undisturbed, "drawn")
+    assert [item.step for item in raycheck.open_run(uri).checkpoints] == [3, 6, 9]
+    assert_invariants(open_store(uri))
+
+
+@each_framework
+def test_each_group_may_have_another_number_of_workers_where_the_framework_needs_the_same(
+    framework: Framework, tmp_path: Path
+) -> None:
+    uri, own = f"file://{tmp_path}/run", str(tmp_path / "own")
+
+    undisturbed, _, changed, refused = framework.train(
+        framework.asked("own", own),
+        framework.asked("raycheck", uri, until=6),
+        framework.asked("raycheck", uri, policies=1, critics=2, seed=7),
+        framework.asked("own", own, policies=1, until=12),
+    )
+
+    assert (changed.get("error"), changed["start"]) == (None, 6)
+    for step, losses in after(6, changed).items():
+        assert losses == pytest.approx(undisturbed["losses"][step], rel=framework.tolerance)
+    assert framework.refuses in refused["error"]
+
+
+def test_verl_s_models_on_shared_workers_continue_on_separate_ones(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}/run"
+
+    undisturbed, died, again = VERL.train(
+        VERL.asked("own", str(tmp_path / "own"), policies=2, critics=2, is_colocated=True),
+        VERL.asked("raycheck", uri, policies=2, critics=2, is_colocated=True, dies_at=8),
+        VERL.asked("raycheck", uri, policies=1, critics=1, seed=7),
+    )
+
+    assert (died["died"], again["start"]) == (True, 6)
+    for step, losses in after(6, again).items():
+        assert losses == pytest.approx(undisturbed["losses"][step], rel=1e-5)

@@ -1,0 +1,99 @@
+"""Installs verl beside the repository, and trains there.
+
+It goes into a virtual environment, with what it imports. All else is found in the repository's own environment.
+"""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests.support.processes.virtual_environments import prepare_venv
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / ".venv-rl"
+PYTHON = FOLDER / "bin/python"
+GUIDE = ROOT / "raycheck/docs/rl-frameworks.md"
+PACKAGES = (
+    "verl==0.9.1",
+    "tensordict==0.10.0",
+    "pyvers==0.1.0",
+    "codetiming==1.4.0",
+    "hydra-core==1.3.2",
+    "omegaconf==2.3.0",
+    "antlr4-python3-runtime==4.9.3",
+    "cloudpickle==3.1.2",
+    "importlib-metadata==8.7.0",
+    "zipp==3.23.0",
+    "cachetools==6.2.4",
+    "uvicorn==0.38.0",
+    "fastapi==0.121.1",
+    "starlette==0.49.3",
+)
+
+
+def prepare() -> None:
+    prepare_venv(FOLDER, "packages-2", "--no-deps", *PACKAGES, finds_ours=True)
+
+
+def recipe(heading: str) -> dict[str, Any]:
+    """Run the code that the guide shows under this heading, and return the names that it defines."""
+    _, _, section = GUIDE.read_text().partition(f"\n## {heading}\n")
+    made: dict[str, Any] = {"__name__": f"{GUIDE.stem}: {heading}"}
+    for code in re.findall(r"```text\n(.*?)```", section.partition("\n## ")[0], re.DOTALL):
+        exec(compile(code, f"{GUIDE.name}: {heading}", "exec"), made)
+    return made
+
+
+RUN = "import sys; from tests.support.frameworks import rl_frameworks; rl_frameworks.train_all(*sys.argv[1:])"
+
+
+def run(module: str, *trainings: dict[str, Any], within_s: float = 400.0) -> list[dict[str, Any]]:
+    """Call train() of a module of this folder for each training, in one process and one Ray with the frameworks.
+
+    Return what the calls return.
+    """
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    done = subprocess.run(
+        [PYTHON, "-c", RUN, f"{__package__}.{module}", json.dumps(trainings)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=within_s,
+        check=False,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"found"')]
+    if len(found) != len(trainings):
+        raise RuntimeError(f"{module} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+    return [line["found"] for line in found]
+
+
+def train_all(module: str, trainings: str) -> None:
+    """Do in this process what `run` says. The module is imported by its name, by which Ray's workers find its classes."""
+    import ray
+    from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+    train = importlib.import_module(module).train
+    ray.init(num_cpus=12, num_gpus=12, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    for training in json.loads(trainings):
+        try:
+            found = train(**training)
+        except Exception as error:
+            found = {"losses": {}, "error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"found": found}), flush=True)
+        for group in ray.util.placement_group_table():  # the actors of a group end with it
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group)))
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    prepare()
