@@ -29,6 +29,7 @@ UNSEEDED = {
     "state/test_bit_exact.py": "draws from the generators that it has seeded",
     "state/test_global_random.py": "compares the generator with itself",
     "state/test_train_state.py": "compares the generator that a restore has put back",
+    "state/test_roles.py": "the number that follows from the seed that was restored",
     "support/processes/forked_ray_workers.py": "ids of Ray's classes, which must differ between forks",
 }
 """Files that draw from a generator without a seed of their own, and why that changes no answer."""

@@ -108,7 +108,7 @@ def refuse_dataset(dataset: Any) -> None:
     """Raise ConfigError for training data without indexed samples."""
     name = f"train_dataset is a {type(dataset).__module__}.{type(dataset).__qualname__}"
     advice = (
-        "transformers' Trainer resumes in it only by reading everything before the position. Give a map-style dataset; "
+        "it cannot resume at a given sample, since the Trainer reads everything before it. Give a map-style dataset; "
         "with the datasets library, load it without streaming=True. raycheck.Batches and raycheck.RayData resume in "
         "streams, in a training loop of your own"
     )

@@ -6,6 +6,7 @@ ends. A failed drain is retried in every iteration until the notice's deadline.
 
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -23,6 +24,8 @@ FALLBACK_S = 120.0
 """The assumed time until a deadline that the cloud does not report. Ray Train assumes the same for a drain."""
 SLACK_S = 1.0
 """Deadlines that differ by no more than this count as equal."""
+
+_terminated = threading.Event()
 
 Drain = Callable[[float, str], None]
 """Drains this node, given the deadline in unix seconds and the reason. Raises RaycheckError or ConnectionError when
@@ -46,6 +49,10 @@ def watch(
     try:
         while True:
             state.look()
+            if (
+                _terminated.is_set()
+            ):  # Python drops an exception that a signal raises in a finalizer, such as a socket's
+                sys.exit(0)
             sleep(interval_s)
     except SystemExit:
         if state.is_source_up:  # a cloud may give notice in the same shutdown that ends this process
@@ -55,7 +62,12 @@ def watch(
 
 def end_on_sigterm() -> None:
     """Make SIGTERM raise SystemExit(0) in the main thread from now on."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, _end)
+
+
+def _end(*_: object) -> None:
+    _terminated.set()
+    sys.exit(0)
 
 
 class NodeWatch:

@@ -141,6 +141,41 @@ def test_sigterm_ends_the_loop_after_a_last_look(preempted: str) -> None:
     assert said.count("drained") == (preempted == "TRUE")
 
 
+DROPPED = """
+import os, signal
+from raycheck.on_ray.watch_node.watch import end_on_sigterm, watch
+
+class Connection:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000):  # the handler runs in here
+            pass
+
+class Source:
+    looks = 0
+    def notices(self, now):
+        Source.looks += 1
+        if Source.looks == 1:
+            Connection()
+        return ()
+
+end_on_sigterm()
+try:
+    watch(Source(), lambda deadline, reason: None, interval_s=3600)
+finally:
+    print("looks:", Source.looks, flush=True)
+"""
+
+
+def test_sigterm_ends_the_loop_also_when_it_arrives_in_a_finalizer() -> None:
+    with python("-c", DROPPED) as process:
+        said, errors = process.communicate(timeout=WAIT_S)
+
+    assert "Exception ignored" in errors, "Python has dropped the exception"
+    assert said.strip() == "looks: 2"
+    assert process.returncode == 0
+
+
 def test_the_watch_loads_neither_ray_nor_torch_nor_a_store() -> None:
     code = (
         "import raycheck.on_ray.watch_node.watch, raycheck.on_ray.watch_node.drain, sys;"
