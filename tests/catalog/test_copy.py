@@ -286,7 +286,7 @@ def test_a_place_that_overlaps_the_source_is_refused(tmp_path: Path, inner: str)
     source = f"file://{tmp_path}/runs/run"
     trained(source)
 
-    with pytest.raises(ConfigError, match="lies inside"):
+    with pytest.raises(ConfigError, match="is inside the other"):
         copy_run(source, source + inner)
 
 
