@@ -113,7 +113,8 @@ def _in_child(request: Mapping[str, Any]) -> RayNode:
             command, capture_output=True, text=True, check=False, timeout=ATTEMPT_S, env=environment
         )
     except subprocess.TimeoutExpired:
-        raise ConnectionError(f"Ray did not answer within {ATTEMPT_S:.0f} s") from None
+        given = _named(request["address"])
+        raise ConnectionError(f"Ray's GCS ({given}) was not reached within {ATTEMPT_S:.0f} s") from None
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
@@ -152,7 +153,7 @@ def _call_ray(address: str | None, node_id: str | None, drain: tuple[int, str] |
 
 def _reachable(services: Any, address: str | None) -> str:
     """Return host:port of the GCS, after connecting to it: with a closed port Ray's own client would retry for 40 s."""
-    given = address or os.environ.get("RAY_ADDRESS") or "of the Ray that runs here"
+    given = _named(address)
     try:
         gcs = str(services.canonicalize_bootstrap_address_or_die(address))
         host, _, port = gcs.rpartition(":")
@@ -162,6 +163,10 @@ def _reachable(services: Any, address: str | None) -> str:
     except OSError as error:
         raise ConnectionError(f"Ray's GCS ({given}) does not answer: {error}") from None
     return gcs
+
+
+def _named(address: str | None) -> str:
+    return address or os.environ.get("RAY_ADDRESS") or "of the Ray that runs here"
 
 
 def _main() -> None:
