@@ -305,6 +305,8 @@ class LocalStore(Store):
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
         finally:
+            # Closing alone would leave it locked if a process was forked meanwhile, which has the file open, too.
+            fcntl.flock(lock, fcntl.LOCK_UN)
             os.close(lock)
 
 
