@@ -4,15 +4,15 @@ The judge is DeepSpeed itself: its own functions put the 32-bit weights and the 
 after the restore, and the engine's next losses are those of the undisturbed training.
 """
 
-import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import raycheck
-from tests.support.frameworks import deepspeed_training
+from tests.support.frameworks import deepspeed_training, engine_runs
 from tests.support.frameworks.deepspeed_training import Training
 
 pytestmark = pytest.mark.slow
@@ -42,12 +42,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Train
     return train
 
 
-def resumed(training: Training, tmp_path: Path, **changed: Any) -> dict[str, Any]:
-    """Continue from the checkpoint of step 4 with other fresh weights, in a copy of the run."""
-    shutil.copytree(training.uri.removeprefix("file://"), tmp_path / "run")
-    raycheck.open_run(f"file://{tmp_path}/run").rewind(4)
-    other = {**vars(training), "uri": f"file://{tmp_path}/run", "seed": 1, "saves_at": 100, **changed}
-    return Training(**other).run()
+resumed = partial(engine_runs.resumed, step=4)
 
 
 def check(found: dict[str, Any], before: dict[str, Any], *, tolerance: float = 0.0) -> None:

@@ -4,15 +4,15 @@ The judge is Megatron itself: its own ShardedTensors and factories put the 32-bi
 before the save and after the restore, and the next losses are those of the undisturbed training.
 """
 
-import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import raycheck
-from tests.support.frameworks import megatron_training
+from tests.support.frameworks import engine_runs, megatron_training
 from tests.support.frameworks.megatron_training import Training
 
 pytestmark = pytest.mark.slow
@@ -49,11 +49,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Train
     return train
 
 
-def resumed(training: Training, tmp_path: Path, **changed: Any) -> dict[str, Any]:
-    """Continue from the checkpoint of step 3 with other fresh weights, in a copy of the run."""
-    shutil.copytree(training.uri.removeprefix("file://"), tmp_path / "run")
-    raycheck.open_run(f"file://{tmp_path}/run").rewind(3)
-    return Training(**{**vars(training), "uri": f"file://{tmp_path}/run", "seed": 1, "saves_at": 100, **changed}).run()
+resumed = partial(engine_runs.resumed, step=3)
 
 
 def check(found: dict[str, Any], before: dict[str, Any], *, tolerance: float = 0.0) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from raycheck.errors import ConfigError
-from raycheck.state.entries.engine_model import EngineModel, EngineModelEntry, EngineOptimizer
+from raycheck.state.entries.engine_model import EngineModel, EngineModelEntry, EngineOptimizer, elements_of
 from raycheck.state.entries.engines import FSDP2
 from raycheck.state.entries.module.merged_adapters import adapted_layers
 from raycheck.state.entries.module.parameter_names import plain_names
@@ -46,12 +46,8 @@ class ParameterRange:
     start: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the range's part of the memory, or of optimizer state that is laid out like it.
-
-        A range without elements gets memory of its own: in one place, two of them would be tied weights.
-        """
-        own = flat.detach().reshape(-1)[self.at : self.at + self.size] if self.size else flat.new_empty(0)
-        return flat_part(own, shape_of(self.parameter), self.start)
+        """Return the range's part of the memory, or of optimizer state that is laid out like it."""
+        return flat_part(elements_of(self, flat), shape_of(self.parameter), self.start)
 
 
 def shape_of(parameter: Any) -> tuple[int, ...]:
@@ -226,8 +222,7 @@ class ZeroModel(EngineModel):
                     partition.data = new.data
         else:
             for item in cast("Iterator[ParameterRange]", iter(self.of.values())):
-                range_ = item.memory.detach().reshape(-1)[item.at : item.at + item.size]
-                item.parameter.data.copy_(range_.view_as(item.parameter))
+                item.parameter.data.copy_(elements_of(item, item.memory).view_as(item.parameter))
 
 
 class ZeroModelEntry(EngineModelEntry):

@@ -40,6 +40,14 @@ class MemoryRange(Protocol):
         ...
 
 
+def elements_of(item: MemoryRange, flat: torch.Tensor) -> torch.Tensor:
+    """Return the range's elements of the memory, or of what is laid out like it.
+
+    A range without elements gets separate memory: in one place, two of them would be tied weights.
+    """
+    return flat.detach().reshape(-1)[item.at : item.at + item.size] if item.size else flat.new_empty(0)
+
+
 class _View(NamedTuple):
     """A parameter of an EngineModel, the engine's memory that it shares, and its part and address there."""
 
@@ -224,8 +232,7 @@ def _slot(item: MemoryRange, parameter: torch.Tensor, value: Any) -> Any:
     """Return the range's part of a slot that is laid out like the memory."""
     if not isinstance(value, torch.Tensor) or value.shape != item.memory.shape:
         return value
-    own = value.detach().reshape(-1)[item.at : item.at + item.size] if item.size else value.new_empty(0)
-    return described_as(own, parameter)
+    return described_as(elements_of(item, value), parameter)
 
 
 def _load(state: dict[str, Any], item: MemoryRange, slot: str, value: Any) -> None:
@@ -235,6 +242,6 @@ def _load(state: dict[str, Any], item: MemoryRange, slot: str, value: Any) -> No
     live = state.get(slot)
     if not isinstance(live, torch.Tensor) or live.shape != item.memory.shape:
         live = state[slot] = torch.zeros_like(item.memory, dtype=value.dtype, requires_grad=False)
-    target = live.reshape(-1)[item.at : item.at + item.size]
+    target = elements_of(item, live)
     if target.data_ptr() != value.data_ptr():
         target.copy_(value.detach().reshape(-1))

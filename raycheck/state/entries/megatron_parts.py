@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raycheck.errors import ConfigError
+from raycheck.state.entries.engine_model import elements_of
 from raycheck.transfer.stage.tensor_parts import Numbers, Part, describe_parts, description_of, parts_of_range
 
 
@@ -57,8 +58,7 @@ class PieceRange:
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the range's part of the memory, or of what is laid out like it."""
-        own = flat.detach().reshape(-1)[self.at : self.at + self.size]
-        return describe_parts(own, self.shape, self.parts, writes=self.writes)
+        return describe_parts(elements_of(self, flat), self.shape, self.parts, writes=self.writes)
 
 
 def ranges_of(pieces: Sequence[ParameterPiece], memory: torch.Tensor, start: int) -> Iterator[PieceRange]:

@@ -37,22 +37,9 @@ class LlamaTraining:
 
 
 def llama_of(training: LlamaTraining) -> Any:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tests.support.frameworks.tiny_trainers import tiny_llama
 
-    torch.manual_seed(training.seed)
-    model: Any = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            vocab_size=64,
-            max_position_embeddings=32,
-            tie_word_embeddings=training.is_tied,
-        )
-    )
+    model: Any = tiny_llama(training.seed, dropout=0.0, is_tied=training.is_tied)
     if training.is_lora:
         from peft import LoraConfig, get_peft_model
 

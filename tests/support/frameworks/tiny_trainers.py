@@ -40,7 +40,7 @@ class CrashAfter(TrainerCallback):
             raise CrashError(f"after step {self.step}")
 
 
-def tiny_llama(seed: int = 0, dropout: float = 0.1) -> LlamaForCausalLM:
+def tiny_llama(seed: int = 0, dropout: float = 0.1, *, is_tied: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -52,6 +52,7 @@ def tiny_llama(seed: int = 0, dropout: float = 0.1) -> LlamaForCausalLM:
             vocab_size=64,
             max_position_embeddings=32,
             attention_dropout=dropout,
+            tie_word_embeddings=is_tied,
         )
     )
 
