@@ -1,16 +1,20 @@
-"""Installs verl beside the repository, and trains there.
+"""Installs RL frameworks beside the repository, in one virtual environment, and trains there.
 
-It goes into a virtual environment, with what it imports. All else is found in the repository's own environment.
+verl comes from PyPI, the others from their repositories at the commits below, and DeepSpeed is found where its own tests have
+it. All else is found in the repository's own environment.
 """
 
 import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.frameworks import deepspeed_training
 from tests.support.processes.virtual_environments import prepare_venv
 
 ROOT = Path(__file__).parents[3]
@@ -29,14 +33,48 @@ PACKAGES = (
     "importlib-metadata==8.7.0",
     "zipp==3.23.0",
     "cachetools==6.2.4",
+    "colorlog==6.10.1",
+    "pybase64==1.4.3",
+    "aiofiles==25.1.0",
+    "lark==1.3.1",
+    "tabulate==0.9.0",
     "uvicorn==0.38.0",
     "fastapi==0.121.1",
     "starlette==0.49.3",
 )
+SOURCES = {
+    "inclusionAI/AReaL": ("4aef98d8d818af55b43621aaadba047ae10f4e77", ("areal",)),
+}
+"""The commit of each repository, and the packages in it that are checked out."""
 
 
 def prepare() -> None:
-    prepare_venv(FOLDER, "packages-2", "--no-deps", *PACKAGES, finds_ours=True)
+    deepspeed_training.prepare()
+    prepare_venv(FOLDER, "packages-3", "--no-deps", *PACKAGES, finds_ours=True)
+    (site,) = FOLDER.glob("lib/python*/site-packages")
+    (deepspeed,) = deepspeed_training.FOLDER.glob("lib/python*/site-packages")
+    (site / "a-deepspeed.pth").write_text(f"{deepspeed}\n")
+    for repository, (commit, packages) in SOURCES.items():
+        place = FOLDER / "sources" / f"{repository.partition('/')[2]}-{commit[:12]}"
+        if not place.exists():
+            _check_out(place, repository, commit, packages)
+        paths = [f"{(place / package).parent}\n" for package in packages]
+        (site / f"{place.name}.pth").write_text("".join(paths))
+
+
+def _check_out(place: Path, repository: str, commit: str, packages: Sequence[str]) -> None:
+    """Check the packages out, whole or not at all."""
+    unfinished = place.with_suffix(".part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    address = f"https://github.com/{repository}"
+    for command in (
+        ("git", "clone", "--quiet", "--no-checkout", "--filter=blob:none", address, str(unfinished)),
+        ("git", "-C", str(unfinished), "sparse-checkout", "set", *packages),
+        ("git", "-C", str(unfinished), "checkout", "--quiet", commit),
+    ):
+        subprocess.run(command, check=True, timeout=600)
+    unfinished.rename(place)
 
 
 def recipe(heading: str) -> dict[str, Any]:
@@ -60,6 +98,8 @@ def run(module: str, *trainings: dict[str, Any], within_s: float = 400.0) -> lis
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_SIZE": "2",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -93,7 +133,3 @@ def train_all(module: str, trainings: str) -> None:
         for group in ray.util.placement_group_table():  # the actors of a group end with it
             remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group)))
     ray.shutdown()
-
-
-if __name__ == "__main__":
-    prepare()

@@ -1,0 +1,48 @@
+"""AReaL's actor, critic and driver are saved as one checkpoint, by the code that the guide shows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raycheck
+from raycheck.bucket.store import open_store
+from tests.support.frameworks import rl_frameworks
+from tests.support.histories.invariants import assert_invariants
+
+pytestmark = pytest.mark.slow
+
+
+def asked(
+    way: str, folder: str, *, actors: int = 2, critics: int = 1, until: int = 10, **options: Any
+) -> dict[str, Any]:
+    """Return what to ask of `train`. way: AReaL's "own" recovery, or raycheck's."""
+    return {"way": way, "folder": folder, "sizes": {"actor": actors, "critic": critics}, "until": until, **options}
+
+
+def train(*trainings: dict[str, Any]) -> list[dict[str, Any]]:
+    rl_frameworks.prepare()
+    found = rl_frameworks.run("areal_training", *trainings, within_s=900.0)
+    assert not [each["error"] for each in found if "error" in each]
+    return found
+
+
+def after(step: int, found: dict[str, Any], what: str = "losses") -> dict[int, list[float]]:
+    return {int(number): values for number, values in found[what].items() if int(number) > step}
+
+
+def test_a_killed_worker_costs_the_steps_after_the_last_save(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}/run"
+
+    undisturbed, died, again = train(
+        asked("own", str(tmp_path / "own")),
+        asked("raycheck", uri, dies_at=8),
+        asked("raycheck", uri, seed=7),
+    )
+
+    assert (died["start"], died["died"], again["start"], again["died"]) == (0, "WorkerFailedError", 6, "")
+    assert after(6, again) == after(6, undisturbed)
+    assert after(6, again, "read") == after(6, undisturbed, "read")
+    assert again["has_weights_of"] == [6]
+    assert [item.step for item in raycheck.open_run(uri).checkpoints] == [3, 6, 9]
+    assert_invariants(open_store(uri))
