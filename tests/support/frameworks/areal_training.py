@@ -46,6 +46,7 @@ from areal.infra.rpc.ray_rpc_server import RayRPCServer
 from areal.infra.scheduler import ray as schedulers
 from areal.infra.scheduler.exceptions import WorkerFailedError
 from areal.trainer import rl_trainer
+from areal.utils import seeding
 from areal.utils.data import cycle_dataloader
 from areal.utils.network import find_free_ports
 
@@ -72,6 +73,11 @@ LOGGED = (
 
 class Worker(RayRPCServer.__ray_actor_class__):
     """AReaL's container of engines. By this class Ray's workers find what AReaL cannot import on a CPU."""
+
+    def configure(self, config: Any, role: str, rank: int) -> None:
+        """Seed as AReaL means to: it asks for the engines here, and has none yet, so that no worker is ever seeded."""
+        super().configure(config, role, rank)
+        seeding.set_random_seed(config.seed, key=f"{role}{rank}")
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -130,7 +136,7 @@ class CpuTrainer(trainers.PPOTrainer):
     """Trains as PPOTrainer does, from trajectories that are there."""
 
     def _init_scheduler(self) -> Any:
-        return CpuScheduler(120.0, exp_config=self.config)
+        return CpuScheduler(300.0, exp_config=self.config)
 
     def _create_train_engine(self, config: Any, alloc: Any) -> Any:
         actor = super()._create_train_engine(config, alloc)
