@@ -1,4 +1,7 @@
-"""AReaL's actor, critic and driver are saved as one checkpoint, by the code that the guide shows."""
+"""AReaL's actor, critic and driver are saved as one checkpoint, by the code that the guide shows.
+
+AReaL's own recovery, of the same training, shows what is lost without it.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ from tests.support.frameworks import rl_frameworks
 from tests.support.histories.invariants import assert_invariants
 
 pytestmark = pytest.mark.slow
+LR, CRITIC_LOSS = 2, 3
+"""Their places in what a training reports of each step."""
 
 
 def asked(
@@ -46,3 +51,19 @@ def test_a_killed_worker_costs_the_steps_after_the_last_save(tmp_path: Path) -> 
     assert again["has_weights_of"] == [6]
     assert [item.step for item in raycheck.open_run(uri).checkpoints] == [3, 6, 9]
     assert_invariants(open_store(uri))
+
+
+def test_areal_s_own_recovery_loses_the_critic_the_schedules_and_the_order_of_the_data(tmp_path: Path) -> None:
+    own = str(tmp_path / "own")
+
+    undisturbed, died, again, other = train(
+        asked("own", str(tmp_path / "undisturbed"), dropout=0.0),
+        asked("own", own, dropout=0.0, dies_at=8),
+        asked("own", own, dropout=0.0, until=8, seed=7),
+        asked("own", own, dropout=0.0, until=8, seed=8),
+    )
+
+    assert (died["died"], again["start"], other["start"]) == ("WorkerFailedError", 6, 6)
+    assert again["losses"]["7"][CRITIC_LOSS] != other["losses"]["7"][CRITIC_LOSS]  # it began with fresh weights
+    assert again["losses"]["7"][LR] == undisturbed["losses"]["1"][LR] > undisturbed["losses"]["7"][LR]
+    assert after(6, again, "read") != after(6, undisturbed, "read")
