@@ -119,7 +119,8 @@ class MirrorCopier:
         if mine is not None:
             check_mirror(self.objects.target.uri, mine, body)
             check_forward(self.objects.target.uri, mine, body)
-        return body, [entry for entry in _head_first(body) if mine is None or mine.entry(entry.key) is None]
+        listed = set() if mine is None else {entry.key for entry in mine.live}
+        return body, [entry for entry in _head_first(body) if entry.key not in listed]
 
     def run(self) -> Latest:
         """Go through rounds until the mirror shows a state of the source. Returns the mirror's body.
@@ -144,7 +145,7 @@ class MirrorCopier:
         elif state.body.head is None:
             raise NotFoundError(f"{self.objects.source}: the run has no committed checkpoint to copy")
         self._begun |= {str(name) for name in names}
-        return open_mirror(self._target, state.body, uri=self._uri), state
+        return self._target.pages.whole(open_mirror(self._target, state.body, uri=self._uri)), state
 
     def _copy_round(self, mine: Latest, body: Latest) -> Latest | None:
         """Copy what the mirror lacks of `body`. Returns the mirror's body, or None if the source's head is gone."""

@@ -256,9 +256,8 @@ class _Search:
     def _read(self, store: Store) -> tuple[Latest, float]:
         """Return the body of `latest` and the store's time, which is the same moment for all runs but the first."""
         if self._now is None:
-            body, got = again_if_corrupt(lambda: get_latest(store))
-            self._now = got.at
-            return body, got.at
+            body, self._now = read_latest_at(store)
+            return body, self._now
         return peek_latest(store), self._now
 
     def _names(self, store: Store) -> list[str]:
@@ -298,7 +297,7 @@ def _record(store: Store, number: int) -> AttemptRecord | None:
 
 def _summarize(folder: _Folder, body: Latest, status: Status, parent: str | None) -> RunSummary:
     head = None if body.head is None else body.entry(body.head)
-    committed_at = max((entry.committed_at for entry in body.live), default=None)
+    committed_at = max((entry.committed_at for entry in body.newest), default=None)
     state: RunState = status.state
     text = status.text
     if head is None and state not in ("running", "finished", "deleted"):
@@ -316,7 +315,7 @@ def _summarize(folder: _Folder, body: Latest, status: Status, parent: str | None
         age_s=None if committed_at is None else max(0.0, status.now - committed_at),
         idle_s=max(0.0, status.now - max(status.at, body.attempt.claimed_at, committed_at or 0.0)),
         metrics=_metrics(head),
-        num_checkpoints=len(body.live),
+        num_checkpoints=body.num_live,
         size_bytes=least,
         max_size_bytes=most,
         goodput=_goodput(body, head),

@@ -11,7 +11,7 @@ from ray.train import FailureConfig, Result, TrainingFailedError
 
 from raycheck.bucket.protocol.resume import AUTO, Fork, Resume, key_to_restore, parse_resume
 from raycheck.bucket.protocol.sharing.fork import fork
-from raycheck.bucket.reading import read_latest
+from raycheck.bucket.reading import ask_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri, kind_of, with_settings
 from raycheck.errors import NotFoundError
@@ -137,10 +137,9 @@ def settle_resume(resume: str | int, store: Store, storage: StorageSettings | No
         fork(open_store(wish.uri, storage if is_alike else None), store, run_id=uuid4().hex)
         return AUTO
     try:
-        body = read_latest(store)
+        ask_latest(store, lambda body: key_to_restore(store.uri, body, wish))
     except NotFoundError:
-        body = None
-    key_to_restore(store.uri, body, wish)
+        key_to_restore(store.uri, None, wish)
     return wish
 
 

@@ -83,8 +83,7 @@ def read_history(store: Store, body: Latest | None = None, *, now: float | None 
     Requests: two per attempt, one for the head's manifest, and one more for some forks.
     """
     if body is None or now is None:
-        body, got = again_if_corrupt(lambda: get_latest(store))
-        now = got.at
+        body, now = read_latest_at(store)
     numbers = [attempt.number for attempt in body.attempts]
     with ContextPool(AT_ONCE, thread_name_prefix="raycheck-history") as pool:
         read_head = pool.submit(_head, store, body)

@@ -64,13 +64,14 @@ class RunWatch:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._pages = Pages(store)
         self._version: str | None = None
         self._history: RunHistory | None = None
         self._expected: tuple[str, int, int] | None = None
 
     def look(self) -> LiveRun:
         """Return the current state of the run."""
-        body, got = again_if_corrupt(lambda: get_latest(self._store))
+        body, got = read_whole(partial(again_if_corrupt, partial(get_latest, self._store)), self._pages)
         if self._history is None or got.version != self._version:
             self._history = read_history(self._store, body, now=got.at)
             self._version = got.version
@@ -97,7 +98,7 @@ class RunWatch:
 
     def _save(self, body: Latest) -> SaveUnderWay | None:
         """Return the newest save of the live attempt if it is in the bucket and newer than all commits."""
-        keys = [*(entry.key for entry in body.live), *(entry.key for entry in body.evicted)]
+        keys = [*(entry.key for entry in body.newest), *(entry.key for entry in body.evicted)]
         known = [name for key in keys if (name := CheckpointName.parse(key))]
         number = body.attempt.number
         newest = max((name.save for name in known if name.attempt == number), default=0)

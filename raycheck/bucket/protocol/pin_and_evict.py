@@ -54,7 +54,7 @@ def with_evicted(body: Latest, keys: tuple[str, ...], *, now: float) -> Latest:
     Evicted checkpoints to which only these referred are evicted again, so that a reader of `keys` has the whole grace
     period.
     """
-    new = replace(body, live=tuple(entry for entry in body.live if entry.key not in keys))
+    new = replace(body, newest=tuple(entry for entry in body.live if entry.key not in keys))
     released = body.held() - new.held()
     left = tuple(item for item in body.evicted if item.key not in released)
     again = tuple(replace(item, at=now) for item in body.evicted if item.key in released)

@@ -95,16 +95,16 @@ def key_to_restore(uri: str, body: Latest | None, resume: Resume) -> str | None:
 
     uri: the run's root, for errors. Raises ConfigError when the run does not allow what `resume` requests.
     """
-    live = () if body is None else body.live
     head = None if body is None else body.head
     match resume:
-        case Never() if live:
+        case Never() if body is not None and body.num_live:
             raise ConfigError(
-                f"{shown_uri(uri)}: resume='never', but the run has {len(live)} checkpoints. Use another run name"
+                f"{shown_uri(uri)}: resume='never', but the run has {body.num_live} checkpoints. Use another run name"
             )
         case Must() if head is None:
             raise ConfigError(f"{shown_uri(uri)}: resume='must', but the run has no committed checkpoint")
         case Step(step):
+            live = () if body is None else body.live
             keys = [entry.key for entry in live if entry.step == step and not entry.damaged]
             if not keys:
                 steps = ", ".join(f"{entry.step}{' (damaged)' if entry.damaged else ''}" for entry in live) or "none"
@@ -113,7 +113,7 @@ def key_to_restore(uri: str, body: Latest | None, resume: Resume) -> str | None:
                 )
             return keys[-1]
         case AtName(name):
-            found = next((entry for entry in live if name in (entry.name, entry.key)), None)
+            found = None if body is None else body.named(name) or body.entry(name)
             if found is None:
                 names = "none" if body is None else names_in(body)
                 words = ", ".join(map(repr, WORDS))

@@ -248,14 +248,6 @@ class Coordinator:
             self._requested.committed(report.progress.step, save_s=max(report.blocked_s, report.upload_s))
         return outcome
 
-    async def check_room(self, report: Report, is_first: bool) -> None:
-        """Raise ConfigError when `latest` has no room for the save of this report. Called before an upload.
-
-        is_first: called before the first save of the attempt.
-        """
-        await self._adopt(report.group)
-        await asyncio.to_thread(self._protocol.check_room, report, is_first=is_first)
-
     async def node_agent(self, kind: type, node: str) -> Any:
         """Return the actor, of this class, that uploads for the ranks on `node`."""
         return self._node_agents.of(node, kind)

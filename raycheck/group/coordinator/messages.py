@@ -70,8 +70,7 @@ class Claim:
     attempts began, in unix seconds by the store's clock; this attempt's comes last. resume: what the end of the
     previous attempt cost, if nothing is restored; a restore gets it in its RestoreDecision. is_finished: the run had
     ended with that checkpoint. refused: newer checkpoints that a rank of this attempt has found damaged, each with the
-    proof. memory: the memory checkpoint that is restored in place of `restore`; None for none. is_crowded: `latest` is
-    so full that each save has to ask for room before it uploads anything.
+    proof. memory: the memory checkpoint that is restored in place of `restore`; None for none.
     """
 
     attempt: int
@@ -82,7 +81,6 @@ class Claim:
     is_finished: bool = False
     refused: tuple[str, ...] = ()
     memory: MemoryOffer | None = None
-    is_crowded: bool = False
 
     @property
     def entry(self) -> Entry | None:
@@ -100,8 +98,7 @@ class Outcome:
     committed checkpoint did not get the name that its save asked for; "" when it did, or asked for none.
     forgets_references: the save failed because it referred to components that not all ranks refer to, or that are no
     longer held or have disappeared; the next save uploads them. is_cured_by_next: an object to which it referred has
-    disappeared. Until the next save has uploaded it again, it may be that no checkpoint can be restored. is_crowded:
-    see Claim.
+    disappeared. Until the next save has uploaded it again, it may be that no checkpoint can be restored.
     """
 
     kind: Literal["committed", "superseded", "failed"]
@@ -112,7 +109,6 @@ class Outcome:
     unnamed: str = ""
     forgets_references: bool = False
     is_cured_by_next: bool = False
-    is_crowded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from uuid import uuid4
 from raycheck.bucket.assembly.assemble import Assembled, assemble
 from raycheck.bucket.assembly.plan_cache import PlanCache
 from raycheck.bucket.assembly.save_report import Report
-from raycheck.bucket.format.latest import COMMIT_BYTES, CROWDED_BYTES, Entry
+from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol.claim import Identity
@@ -104,32 +104,13 @@ class ProtocolCalls:
         ended = past[-1] if past and past[-1].number < attempt.number else None
         had_finished = ended is not None and before is not None and before[0].is_finished
         self._run_log.claimed(ended, attempt, entry, had_finished=had_finished)
-        if before is not None and len(before[1].data) > COMMIT_BYTES * 9 // 10:
-            logger.warning(event("latest is nearly full: keep fewer checkpoints (raycheck prune)", run=self._store.uri))
         return Claim(
             attempt=attempt.number,
             restore=entry,
             documents=documents[entry.key] if entry else [],
             claims=(*(item.claimed_at for item in past if item.number < attempt.number), attempt.claimed_at),
             is_finished=claimed.body.ends_with(attempt.restore_key),
-            is_crowded=self._is_crowded,
         )
-
-    @property
-    def _is_crowded(self) -> bool:
-        """Return whether a commit may find no room in `latest`, so that each save has to ask."""
-        return self._register.size_bytes > CROWDED_BYTES
-
-    def check_room(self, report: Report, *, is_first: bool) -> None:
-        """Step 17, before an upload: raise ConfigError when `latest` has no room for the save of this report.
-
-        is_first: called before the first save of the attempt. Names that are evicted do not count then: the prune that
-        follows a claim forgets them.
-        """
-        found = self._register.read()
-        if found is not None:
-            body = replace(found[0], evicted=()) if is_first else found[0]
-            protocol.check_room_for_save(body, report.retention, found[1].at, metrics=report.metrics)
 
     def take_over(self, group: str) -> tuple[int, Entry | None]:
         """Step 12: continue the attempt of `group`, which an earlier start of this coordinator has claimed.
@@ -187,14 +168,11 @@ class ProtocolCalls:
             agree_anew=checkpoint.has_copies,
             places=places,
             unnamed=unnamed,
-            is_crowded=self._is_crowded,
         )
 
     def _write(self, reports: dict[int, Report]) -> tuple[Assembled, float | None]:
         """Step 16: write the documents of a save. Return them, and the store's time of the last response."""
         made = assemble(self._store, [reports[rank] for rank in sorted(reports)], self._plans)
-        if self._is_crowded:  # with a manifest, what a failed commit leaves would never be swept
-            self.check_room(next(iter(reports.values())), is_first=False)
         at, _ = self._store.both(
             partial(put_all_once, self._store, made.documents), partial(self._referred.refuse_lost, made.manifest)
         )
@@ -212,7 +190,6 @@ class ProtocolCalls:
             message=f"{type(error).__name__}: {error}",
             forgets_references=forgets or is_lost,
             is_cured_by_next=is_lost,
-            is_crowded=self._is_crowded,
         )
 
     def past_outcome(self, report: Report) -> Outcome:
@@ -263,7 +240,7 @@ class ProtocolCalls:
 
     def check_live(self, group: str) -> None:
         """Step 28: raise FencedError or SupersededError when `latest` says that the attempt of `group` is over."""
-        found = self._register.read()
+        found = self._register.read_newest()
         assert found is not None, "a group has claimed, so this process has seen latest"
         claims.check_current(self._register, found[0], self.me)
         if found[0].attempt.group != group:
@@ -275,7 +252,7 @@ class ProtocolCalls:
 
     def record_failure(self, cause: str, *, is_final: bool) -> None:
         """Write into the live attempt's record why this driver gives up the run, if the driver still owns the run."""
-        found = self._register.read()
+        found = self._register.read_newest()
         if found is not None and found[0].attempt.owner == self.me.owner and not found[0].is_finished:
             self._run_log.failed(found[0].attempt, at=found[1].at, cause=cause, is_final=is_final)
 

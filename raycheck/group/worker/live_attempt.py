@@ -115,12 +115,10 @@ class LiveAttempt:
             saved_step=counter.step if start.claim.memory is None else -1,
             began_at=start.began_at,
             reporter=triggers.reporter,
-            is_crowded=start.claim.is_crowded,
         )
         self._queue.begun = SaveHandle.committed(  # which `save` returns if a checkpoint has this very state
             uri=group.uri, key=self._queue.newest or "", progress=counter.progress
         )
-        self._queue.check_room()
         self._memory = self._queue.memory_saves() if settings.memory_every_steps is not None else None
         self._is_prepared = False
         self._metrics: dict[str, object] = {}  # of the newest step

@@ -109,10 +109,9 @@ class SaveQueue:
         saved_step: int,
         began_at: float,
         reporter: Reporter,
-        is_crowded: bool = False,
     ) -> None:
         """restored_from: name of the restored checkpoint. partial, began_at: see Manifest. reporter: tells the host of
-        commits. is_crowded: see Claim."""
+        commits."""
         self.saved_step = saved_step
         self.newest = restored_from
         self.save_s = 0.0
@@ -141,7 +140,6 @@ class SaveQueue:
             settings=settings.chosen,
             keeps_drift=settings.on_drift == "keep_first",
         )
-        self._is_crowded = is_crowded
         self._failures_in_a_row = 0
         self.is_cured_by_next = False  # the newest failure: see Outcome
         self._last_failure = ""
@@ -244,11 +242,9 @@ class SaveQueue:
         return staged
 
     def _stage(self, report: Report, *, must_agree: bool) -> StagedState:
-        """Copy the state, if there are a buffer, room in `latest`, and an agreement where one is needed."""
+        """Copy the state, if there are a buffer, and an agreement where one is needed."""
         self._check_buffer(report)
         self.saved_step = report.progress.step
-        if self._is_crowded:
-            self._ask_for_room(report)
         if must_agree:
             self._agree(report)
         return self._state.stage(report.progress)
@@ -290,7 +286,6 @@ class SaveQueue:
             except (SaveFailedError, StoreError) as error:
                 outcome, ended = Outcome(kind="failed", key="", message=str(error)), time.monotonic()
             self._pending.popleft()
-            self._is_crowded = outcome.is_crowded or (self._is_crowded and outcome.kind != "committed")
             if outcome.kind == "failed":
                 self._has_agreed &= not save.is_agreed  # perhaps not all ranks got the agreement
                 if outcome.forgets_references:
@@ -392,20 +387,6 @@ class SaveQueue:
                 f"rank {report.rank}: step {report.progress.step}: the save before it has not ended within "
                 f"{self._settings.save_timeout_s:.0f} s"
             )
-
-    def check_room(self) -> None:
-        """Raise ConfigError, before the first step, when `latest` has no room for a commit."""
-        if self._is_crowded:
-            self._group.ask(
-                "check_room", self._report, True, timeout_s=self._settings.save_timeout_s, what="room in latest"
-            )
-
-    def _ask_for_room(self, report: Report) -> None:
-        """Raise SaveFailedError when `latest` has no room for this save: it may have some at the next one."""
-        try:
-            self._group.ask("check_room", report, False, timeout_s=self._settings.save_timeout_s, what="room in latest")
-        except ConfigError as error:
-            raise SaveFailedError(f"rank {report.rank}: step {report.progress.step}: {error}") from error
 
     def _agree(self, report: Report) -> None:
         """Have the ranks decide which of them writes each replica, and check that replicas are equal on all of them."""

@@ -18,11 +18,12 @@ from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.protocol.paging import sweep_pages
 from raycheck.bucket.protocol.pin_and_evict import evict, forget
-from raycheck.bucket.protocol.retention import decide_retention
+from raycheck.bucket.protocol.retention import decide_retention, dropped_keys
 from raycheck.bucket.protocol.sharing.holds import drop_orphans, settle
 from raycheck.bucket.protocol.swap import Register, lost_error
-from raycheck.bucket.reading import list_directories, read_latest
+from raycheck.bucket.reading import list_directories, read_latest, read_newest
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import Upload
 from raycheck.errors import CorruptError, DeniedError, StoreError
@@ -66,29 +67,53 @@ def prune(
     the names that are completely deleted. After a crash at any point the next prune continues. Raises NotFoundError
     without a run.
     """
-    crowded = _crowded(register.read_existing()[0])
-    evict(register, rules)
-    body, got = register.read_existing()
-    held = body.held()
-    gone, failures = [], []
-    for name, wait_s in _waits(body, got.at, grace_s, crowded):
-        if not wait_s and name not in spare:
-            try:
-                _delete_checkpoint(register.store, name, is_held=name in held, tally=tally)
-            except (StoreError, CorruptError) as error:  # one object that cannot be deleted must not stop the others
-                failures.append(error)
-                continue
-            if name not in held:
-                gone.append(name)  # otherwise its objects stay, and it stays in `evicted`, until nobody refers to it
-    if gone:
-        forget(register, frozenset(gone))
+    gone: list[str] = []
+    failures: list[StoreError | CorruptError] = []
+    while True:
+        crowded = _crowded(register.read_existing()[0])
+        evict(register, rules)
+        body, got = register.read_existing()
+        deleted = _delete_evicted(register.store, body, _waits(body, got.at, grace_s, crowded), spare, failures, tally)
+        gone += deleted
+        if deleted:
+            body = register.pages.whole(forget(register, frozenset(deleted)))
+        if not deleted or not dropped_keys(body, rules, now=got.at):
+            break
     try:
         settle(register)
+        if body.pages or body.past_pages:
+            sweep_pages(register.store, body)
     except (StoreError, CorruptError) as error:
         failures.append(error)
     if failures:
         raise failures[0]
     return tuple(gone)
+
+
+def _delete_evicted(
+    store: Store,
+    body: Latest,
+    waits: Iterator[tuple[str, float]],
+    spare: frozenset[str],
+    failures: list[StoreError | CorruptError],
+    tally: ProgressTally | None,
+) -> list[str]:
+    """Delete the objects of evicted checkpoints without readers. Return the names that are completely deleted.
+
+    waits: the evicted checkpoints, and how many seconds readers still have. failures: gets the errors.
+    """
+    held = body.held()
+    gone = []
+    for name, wait_s in waits:
+        if not wait_s and name not in spare:
+            try:
+                _delete_checkpoint(store, name, is_held=name in held, tally=tally)
+            except (StoreError, CorruptError) as error:  # one object that cannot be deleted must not stop the others
+                failures.append(error)
+                continue
+            if name not in held:
+                gone.append(name)  # otherwise its objects stay, and it stays in `evicted`, until nobody refers to it
+    return gone
 
 
 def plan_prune(
@@ -101,7 +126,7 @@ def plan_prune(
     """List what `prune` would delete now or after the grace period. Write nothing. tally: counts the objects."""
     body, got = register.read_existing()
     decisions = decide_retention(body, rules, now=got.at)
-    held = replace(body, live=tuple(item.entry for item in decisions if item.is_kept), head=None).held()
+    held = replace(body, newest=tuple(item.entry for item in decisions if item.is_kept), head=None).held()
     due = [(name, "evicted", wait_s) for name, wait_s in _waits(body, got.at, grace_s, _crowded(body))]
     due += [(item.entry.key, item.reason, grace_s) for item in decisions if not item.is_kept]
     found = []
@@ -129,6 +154,7 @@ def sweep(store: Store, *, also_whole: bool = False, tally: ProgressTally | None
     aborted = [_unfinished(store, upload) for upload in uploads]
     for upload in uploads:
         store.abort_upload(upload)
+    sweep_pages(store, read_newest(store))
     return tuple(replace(item, is_deleted=True) for item in (*swept, *aborted))
 
 

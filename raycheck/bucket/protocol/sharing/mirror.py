@@ -11,9 +11,10 @@ from dataclasses import replace
 from uuid import uuid4
 
 from raycheck.bucket.document_reading import again_if_corrupt
-from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Evicted, Latest, Mirror
+from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Entry, Evicted, Latest, Mirror, in_order
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.claim import claimed_body
+from raycheck.bucket.protocol.retention import MOST_EVICTED
 from raycheck.bucket.protocol.rewind import attempt_by_hand
 from raycheck.bucket.protocol.sharing.new_run import refuse_folder_of_runs
 from raycheck.bucket.protocol.swap import Register, lost_error
@@ -150,7 +151,8 @@ def show(
         here = (listed | set(whole)) - {item.key for item in body.evicted}
         if source.counter < body.mirror.counter or source.head not in here:
             return None
-        live = tuple(replace(entry, damaged=None) for entry in source.live if entry.key in here)
+        live = (replace(entry, damaged=None) for entry in source.live if entry.key in here)
+        late = _dropped(body, source)[max(0, MOST_EVICTED - len(body.evicted)) :]  # until there is room to evict them
         last = replace(
             body.attempt, number=max(body.attempt.number, source.attempt.number + 1), restore_key=source.head
         )
@@ -161,7 +163,7 @@ def show(
             attempts=(*source.attempts[1 - MAX_ATTEMPTS_LISTED :], last),
             head=source.head,
             finished=source.finished,
-            live=live,
+            newest=in_order((*live, *(replace(entry, name=None) for entry in late))),
             mirror=replace(body.mirror, source=uri, counter=source.counter, missing=len(set(coming) - here)),
         )
         new = replace(new, evicted=_evicted(body, new, source, directories, now))
@@ -170,21 +172,30 @@ def show(
     return register.swap(decide, what="mirror")
 
 
+def _dropped(body: Latest, source: Latest) -> list[Entry]:
+    """Return the checkpoints of the mirror that are not live in the source, in order."""
+    there = {entry.key for entry in source.live}
+    return [entry for entry in body.live if entry.key not in there]
+
+
 def _evicted(body: Latest, new: Latest, source: Latest, directories: Iterable[str], now: float) -> tuple[Evicted, ...]:
     """Return the evicted checkpoints after the swap: those evicted before, and those that have left the source and are
     not listed here."""
     before, live = {item.key for item in body.evicted}, {entry.key for entry in new.live}
     released = (body.held() - new.held()) & before  # again, so that readers have the whole grace period
-    left = {key for key in body.held() | set(directories) if key not in before | live and _has_gone(source, key)}
+    there = {entry.key for entry in source.live}
+    candidates = (body.held() | set(directories)) - before - live - there
+    left = {key for key in candidates if _has_gone(source, key)}
     kept = tuple(item for item in body.evicted if item.key not in released)
     return (*kept, *(Evicted(key=key, at=now) for key in sorted(released | left)))
 
 
 def _has_gone(source: Latest, key: str) -> bool:
-    """Return whether checkpoint `key` is not live in the source and never will be, again or for the first time (I4).
+    """Return whether checkpoint `key`, which is not live in the source, never will be, again or for the first time
+    (I4).
 
     A later commit there is of a higher attempt, or of a higher save of the live one.
     """
     name = CheckpointName.parse(key)
     last = source.attempt
-    return name is not None and source.entry(key) is None and (name.attempt, name.save) <= (last.number, last.last_save)
+    return name is not None and (name.attempt, name.save) <= (last.number, last.last_save)
