@@ -37,7 +37,7 @@ from raycheck.bucket.store.address import is_same_place, shown_uri
 from raycheck.bucket.store.ray_filesystem import uri_of
 from raycheck.bucket.stored_export import StoredExport
 from raycheck.bucket.verify import Finding
-from raycheck.errors import ConfigError, CorruptError
+from raycheck.errors import ConfigError, CorruptError, NotFoundError
 from raycheck.settings import ExportOptions, Retention
 from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings

@@ -66,8 +66,8 @@ class Pages:
                 raise PageMissingError(ref.key) from None
             if len(data) != ref.size_bytes or crc32(data) != ref.crc32:
                 raise CorruptError(
-                    f"{self._store}: {ref.key}, which lists {ref.count} checkpoints, is damaged. Put an earlier version "
-                    "of it back (bucket versioning), or rebuild the list with 'raycheck repair'"
+                    f"{self._store}: {ref.key}, which lists {ref.count} checkpoints, is damaged. Put an earlier "
+                    "version of it back (bucket versioning), or rebuild the list with 'raycheck repair'"
                 )
             return load_page(data, what=f"{self._store}: {ref.key}").live
 
@@ -75,7 +75,7 @@ class Pages:
 
 
 def read_whole(read: Read, pages: Pages) -> tuple[Latest, Got]:
-    """Read `latest` and its pages. read: reads `latest`. Raises what it raises, and CorruptError when a page is lost."""
+    """Read `latest`, by `read`, and its pages. Raises what `read` raises, and CorruptError when a page is lost."""
     missing = ""
     while True:
         body, got = read()

@@ -26,7 +26,6 @@ from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer
 from raycheck.bucket.verify import Finding, verify
 from raycheck.errors import CorruptError, DamagedError, NotFoundError, RaycheckError, StoreError
 
-
 T = TypeVar("T")
 
 

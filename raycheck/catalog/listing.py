@@ -18,13 +18,13 @@ from typing import Literal, get_args
 
 from raycheck.bucket.attempt_records import MAX_BYTES as MAX_RECORD
 from raycheck.bucket.attempt_records import AttemptRecord, load_record
-from raycheck.bucket.document_reading import again_if_corrupt, read_quickly
+from raycheck.bucket.document_reading import read_quickly
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import NewerFormatError
 from raycheck.bucket.format.latest import MAX_METRICS_LISTED, Entry, Latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.sharing.fork import origin_of
-from raycheck.bucket.reading import get_latest, lost_run_error, peek_latest
+from raycheck.bucket.reading import lost_run_error, peek_latest, read_latest_at
 from raycheck.bucket.run_status import State, Status, status_of
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import parse_uri

@@ -9,12 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from raycheck.bucket.attempt_records import AttemptRecord, ResumeRecord, read_record, read_resumes
-from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.latest import Attempt, Entry, Latest
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.sharing.fork import origin_in, origin_of
-from raycheck.bucket.reading import Checkpoint, get_latest
+from raycheck.bucket.reading import Checkpoint, read_latest_at
 from raycheck.bucket.run_status import Status, status_of
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, DamagedError, DeniedError, NotFoundError

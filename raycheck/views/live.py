@@ -6,11 +6,13 @@ one listing of the checkpoint directories, and one listing of the directory of a
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from raycheck.bucket.attempt_records import read_record
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CHECKPOINTS_PREFIX, CheckpointName, checkpoint_prefix
+from raycheck.bucket.pages import Pages, read_whole
 from raycheck.bucket.reading import Checkpoint, get_latest
 from raycheck.bucket.run_status import status_of
 from raycheck.bucket.store import Store

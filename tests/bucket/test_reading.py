@@ -264,7 +264,7 @@ class edited_latest:  # noqa: N801  reads as a verb: with edited_latest(...)
     def __enter__(self) -> None:
         self.before = latest_tree(self.store)
         after = json.loads(json.dumps(self.before))
-        after["live"][-1].update(self.entry)
+        after["newest"][-1].update(self.entry)
         put_latest_tree(self.store, after)
 
     def __exit__(self, *_: object) -> None:

@@ -55,11 +55,11 @@ class Entry(Document):
     """A live checkpoint.
 
     refs: the directories that it uses in addition to its own: those of other checkpoints, and borrowed ones of other
-    runs. committed_at, expires_at: by the bucket's time. metrics: the first 32 of its manifest's, or fewer in
-    entries of a body that an older raycheck wrote. damaged: what a restore found wrong with it, None for nothing; a damaged entry
-    is neither restored nor counted by retention. rolling: see Retention. name: its user-given name, which no other live
-    entry of the run has. scores: what was measured after its commit, at most 32; retention prefers a score to a metric
-    of the same name. by_notice: it was saved because a node was about to be removed. drifted: see Manifest.
+    runs. committed_at, expires_at: by the bucket's time. metrics: the first 32 of its manifest's, or fewer in entries
+    of a body that an older raycheck wrote. damaged: what a restore found wrong with it, None for nothing; a damaged
+    entry is neither restored nor counted by retention. rolling: see Retention. name: its user-given name, which no
+    other live entry of the run has. scores: what was measured after its commit, at most 32; retention prefers a score
+    to a metric of the same name. by_notice: it was saved because a node was about to be removed. drifted: see Manifest.
     """
 
     when_true: ClassVar[frozenset[str]] = frozenset({"rolling", "name", "scores", "by_notice", "drifted"})
@@ -264,11 +264,13 @@ class Latest(Document):
 
     counter: one higher at every write. owners: all owners ever. attempts: the newest 50, the live one last. head: what
     the next start restores. newest: the newest live checkpoints in the order of their commits, with the head and what
-    the live attempt restored; all of them in a whole body. pages: where the other ones are listed. past_pages: the pages that bodies before this one named. proven: the highest attempt whose claim was answered, None before the first. A group saves
-    only after that answer, so a directory of a higher attempt means that `latest` was lost (step 10). finished: the end
-    of training, until the run continues or goes back (step 33). holds, loans: what other runs use of this one, and what
-    this one uses of others (step 30). deleted_at: when someone deleted the run, whose objects may still exist (step
-    37). mirror: what the run is a copy of; see is_mirror. trained: the newest commit's, None when it is not known.
+    the live attempt restored; all of them in a whole body. pages: where the other ones are listed. past_pages: the
+    pages that bodies before this one named. proven: the highest attempt whose claim was answered, None before the
+    first. A group saves only after that answer, so a directory of a higher attempt means that `latest` was lost (step
+    10). finished: the end of training, until the run continues or goes back (step 33). holds, loans: what other runs
+    use of this one, and what this one uses of others (step 30). deleted_at: when someone deleted the run, whose objects
+    may still exist (step 37). mirror: what the run is a copy of; see is_mirror. trained: the newest commit's, None when
+    it is not known.
     """
 
     when_true: ClassVar[frozenset[str]] = frozenset(
@@ -351,8 +353,10 @@ class Latest(Document):
         Raises PagesNeededError when a page may list it.
         """
         found = next((entry for entry in self.newest if entry.key == key), None)
-        if found is None and key not in self.kept_newest and any(
-            page.may_list(CheckpointName.parse(key)) for page in self.pages
+        if (
+            found is None
+            and key not in self.kept_newest
+            and any(page.may_list(CheckpointName.parse(key)) for page in self.pages)
         ):
             raise PagesNeededError
         return found

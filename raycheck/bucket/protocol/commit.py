@@ -6,13 +6,11 @@ replaced the body, so the older coordinator's swap is refused, and when it reads
 does not depend on any clock.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.latest import Entry, Finished, Latest, Trained, listed_metrics
 from raycheck.bucket.format.manifest import Manifest
-from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.claim import Identity, check_current, check_owner, claimed_body
 from raycheck.bucket.protocol.name_and_score import with_name_of_save
 from raycheck.bucket.protocol.pin_and_evict import with_evicted
@@ -71,9 +69,8 @@ def commit(
             new = with_name_of_save(new, manifest.key, manifest.name, may_move=may_move_name, now=now)
         # Of a part of the entries the rules drop no more than of all of them, so this needs no page. A prune does the
         # rest.
-        known = with_evicted(replace(new, pages=()), _replaced(body, manifest), now=now)
-        known = with_evicted(known, dropped_keys(known, rules, now=now), now=now)
-        return replace(known, pages=new.pages)
+        new = with_evicted(new, _replaced(body, manifest), now=now)
+        return with_evicted(new, dropped_keys(replace(new, pages=()), rules, now=now), now=now)
 
     try:
         return register.swap(decide, what=f"commit of {manifest.key}", at=at).entry(manifest.key)

@@ -1,4 +1,4 @@
-"""Keeps `latest` small: moves live entries that are not the newest to pages, which are written before the swap. Step 40.
+"""Keeps `latest` small: moves all but the newest live entries to pages, which are written before the swap. Step 40.
 
 Every swap computes its new body as if `latest` listed everything. Below it, this module decides where each entry is
 listed: in the body itself, in a page that exists, or in a new page. A page never changes (I2): when an entry of one
@@ -15,6 +15,7 @@ from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.latest import Entry, Latest, Page, PageRef, PastPage
 from raycheck.bucket.format.object_keys import PAGES_PREFIX, counter_of_page, page_key
 from raycheck.bucket.pages import Pages
+from raycheck.bucket.reading import read_newest
 from raycheck.bucket.store import Store
 
 MOST_NEWEST, MOST_NEWEST_BYTES = 128, 32 * 1024
@@ -128,13 +129,14 @@ def _write(entries: tuple[Entry, ...], body: Latest, pages: Pages, written: dict
     )
 
 
-def sweep_pages(store: Store, body: Latest) -> None:
-    """Delete the pages that no body will ever name again. body: as just read.
+def sweep_pages(store: Store) -> None:
+    """Delete the pages that no body of `latest` will ever name again.
 
-    A body names only pages that were written for it, and pages that the body it replaces names. So if `body` does not
-    name a page that was written for it or for an earlier one, no later body names it (I6).
+    A body names only pages that were written for it, and pages that the body it replaces names. So if the one that is
+    read here does not name a page that was written for it or for an earlier one, no later body names it (I6).
     """
-    spared = {page.key for page in (*body.pages, *body.past_pages)}
+    body = read_newest(store)
+    spared = {page.key for page in body.pages} | {page.key for page in body.past_pages}
     for item in list(store.list_objects(PAGES_PREFIX)):
         counter = counter_of_page(item.key)
         if counter is not None and counter <= body.counter and item.key not in spared:

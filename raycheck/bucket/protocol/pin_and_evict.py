@@ -49,19 +49,20 @@ def evict(register: Register, rules: Retention) -> Latest:
 
 
 def with_evicted(body: Latest, keys: tuple[str, ...], *, now: float) -> Latest:
-    """Return `body` with the live entries `keys` evicted.
+    """Return `body` with the live entries `keys`, which it lists itself, evicted.
 
     Evicted checkpoints to which only these referred are evicted again, so that a reader of `keys` has the whole grace
     period.
     """
-    new = replace(body, newest=tuple(entry for entry in body.live if entry.key not in keys))
-    released = body.held() - new.held()
+    gone = [entry for entry in body.newest if entry.key in set(keys)]
+    new = replace(body, newest=tuple(entry for entry in body.newest if entry.key not in set(keys)))
+    freed = {directory for entry in gone for directory in (entry.key, *entry.refs)}
+    released = new.not_held(freed & {item.key for item in body.evicted})
     left = tuple(item for item in body.evicted if item.key not in released)
     again = tuple(replace(item, at=now) for item in body.evicted if item.key in released)
     dropped = tuple(
         Evicted(key=entry.key, at=now, borrowed=tuple(ref for ref in entry.refs if split_directory(ref)[0]))
-        for entry in body.live
-        if entry.key in keys
+        for entry in gone
     )
     return replace(new, evicted=(*left, *again, *dropped))
 

@@ -77,8 +77,9 @@ class Register:
     def read_newest(self) -> tuple[Latest, Got] | None:
         """Read `latest` alone, without its pages: enough for what concerns the newest checkpoints, owners and attempts.
 
-        Return None when there is no `latest` and this process has never seen one. Raises CorruptError when `latest` existed before and is missing, is of an older attempt, or is another run's: it
-        was lost or rolled back, and nothing may be based on it (step 4). Each such error needs two readings.
+        Return None when there is no `latest` and this process has never seen one. Raises CorruptError when `latest`
+        existed before and is missing, is of an older attempt, or is another run's: it was lost or rolled back, and
+        nothing may be based on it (step 4). Each such error needs two readings.
         """
         return again_if_corrupt(self._read)
 

@@ -7,7 +7,6 @@ deletes.
 
 import threading
 import time
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from uuid import uuid4

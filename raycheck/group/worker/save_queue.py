@@ -17,7 +17,7 @@ from raycheck.bucket.assembly.replica_agreement import Agreement
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.label import NO_LABEL, Label
 from raycheck.bucket.format.progress import Progress
-from raycheck.errors import ConfigError, SaveFailedError, StoreError
+from raycheck.errors import SaveFailedError, StoreError
 from raycheck.group.coordinator.messages import Outcome
 from raycheck.group.group import Group, ask_until_decided
 from raycheck.group.ports import Reporter, Sink, UnreportedCommit

@@ -41,7 +41,7 @@ def a_latest() -> Latest:
             Attempt(number=1, owner="bob", coordinator="c", group="g", world_size=2, restore_key=None, claimed_at=1.5),
         ),
         head=TWO,
-        live=(
+        newest=(
             Entry(
                 key=TWO,
                 refs=(ONE,),
@@ -177,8 +177,8 @@ def test_a_body_without_a_format_version_is_corrupt(make, load, version):
         ("attempts", "[]"),
         ("attempts", "[null]"),
         ("attempts", "{}"),
-        ("live", "[[]]"),
-        ("live", "null"),
+        ("newest", "[[]]"),
+        ("newest", "null"),
     ],
 )
 def test_a_wrong_type_is_corrupt_and_names_the_object(field, text):
@@ -193,7 +193,7 @@ def test_a_wrong_type_is_corrupt_and_names_the_object(field, text):
 @pytest.mark.parametrize("field", ["committed_at", "metric"])
 def test_a_number_that_is_none_is_corrupt(field, text):
     tree = json.loads(dump(a_latest()))
-    entry = tree["live"][0]
+    entry = tree["newest"][0]
     entry.update({"committed_at": "@"} if field == "committed_at" else {"metrics": {"loss": "@"}})
 
     with pytest.raises(CorruptError):
@@ -267,11 +267,11 @@ def test_whatever_latest_is_read_can_be_written_back(level, text):
         {"head": "../x"},
         {"attempts": ()},
         {"evicted": (Evicted(key="../x", at=1.0),)},
-        {"live": (a_latest().live[0],) * 2},
-        {"live": (replace(a_latest().live[0], refs=("/etc",)),)},
-        {"live": (replace(a_latest().live[0], key="../x"),), "head": None},
-        {"live": (a_latest().live[0], replace(a_latest().live[0], key=ONE))},
-        *({"live": (replace(a_latest().live[0], name=name),)} for name in ("7", ONE, "../x", ".x", "a b", "y" * 101)),
+        {"newest": (a_latest().live[0],) * 2},
+        {"newest": (replace(a_latest().live[0], refs=("/etc",)),)},
+        {"newest": (replace(a_latest().live[0], key="../x"),), "head": None},
+        {"newest": (a_latest().live[0], replace(a_latest().live[0], key=ONE))},
+        *({"newest": (replace(a_latest().live[0], name=name),)} for name in ("7", ONE, "../x", ".x", "a b", "y" * 101)),
     ],
 )
 def test_a_latest_that_contradicts_itself_is_corrupt(change):

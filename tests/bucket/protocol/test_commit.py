@@ -406,14 +406,14 @@ def test_fields_of_a_newer_writer_survive_a_claim_and_a_commit(store):
     ann.claim("g1")
     ann.save(1, 1)
     tree = latest_tree(store)
-    tree["new"] = tree["live"][0]["new"] = tree["attempts"][0]["new"] = {"x": [1, None]}
+    tree["new"] = tree["newest"][0]["new"] = tree["attempts"][0]["new"] = {"x": [1, None]}
     put_latest_tree(store, tree)
 
     ann.save(1, 2)
     ann.claim("g2")
 
     after = latest_tree(store)
-    assert after["new"] == after["live"][0]["new"] == after["attempts"][0]["new"] == {"x": [1, None]}
+    assert after["new"] == after["newest"][0]["new"] == after["attempts"][0]["new"] == {"x": [1, None]}
     assert_invariants(store)
 
 
@@ -936,8 +936,8 @@ def assert_linear(*stores: Remembers) -> None:
     bodies = sorted((body for store in stores for body in store.written), key=lambda body: body["counter"])
     assert [body["counter"] for body in bodies] == list(range(1, len(bodies) + 1))
     for before, after in itertools.pairwise(bodies):
-        held = {entry["key"] for entry in after["live"]} | {item["key"] for item in after["evicted"]}
-        assert {entry["key"] for entry in before["live"]} <= held
+        held = {entry["key"] for entry in after["newest"]} | {item["key"] for item in after["evicted"]}
+        assert {entry["key"] for entry in before["newest"]} <= held
         assert after["owners"][: len(before["owners"])] == before["owners"]
         assert after["attempts"][-1]["number"] - before["attempts"][-1]["number"] in (0, 1)
 

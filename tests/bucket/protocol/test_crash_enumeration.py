@@ -5,7 +5,7 @@ becoming smaller.
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from uuid import uuid4
 
 import pytest
@@ -36,6 +36,7 @@ from tests.support.histories.crash_enumeration import (
     run,
 )
 from tests.support.histories.invariants import assert_invariants, assert_write
+from tests.support.histories.small_pages import small_pages
 from tests.support.histories.stepped_processes import Clock, simulated
 from tests.support.samples.sample_checkpoints import Driver, write_checkpoint
 from tests.support.samples.sample_runs import (
@@ -57,9 +58,10 @@ from tests.support.servers.fault_injection import Mode, Wire, World
 pytestmark = pytest.mark.enumeration
 
 
-@pytest.fixture(autouse=True)
-def clock() -> Iterator[Clock]:
-    with simulated() as clock:
+@pytest.fixture(autouse=True, params=["", pytest.param("pages", marks=pytest.mark.slow)])
+def clock(request: pytest.FixtureRequest) -> Iterator[Clock]:
+    """Simulate time. "pages": all but one of the checkpoints are in pages."""
+    with simulated() as clock, small_pages() if request.param else nullcontext():
         yield clock
 
 

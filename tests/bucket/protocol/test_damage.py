@@ -243,7 +243,7 @@ def test_a_repair_does_not_go_back_to_what_is_marked(store: Store) -> None:
 def test_a_latest_whose_head_is_damaged_is_refused(store: Store) -> None:
     run_of(store, 2)
     tree = latest_tree(store)
-    tree["live"][-1]["damaged"] = "somebody says so"
+    tree["newest"][-1]["damaged"] = "somebody says so"
     put_latest_tree(store, tree)
 
     with pytest.raises(CorruptError, match="damaged"):

@@ -120,7 +120,7 @@ def test_an_end_that_an_older_raycheck_went_past_counts_for_nothing(driver) -> N
     """An older raycheck keeps the field, which it does not know, and moves head."""
     driver.finish("g1")
     tree = latest_tree(driver.store)
-    tree["head"] = tree["live"][0]["key"]
+    tree["head"] = tree["newest"][0]["key"]
     put_latest_tree(driver.store, tree)
 
     body = driver.look()
@@ -162,7 +162,7 @@ def test_a_run_that_is_claimed_runs_until_it_was_silent_for_long(driver) -> None
 def test_a_run_that_commits_seldom_is_given_more_time(driver) -> None:
     body = driver.look()
     first, second = body.live
-    seldom = replace(body, live=(first, replace(second, committed_at=first.committed_at + 10_000)))
+    seldom = replace(body, newest=(first, replace(second, committed_at=first.committed_at + 10_000)))
 
     assert status_of(seldom, None, now=first.committed_at + 10_000 + 25_000).state == "running"
     assert status_of(seldom, None, now=first.committed_at + 10_000 + 35_000).state == "silent"

@@ -12,10 +12,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from raycheck.bucket.pages import PageMissingError
 from raycheck.errors import RaycheckError
 from tests.support.histories import stepped_processes
-from tests.support.histories.broken_protocols import MUTANTS, Mutant
+from tests.support.histories.broken_protocols import MUTANTS, PAGE_MUTANTS, Mutant
 from tests.support.histories.history_rules import Histories
+from tests.support.histories.small_pages import small_pages
 
 pytestmark = pytest.mark.enumeration
 
@@ -42,6 +44,12 @@ def test_no_history_of_50_steps_breaks_an_invariant():
     run_state_machine_as_test(Histories, settings=QUICK)
 
 
+@pytest.mark.hypothesis
+def test_no_history_breaks_an_invariant_where_most_checkpoints_are_in_pages():
+    with small_pages():
+        run_state_machine_as_test(Histories, settings=settings(QUICK, max_examples=40))
+
+
 @pytest.mark.slow
 def test_no_history_of_500_steps_breaks_an_invariant():
     end = time.monotonic() + LONG_S
@@ -65,4 +73,13 @@ def test_the_histories_notice_when(mutant: Mutant, monkeypatch):
     mutant.install(monkeypatch)
 
     with pytest.raises((AssertionError, RaycheckError)):
+        run_short_ones()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", [pytest.param(it, id=it.lacks.replace(" ", "-")) for it in PAGE_MUTANTS])
+def test_the_histories_with_pages_notice_when(mutant: Mutant, monkeypatch):
+    mutant.install(monkeypatch)
+
+    with small_pages(), pytest.raises((AssertionError, RaycheckError, PageMissingError)):
         run_short_ones()

@@ -9,15 +9,11 @@ from hypothesis import strategies as st
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import (
-    COMMIT_BYTES,
-    MAX_BYTES,
     MAX_METRICS_LISTED,
     Attempt,
     Entry,
     Latest,
-    dump_latest,
     listed_metrics,
-    shrink_metrics,
 )
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.pin_and_evict import evict, pin
@@ -41,7 +37,7 @@ def body_of(live: list[Entry], head: str) -> Latest:
     attempt = Attempt(
         number=1, owner="ann", coordinator="c", group="g", world_size=1, restore_key=None, last_save=99, claimed_at=0.0
     )
-    return Latest(run_id="r", counter=1, owners=("ann",), attempts=(attempt,), head=head, live=tuple(live))
+    return Latest(run_id="r", counter=1, owners=("ann",), attempts=(attempt,), head=head, newest=tuple(live))
 
 
 # --- retention ---
@@ -157,7 +153,7 @@ def test_a_second_decision_by_the_same_rules_drops_nothing_more(live, given_rule
     body = body_of(live, live[-1].key)
     gone = dropped_keys(body, given_rules, now=0.0)
 
-    left = replace(body, live=tuple(item for item in body.live if item.key not in gone))
+    left = replace(body, newest=tuple(item for item in body.live if item.key not in gone))
 
     assert dropped_keys(left, given_rules, now=0.0) == ()
 
@@ -422,45 +418,12 @@ def full_body(count: int) -> Latest:
     return body_of(live, live[-1].key)
 
 
-def test_old_entries_give_up_metrics_before_latest_grows_full_but_not_the_one_that_ranks():
-    body = full_body(600)
-
-    slim = shrink_metrics(body, needed="metric/7")
-
-    assert len(dump_latest(slim)) <= MAX_BYTES * 3 // 4
-    assert slim.live[0].metrics == {"metric/7": 0.123456789 * 7}
-    assert slim.live[-1] == body.live[-1]
-    assert keys(slim.live) == keys(body.live)
-    assert shrink_metrics(full_body(20), needed=None) == full_body(20)
-
-
 def test_an_entry_lists_the_metric_that_ranks_and_the_first_others():
     metrics = {f"m{i}": float(i) for i in range(100)}
 
     listed = listed_metrics(metrics, needed="m99")
 
     assert list(listed) == ["m99", *(f"m{i}" for i in range(MAX_METRICS_LISTED - 1))]
-
-
-def test_a_full_latest_refuses_the_commit_and_a_prune_beside_the_run_makes_room():
-    store = open_store("memory://a-full-latest")
-    ann = Driver(store)
-    ann.claim("g1")
-    full = shrink_metrics(full_body(1000), needed=None)
-    ann.register.swap(lambda body, _: replace(body, live=full.live, head=full.head), what="fill")
-    late = write_checkpoint(store, attempt=1, save=5000)
-    room = COMMIT_BYTES - len(store.get(object_keys.LATEST_KEY).data)
-    ann.register.swap(lambda body, _: replace(body, unknown={"x": "y" * (room - 50)}), what="fill the rest")
-
-    with pytest.raises(ConfigError, match="raycheck prune"):
-        ann.commit(late, keep_last=None)
-    bob = Driver(store, "bob")
-    attempt, restored = bob.claim("h1")  # a run is never lost for want of room
-    evict(Register(store), Retention(keep_last=5))
-
-    assert restored.key == full.head
-    assert bob.commit(write_checkpoint(store, attempt=attempt.number, save=1), keep_last=None)
-    assert len(bob.look().live) == 6
 
 
 # --- prune ---
@@ -657,10 +620,10 @@ def test_one_object_that_cannot_be_deleted_keeps_no_other_from_going(store):
 
 def test_a_prune_of_many_gives_all_readers_their_grace():
     store = open_store("memory://a-prune-of-many")
-    body = shrink_metrics(full_body(MAX_EVICTED + 50), needed=None)
+    body = full_body(MAX_EVICTED + 50)
     ann = Driver(store)
     ann.claim("g1")
-    ann.register.swap(lambda old, _: replace(old, live=body.live, head=body.head), what="fill")
+    ann.register.swap(lambda old, _: replace(old, newest=body.live, head=body.head), what="fill")
 
     assert all(item.wait_s for item in plan_prune(ann.register, Retention(keep_last=1)))
     assert prune(ann.register, Retention(keep_last=1)) == ()

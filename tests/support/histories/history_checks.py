@@ -4,7 +4,7 @@ The ledger sees each write at the moment it is applied, and judges it by the one
 """
 
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.format.latest import Attempt, Entry, Latest, load_latest
+from raycheck.bucket.format.latest import Attempt, Entry, Latest
 from raycheck.bucket.format.manifest import Manifest, load_manifest
 from tests.support.histories.history_actors import Driver, Group, Save
 from tests.support.histories.invariants import (
@@ -13,6 +13,7 @@ from tests.support.histories.invariants import (
     assert_never_named_again,
     assert_repaired,
     assert_same_bytes,
+    whole,
 )
 from tests.support.servers.fault_injection import World, Write
 
@@ -92,7 +93,7 @@ class Ledger:
     def _wrote(self, _: World, write: Write) -> None:
         self._num_writes += 1
         if write.key == object_keys.LATEST_KEY:
-            self._replaced(load_latest(write.data, what="latest"), write.data)
+            self._replaced(whole(self.world, write.data), write.data)
         elif write.verb == "delete":
             self._delete(write.key)
         elif write.key.endswith("/manifest.json") and write.key not in self.manifests:

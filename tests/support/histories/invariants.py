@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
-from raycheck.bucket.format.latest import MAX_BYTES, Entry, Latest, load_latest
+from raycheck.bucket.format.latest import MAX_BYTES, Entry, Latest, Page, in_order, load_latest, load_page
 from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.reading import Checkpoint, list_directories, read_latest
@@ -84,7 +84,9 @@ def assert_write(world: World, write: Write) -> None:
 
 
 def _assert_swap(world: World) -> None:
-    body = load(world.bodies[-1])
+    for page in load(world.bodies[-1]).pages:
+        assert world.objects.get(page.key) == world.wrote[page.key], f"I3: {page.key} is missing"
+    body = whole(world, world.bodies[-1])
     assert_body(body)
     assert world.objects[object_keys.LATEST_KEY] == world.bodies[-1]
     for entry in body.live:
@@ -94,7 +96,7 @@ def _assert_swap(world: World) -> None:
             assert data is not None, f"I3: {key} of {entry.key} is missing"
             assert (len(data), crc32(data)) == wanted, f"I1: {key}"
     if len(world.bodies) > 1:
-        before = load(world.bodies[-2])
+        before = whole(world, world.bodies[-2])
         assert_went_on(before, body)
         if body.is_mirror:
             assert_mirror_follows(before, body)
@@ -106,10 +108,14 @@ def _assert_swap(world: World) -> None:
 
 def _assert_delete(world: World, key: str) -> None:
     name = object_keys.checkpoint_of(key)
+    if (counter := object_keys.counter_of_page(key)) is not None:
+        assert counter <= load(world.bodies[-1]).counter, f"I6: {key} may still be named"
+        assert key not in {page.key for page in load(world.bodies[-1]).pages}, f"I6: {key} is named"
+        return
     if name is None:
         assert key.startswith("probes/"), f"I6: {key} lies outside of checkpoints/"
         return
-    body = load(world.bodies[-1])
+    body = whole(world, world.bodies[-1])
     was_evicted = any(str(name) in _evicted(data) for data in world.bodies)
     assert was_evicted or name.attempt < body.attempt.number, f"I6: {key} could still be committed"
     for entry in body.live:
@@ -135,8 +141,27 @@ def _manifest_bytes(world: World, entry: Entry) -> bytes:
 
 @lru_cache(maxsize=20_000)
 def load(data: bytes) -> Latest:
-    """Parse a body that a world remembers."""
+    """Parse a body that a world remembers, without its pages."""
     return load_latest(data, what="latest")
+
+
+def whole(world: World, data: bytes) -> Latest:
+    """Return a body that a world remembers, with what its pages list, also if they are deleted by now."""
+    body = load(data)
+    if not body.pages:
+        return body
+    paged = [entry for page in body.pages for entry in _page(world.wrote[page.key]).live]
+    assert not {entry.key for entry in paged} & body.kept_newest, "the head or what is restored is in a page"
+    for ref in body.pages:
+        entries = _page(world.wrote[ref.key]).live
+        assert (ref.count, ref.first, ref.last) == (len(entries), entries[0].key, entries[-1].key)
+        assert (ref.size_bytes, ref.crc32) == (len(world.wrote[ref.key]), crc32(world.wrote[ref.key]))
+    return replace(body, newest=in_order((*paged, *body.newest)), pages=())
+
+
+@lru_cache(maxsize=5_000)
+def _page(data: bytes) -> Page:
+    return load_page(data, what="page")
 
 
 @lru_cache(maxsize=5_000)

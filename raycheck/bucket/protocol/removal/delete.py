@@ -105,7 +105,9 @@ def delete_run(
         return with_evicted(marked, tuple(entry.key for entry in body.live[:MOST_EVICTED]), now=now)
 
     def go_on(body: Latest, now: float) -> Latest | None:
-        return with_evicted(body, tuple(entry.key for entry in body.live[:MOST_EVICTED]), now=now) if body.live else None
+        return (
+            with_evicted(body, tuple(entry.key for entry in body.live[:MOST_EVICTED]), now=now) if body.live else None
+        )
 
     register.edit(change, what="delete of the run")
     prune(register, grace_s=0.0, tally=tally)

@@ -23,7 +23,7 @@ from raycheck.bucket.protocol.pin_and_evict import evict, forget
 from raycheck.bucket.protocol.retention import decide_retention, dropped_keys
 from raycheck.bucket.protocol.sharing.holds import drop_orphans, settle
 from raycheck.bucket.protocol.swap import Register, lost_error
-from raycheck.bucket.reading import list_directories, read_latest, read_newest
+from raycheck.bucket.reading import list_directories, read_latest
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import Upload
 from raycheck.errors import CorruptError, DeniedError, StoreError
@@ -73,7 +73,9 @@ def prune(
         crowded = _crowded(register.read_existing()[0])
         evict(register, rules)
         body, got = register.read_existing()
-        deleted = _delete_evicted(register.store, body, _waits(body, got.at, grace_s, crowded), spare, failures, tally)
+        due = [name for name, wait_s in _waits(body, got.at, grace_s, crowded) if not wait_s and name not in spare]
+        deleted, failed = _delete_evicted(register.store, body, due, tally)
+        failures += failed
         gone += deleted
         if deleted:
             body = register.pages.whole(forget(register, frozenset(deleted)))
@@ -81,8 +83,8 @@ def prune(
             break
     try:
         settle(register)
-        if body.pages or body.past_pages:
-            sweep_pages(register.store, body)
+        if body.past_pages:
+            sweep_pages(register.store)
     except (StoreError, CorruptError) as error:
         failures.append(error)
     if failures:
@@ -93,27 +95,22 @@ def prune(
 def _delete_evicted(
     store: Store,
     body: Latest,
-    waits: Iterator[tuple[str, float]],
-    spare: frozenset[str],
-    failures: list[StoreError | CorruptError],
+    names: Sequence[str],
     tally: ProgressTally | None,
-) -> list[str]:
-    """Delete the objects of evicted checkpoints without readers. Return the names that are completely deleted.
-
-    waits: the evicted checkpoints, and how many seconds readers still have. failures: gets the errors.
-    """
+) -> tuple[list[str], list[StoreError | CorruptError]]:
+    """Delete the objects of these evicted checkpoints. Return the names that are completely deleted, and the errors."""
     held = body.held()
-    gone = []
-    for name, wait_s in waits:
-        if not wait_s and name not in spare:
-            try:
-                _delete_checkpoint(store, name, is_held=name in held, tally=tally)
-            except (StoreError, CorruptError) as error:  # one object that cannot be deleted must not stop the others
-                failures.append(error)
-                continue
-            if name not in held:
-                gone.append(name)  # otherwise its objects stay, and it stays in `evicted`, until nobody refers to it
-    return gone
+    gone: list[str] = []
+    failures: list[StoreError | CorruptError] = []
+    for name in names:
+        try:
+            _delete_checkpoint(store, name, is_held=name in held, tally=tally)
+        except (StoreError, CorruptError) as error:  # one object that cannot be deleted must not stop the others
+            failures.append(error)
+            continue
+        if name not in held:
+            gone.append(name)  # otherwise its objects stay, and it stays in `evicted`, until nobody refers to it
+    return gone, failures
 
 
 def plan_prune(
@@ -154,7 +151,7 @@ def sweep(store: Store, *, also_whole: bool = False, tally: ProgressTally | None
     aborted = [_unfinished(store, upload) for upload in uploads]
     for upload in uploads:
         store.abort_upload(upload)
-    sweep_pages(store, read_newest(store))
+    sweep_pages(store)
     return tuple(replace(item, is_deleted=True) for item in (*swept, *aborted))
 
 
