@@ -5,13 +5,13 @@ requests. A page is deleted only long after the last body that named it was repl
 reads `latest` again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.checksum import crc32
-from raycheck.bucket.format.latest import Entry, Latest, PageRef, in_order, load_page
+from raycheck.bucket.format.latest import Latest, Page, PageRef, in_order, load_page
 from raycheck.bucket.store import Got, Store
 from raycheck.errors import CorruptError, NotFoundError
 
@@ -32,34 +32,44 @@ class Pages:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._entries: dict[str, tuple[Entry, ...]] = {}
+        self._read_pages: dict[str, Page] = {}
 
-    def entries(self, *refs: PageRef) -> list[tuple[Entry, ...]]:
-        """Return what each of these pages lists. Raises PageMissingError, and CorruptError for damaged bytes."""
-        unread = [ref for ref in refs if ref.key not in self._entries]
+    def read(self, refs: Iterable[PageRef]) -> list[Page]:
+        """Return these pages. Raises PageMissingError, and CorruptError for damaged bytes."""
+        refs = tuple(refs)
+        unread = [ref for ref in refs if ref.key not in self._read_pages]
         for first in range(0, len(unread), AT_ONCE):
             batch = unread[first : first + AT_ONCE]
-            read = self._store.together(*(partial(self._read, ref) for ref in batch))
-            self._entries.update(zip((ref.key for ref in batch), read, strict=True))
-        return [self._entries[ref.key] for ref in refs]
+            found = self._store.together(*(partial(self._read, ref) for ref in batch))
+            self._read_pages.update(zip((ref.key for ref in batch), found, strict=True))
+        return [self._read_pages[ref.key] for ref in refs]
 
     def __str__(self) -> str:
         return str(self._store)
 
-    def remember(self, key: str, entries: tuple[Entry, ...]) -> None:
-        """Remember what the page `key`, which is about to be written, lists."""
-        self._entries[key] = entries
+    def remember(self, key: str, page: Page) -> None:
+        """Remember a page that is about to be written at `key`."""
+        self._read_pages[key] = page
 
     def whole(self, body: Latest) -> Latest:
-        """Return `body` with the entries of its pages, as a whole body. Raises the errors of `entries`."""
-        if not body.pages:
+        """Return `body` with what its pages list, as a whole body. Raises the errors of `read`."""
+        refs = (*body.pages, *body.evicted_pages)
+        if not refs:
             return body
-        entries = [entry for page in self.entries(*body.pages) for entry in page]
-        self._entries = {ref.key: self._entries[ref.key] for ref in body.pages}
-        return replace(body, newest=in_order((*entries, *body.newest)), pages=())
+        found = self.read(refs)
+        self._read_pages = dict(zip((ref.key for ref in refs), found, strict=True))
+        live = (entry for page in found for entry in page.live)
+        evicted = (item for page in found for item in page.evicted)
+        return replace(
+            body,
+            newest=in_order((*live, *body.newest)),
+            pages=(),
+            newest_evicted=(*evicted, *body.newest_evicted),
+            evicted_pages=(),
+        )
 
-    def _read(self, ref: PageRef) -> tuple[Entry, ...]:
-        def read() -> tuple[Entry, ...]:
+    def _read(self, ref: PageRef) -> Page:
+        def read() -> Page:
             try:
                 data = self._store.get(ref.key, ref.size_bytes).data
             except NotFoundError:
@@ -69,7 +79,7 @@ class Pages:
                     f"{self._store}: {ref.key}, which lists {ref.count} checkpoints, is damaged. Put an earlier "
                     "version of it back (bucket versioning), or rebuild the list with 'raycheck repair'"
                 )
-            return load_page(data, what=f"{self._store}: {ref.key}").live
+            return load_page(data, what=f"{self._store}: {ref.key}")
 
         return again_if_corrupt(read)
 

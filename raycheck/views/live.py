@@ -100,7 +100,7 @@ class RunWatch:
 
     def _save(self, body: Latest) -> SaveUnderWay | None:
         """Return the newest save of the live attempt if it is in the bucket and newer than all commits."""
-        keys = [*(entry.key for entry in body.newest), *(entry.key for entry in body.evicted)]
+        keys = [*(entry.key for entry in body.newest), *(entry.key for entry in body.newest_evicted)]
         known = [name for key in keys if (name := CheckpointName.parse(key))]
         number = body.attempt.number
         newest = max((name.save for name in known if name.attempt == number), default=0)

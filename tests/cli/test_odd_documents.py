@@ -291,7 +291,7 @@ def test_a_time_that_no_calendar_has_is_shown_as_none(
 ) -> None:
     def edit(tree: Any) -> Any:
         tree["attempts"][-1]["claimed_at"] = at
-        tree["evicted"] = [{"key": "step-000000001-a1-s9", "at": at}]
+        tree["newest_evicted"] = [{"key": "step-000000001-a1-s9", "at": at}]
         for entry in tree["newest"]:
             entry["committed_at"] = at
         return tree

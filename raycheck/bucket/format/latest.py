@@ -92,11 +92,30 @@ class Entry(Document):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PageRef(Document):
-    """A reference to a page: an immutable object that lists live checkpoints which are not the newest. Step 40.
+class Evicted(Document):
+    """A checkpoint that left the live list permanently, at `at` (bucket time).
 
-    key: the page's object. crc32, size_bytes: of its bytes. count: how many checkpoints it lists. first, last: the
-    lowest and the highest of their keys, by attempt and save.
+    Its objects may be deleted after a grace period for readers. borrowed: the directories of other runs that it used;
+    they are needed until then.
+    """
+
+    when_true: ClassVar[frozenset[str]] = frozenset({"borrowed"})
+
+    key: str
+    at: float
+    borrowed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_names(self.key)
+        _check_directories(*self.borrowed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageRef(Document):
+    """A reference to a page: an immutable object that lists checkpoints which `latest` does not list itself. Step 40.
+
+    key: the page's object. crc32, size_bytes: of its bytes. count: how many checkpoints it lists. first, last: the keys
+    of the first and the last of them, between which are those of all live ones.
     """
 
     key: str
@@ -127,32 +146,17 @@ class PastPage(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page(Document):
-    """A page: live checkpoints of a run, in the order of their commits. Step 40."""
+    """A page: live checkpoints of a run in the order of their commits, or evicted ones in that of their evictions.
+
+    Step 40.
+    """
 
     is_long: ClassVar[bool] = True
 
     format_version: int = FORMAT_VERSION
     run_id: str
-    live: tuple[Entry, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evicted(Document):
-    """A checkpoint that left the live list permanently, at `at` (bucket time).
-
-    Its objects may be deleted after a grace period for readers. borrowed: the directories of other runs that it used;
-    they are needed until then.
-    """
-
-    when_true: ClassVar[frozenset[str]] = frozenset({"borrowed"})
-
-    key: str
-    at: float
-    borrowed: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        _check_names(self.key)
-        _check_directories(*self.borrowed)
+    live: tuple[Entry, ...] = ()
+    evicted: tuple[Evicted, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,8 +268,9 @@ class Latest(Document):
 
     counter: one higher at every write. owners: all owners ever. attempts: the newest 50, the live one last. head: what
     the next start restores. newest: the newest live checkpoints in the order of their commits, with the head and what
-    the live attempt restored; all of them in a whole body. pages: where the other ones are listed. past_pages: the
-    pages that bodies before this one named. proven: the highest attempt whose claim was answered, None before the
+    the live attempt restored; all of them in a whole body. pages: where the other ones are listed.
+    newest_evicted, evicted_pages: the same of evicted checkpoints. past_pages: the pages that bodies before this one
+    named. proven: the highest attempt whose claim was answered, None before the
     first. A group saves only after that answer, so a directory of a higher attempt means that `latest` was lost (step
     10). finished: the end of training, until the run continues or goes back (step 33). holds, loans: what other runs
     use of this one, and what this one uses of others (step 30). deleted_at: when someone deleted the run, whose objects
@@ -274,9 +279,9 @@ class Latest(Document):
     """
 
     when_true: ClassVar[frozenset[str]] = frozenset(
-        {"finished", "holds", "loans", "deleted_at", "mirror", "pages", "past_pages", "trained"}
+        {"finished", "holds", "loans", "deleted_at", "mirror", "pages", "evicted_pages", "past_pages", "trained"}
     )
-    renamed: ClassVar[Mapping[str, str]] = {"live": "newest"}  # since version 4
+    renamed: ClassVar[Mapping[str, str]] = {"live": "newest", "evicted": "newest_evicted"}  # since version 4
 
     format_version: int = FORMAT_VERSION
     run_id: str
@@ -287,8 +292,9 @@ class Latest(Document):
     head: str | None
     newest: tuple[Entry, ...] = ()
     pages: tuple[PageRef, ...] = ()
+    newest_evicted: tuple[Evicted, ...] = ()
+    evicted_pages: tuple[PageRef, ...] = ()
     past_pages: tuple[PastPage, ...] = ()
-    evicted: tuple[Evicted, ...] = ()
     finished: Finished | None = None
     holds: tuple[Hold, ...] = ()
     loans: tuple[Loan, ...] = ()
@@ -341,6 +347,16 @@ class Latest(Document):
         if self.pages:
             raise PagesNeededError
         return self.newest
+
+    @property
+    def evicted(self) -> tuple[Evicted, ...]:
+        """Return every evicted checkpoint that is not forgotten, in the order of the evictions.
+
+        Raises PagesNeededError unless it is whole.
+        """
+        if self.evicted_pages:
+            raise PagesNeededError
+        return self.newest_evicted
 
     @property
     def num_live(self) -> int:
@@ -432,7 +448,7 @@ def dump_latest(body: Latest) -> bytes:
 def _full(body: Latest, size: int) -> ConfigError:
     return ConfigError(
         f"latest would have {size} bytes, and may have {MAX_BYTES}: {len(body.holds)} other runs use checkpoints of "
-        f"this one, {len(body.evicted)} dropped checkpoints are not yet deleted, and {len(body.owners)} drivers have "
+        f"this one, {len(body.attempts)} attempts are listed, and {len(body.owners)} drivers have "
         "started it. 'raycheck prune' deletes what was dropped; a fork with --copy uses nothing of its source"
     )
 

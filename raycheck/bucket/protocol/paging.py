@@ -1,18 +1,19 @@
-"""Keeps `latest` small: moves all but the newest live entries to pages, which are written before the swap. Step 40.
+"""Keeps `latest` small: moves all but the newest entries to pages, which are written before the swap. Step 40.
 
-Every swap computes its new body as if `latest` listed everything. Below it, this module decides where each entry is
-listed: in the body itself, in a page that exists, or in a new page. A page never changes (I2): when an entry of one
-changes or leaves, a new page takes its place.
+Every swap computes its new body as if `latest` listed everything. Below it, this module decides where each checkpoint
+is listed: in the body itself, in a page that exists, or in a new page. A page never changes (I2): when what one lists
+changes or leaves, a new page takes its place. Live and evicted checkpoints are listed apart, in the same way.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Generic, TypeVar
 from uuid import uuid4
 
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.document import dump
-from raycheck.bucket.format.latest import Entry, Latest, Page, PageRef, PastPage
+from raycheck.bucket.format.latest import Entry, Evicted, Latest, Page, PageRef, PastPage
 from raycheck.bucket.format.object_keys import PAGES_PREFIX, counter_of_page, page_key
 from raycheck.bucket.pages import Pages
 from raycheck.bucket.reading import read_newest
@@ -31,8 +32,7 @@ WRITES_KEPT = 100
 """A page stays for this many writes of `latest` after the first body that does not name it: for slow readers, and for
 whoever puts an older version of `latest` back."""
 
-_Part = PageRef | tuple[Entry, ...]
-"""A page that exists, or the entries of one to be written."""
+Item = TypeVar("Item", bound=Entry | Evicted)
 
 
 def fold(new: Latest, old: Latest | None, pages: Pages) -> tuple[Latest, Mapping[str, bytes]]:
@@ -40,93 +40,126 @@ def fold(new: Latest, old: Latest | None, pages: Pages) -> tuple[Latest, Mapping
 
     new: the body to write, whole or with pages of `old`. old: the body that it replaces. Raises PageMissingError.
     """
-    parts: list[_Part] = list(new.pages)
-    newest: Sequence[Entry] = new.newest
-    if old is not None and old.pages and not new.pages:
-        parts, newest = _kept_in_pages(new, old, pages)
-    moved = _too_old(newest, new.kept_newest)
-    if moved:
-        keys = {entry.key for entry in moved}
-        newest = tuple(entry for entry in newest if entry.key not in keys)
-        parts = _merged(_with_moved(parts, moved, pages), pages)
     written: dict[str, bytes] = {}
-    refs = tuple(part if isinstance(part, PageRef) else _write(part, new, pages, written) for part in parts)
-    return replace(new, newest=tuple(newest), pages=refs, past_pages=_past(new, old, refs)), written
+
+    def write(page: Page, keys: Sequence[str]) -> PageRef:
+        key = page_key(new.counter, uuid4().hex[:8])
+        data = written[key] = dump(page)
+        pages.remember(key, page)
+        return PageRef(key=key, crc32=crc32(data), size_bytes=len(data), count=len(keys), first=keys[0], last=keys[-1])
+
+    live: _List[Entry] = _List(
+        read=lambda ref: pages.read([ref])[0].live,
+        write=lambda items: write(Page(run_id=new.run_id, live=items), [item.key for item in items]),
+        stay=new.kept_newest,
+    )
+    evicted: _List[Evicted] = _List(
+        read=lambda ref: pages.read([ref])[0].evicted,
+        write=lambda items: write(Page(run_id=new.run_id, evicted=items), [item.key for item in items]),
+    )
+    newest, refs = live.divide(new.newest, new.pages, old.pages if old else ())
+    newest_evicted, evicted_refs = evicted.divide(
+        new.newest_evicted, new.evicted_pages, old.evicted_pages if old else ()
+    )
+    stored = replace(new, newest=newest, pages=refs, newest_evicted=newest_evicted, evicted_pages=evicted_refs)
+    return replace(stored, past_pages=_past(stored, old)), written
 
 
-def _past(new: Latest, old: Latest | None, refs: tuple[PageRef, ...]) -> tuple[PastPage, ...]:
-    """Return the pages whose objects stay although the body with the pages `refs` does not name them."""
-    named = {ref.key for ref in refs}
-    left = [ref.key for ref in (old.pages if old is not None else ()) if ref.key not in named]
+def _past(new: Latest, old: Latest | None) -> tuple[PastPage, ...]:
+    """Return the pages whose objects stay although the body `new` does not name them."""
+    named = {ref.key for ref in (*new.pages, *new.evicted_pages)}
+    left = [ref.key for ref in ((*old.pages, *old.evicted_pages) if old else ()) if ref.key not in named]
     stay = (page for page in new.past_pages if page.since > new.counter - WRITES_KEPT)
     return (*stay, *(PastPage(key=key, since=new.counter) for key in left))
 
 
-def _kept_in_pages(new: Latest, old: Latest, pages: Pages) -> tuple[list[_Part], Sequence[Entry]]:
-    """Find what of the whole body `new` the pages of `old` list. Return the pages, and the entries in none of them."""
-    left = {entry.key: entry for entry in new.newest}
-    here = new.kept_newest
-    parts: list[_Part] = []
-    for ref, before in zip(old.pages, pages.entries(*old.pages), strict=True):
-        now = tuple(left.pop(entry.key) for entry in before if entry.key in left and entry.key not in here)
-        if now:
-            parts.append(ref if now == before else now)
-    return parts, tuple(left.values())
+@dataclass(frozen=True, slots=True)
+class _List(Generic[Item]):
+    """A list that is divided into pages and the newest items, which the body lists itself.
+
+    read: returns what a page lists. write: makes a page. stay: the keys of items that no page may list.
+    """
+
+    read: Callable[[PageRef], tuple[Item, ...]]
+    write: Callable[[tuple[Item, ...]], PageRef]
+    stay: frozenset[str] = frozenset()
+
+    def divide(
+        self, newest: tuple[Item, ...], refs: tuple[PageRef, ...], old: tuple[PageRef, ...]
+    ) -> tuple[tuple[Item, ...], tuple[PageRef, ...]]:
+        """Return the items that the new body lists itself, and its pages.
+
+        newest, refs: those of the new body; without refs, it is whole. old: the pages of the body that it replaces.
+        """
+        parts: list[PageRef | tuple[Item, ...]] = list(refs)
+        if old and not refs:
+            parts, newest = self._in_pages(newest, old)
+        moved = self._too_old(newest)
+        if moved:
+            keys = {item.key for item in moved}
+            newest = tuple(item for item in newest if item.key not in keys)
+            parts = self._merged(self._with_moved(parts, moved))
+        return newest, tuple(part if isinstance(part, PageRef) else self.write(part) for part in parts)
+
+    def _in_pages(
+        self, items: tuple[Item, ...], old: tuple[PageRef, ...]
+    ) -> tuple[list[PageRef | tuple[Item, ...]], tuple[Item, ...]]:
+        """Find what of all items the old pages list. Return the pages, and the items in none of them."""
+        left = {item.key: item for item in items}
+        parts: list[PageRef | tuple[Item, ...]] = []
+        for ref in old:
+            before = self.read(ref)
+            now = tuple(
+                left.pop(item.key)
+                for item in before
+                if item.key in left and item.key not in self.stay and not self._moved_on(item, left[item.key])
+            )
+            if now:
+                parts.append(ref if now == before else now)
+        return parts, tuple(left.values())
+
+    @staticmethod
+    def _moved_on(before: Item, now: Item) -> bool:
+        """Return whether an item has left its place: a checkpoint was evicted again, now as the newest one."""
+        return isinstance(before, Evicted) and before != now
+
+    def _too_old(self, newest: Sequence[Item]) -> tuple[Item, ...]:
+        """Return the items of a body that move to a page, in order."""
+        sizes = [len(dump(item)) for item in newest]
+        left, size = len(newest), sum(sizes)
+        if left <= MOST_NEWEST and (size <= MOST_NEWEST_BYTES or left <= LEAST_NEWEST):
+            return ()
+        moved = []
+        for item, its_size in zip(newest, sizes, strict=True):
+            if left <= LEAST_NEWEST or (left <= KEPT_NEWEST and size <= KEPT_NEWEST_BYTES):
+                break
+            if item.key not in self.stay:
+                moved.append(item)
+                left, size = left - 1, size - its_size
+        return tuple(moved)
+
+    def _with_moved(
+        self, parts: list[PageRef | tuple[Item, ...]], moved: tuple[Item, ...]
+    ) -> list[PageRef | tuple[Item, ...]]:
+        """Return the pages with more items at their end."""
+        if parts and _count(parts[-1]) + len(moved) <= PAGE_ENTRIES:
+            return [*parts[:-1], (*self._items(parts[-1]), *moved)]
+        return [*parts, *(moved[first : first + PAGE_ENTRIES] for first in range(0, len(moved), PAGE_ENTRIES))]
+
+    def _merged(self, parts: list[PageRef | tuple[Item, ...]]) -> list[PageRef | tuple[Item, ...]]:
+        """Return no more than MOST_PAGES pages."""
+        while len(parts) > MOST_PAGES:
+            counts = [_count(one) + _count(other) for one, other in pairwise(parts)]
+            at = counts.index(min(counts))
+            parts[at : at + 2] = [(*self._items(parts[at]), *self._items(parts[at + 1]))]
+        return parts
+
+    def _items(self, part: PageRef | tuple[Item, ...]) -> tuple[Item, ...]:
+        return self.read(part) if isinstance(part, PageRef) else part
 
 
-def _too_old(newest: Sequence[Entry], here: frozenset[str]) -> tuple[Entry, ...]:
-    """Return the entries of a body that move to a page, in order. here: the keys that do not."""
-    sizes = [len(dump(entry)) for entry in newest]
-    if len(newest) <= MOST_NEWEST and (sum(sizes) <= MOST_NEWEST_BYTES or len(newest) <= LEAST_NEWEST):
-        return ()
-    left, size = len(newest), sum(sizes)
-    moved = []
-    for entry, its_size in zip(newest, sizes, strict=True):
-        if left <= LEAST_NEWEST or (left <= KEPT_NEWEST and size <= KEPT_NEWEST_BYTES):
-            break
-        if entry.key not in here:
-            moved.append(entry)
-            left, size = left - 1, size - its_size
-    return tuple(moved)
-
-
-def _with_moved(parts: list[_Part], moved: tuple[Entry, ...], pages: Pages) -> list[_Part]:
-    """Return the pages with more entries at their end."""
-    if moved and parts and _count(parts[-1]) + len(moved) <= PAGE_ENTRIES:
-        return [*parts[:-1], (*_entries(parts[-1], pages), *moved)]
-    return [*parts, *(moved[first : first + PAGE_ENTRIES] for first in range(0, len(moved), PAGE_ENTRIES))]
-
-
-def _merged(parts: list[_Part], pages: Pages) -> list[_Part]:
-    """Return no more than MOST_PAGES pages."""
-    while len(parts) > MOST_PAGES:
-        counts = [_count(one) + _count(other) for one, other in pairwise(parts)]
-        at = counts.index(min(counts))
-        parts[at : at + 2] = [(*_entries(parts[at], pages), *_entries(parts[at + 1], pages))]
-    return parts
-
-
-def _count(part: _Part) -> int:
+def _count(part: PageRef | tuple[object, ...]) -> int:
     return part.count if isinstance(part, PageRef) else len(part)
-
-
-def _entries(part: _Part, pages: Pages) -> tuple[Entry, ...]:
-    return pages.entries(part)[0] if isinstance(part, PageRef) else part
-
-
-def _write(entries: tuple[Entry, ...], body: Latest, pages: Pages, written: dict[str, bytes]) -> PageRef:
-    """Add the page with these entries to `written`, and return the reference to it."""
-    key = page_key(body.counter, uuid4().hex[:8])
-    data = written[key] = dump(Page(run_id=body.run_id, live=entries))
-    pages.remember(key, entries)
-    return PageRef(
-        key=key,
-        crc32=crc32(data),
-        size_bytes=len(data),
-        count=len(entries),
-        first=entries[0].key,
-        last=entries[-1].key,
-    )
 
 
 def sweep_pages(store: Store) -> None:
@@ -136,7 +169,7 @@ def sweep_pages(store: Store) -> None:
     read here does not name a page that was written for it or for an earlier one, no later body names it (I6).
     """
     body = read_newest(store)
-    spared = {page.key for page in body.pages} | {page.key for page in body.past_pages}
+    spared = {page.key for page in (*body.pages, *body.evicted_pages)} | {page.key for page in body.past_pages}
     for item in list(store.list_objects(PAGES_PREFIX)):
         counter = counter_of_page(item.key)
         if counter is not None and counter <= body.counter and item.key not in spared:

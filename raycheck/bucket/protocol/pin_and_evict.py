@@ -38,10 +38,15 @@ def with_pin(uri: str, body: Latest, key: str, *, pinned: bool) -> Latest:
     return body.with_entry(replace(entry, pinned=pinned))
 
 
-def evict(register: Register, rules: Retention) -> Latest:
-    """Move the checkpoints that no rule keeps to `evicted`, permanently (I4). Step 19, outside of a commit."""
+def evict(register: Register, rules: Retention, *, coordinator: str | None = None) -> Latest:
+    """Move the checkpoints that no rule keeps to `evicted`, permanently (I4). Step 19, outside of a commit.
+
+    coordinator: do nothing when the live attempt belongs to another one, which has rules of its own.
+    """
 
     def change(body: Latest, now: float) -> Latest | None:
+        if coordinator not in (None, body.attempt.coordinator):
+            return None
         new = with_evicted(body, dropped_keys(body, rules, now=now), now=now)
         return None if new == body else new
 
@@ -56,15 +61,16 @@ def with_evicted(body: Latest, keys: tuple[str, ...], *, now: float) -> Latest:
     """
     gone = [entry for entry in body.newest if entry.key in set(keys)]
     new = replace(body, newest=tuple(entry for entry in body.newest if entry.key not in set(keys)))
-    freed = {directory for entry in gone for directory in (entry.key, *entry.refs)}
-    released = new.not_held(freed & {item.key for item in body.evicted})
-    left = tuple(item for item in body.evicted if item.key not in released)
-    again = tuple(replace(item, at=now) for item in body.evicted if item.key in released)
+    freed = {ref for entry in gone for ref in entry.refs if not split_directory(ref)[0]}
+    released = new.not_held(freed)
+    evicted = body.evicted if released else body.newest_evicted
+    left = tuple(item for item in evicted if item.key not in released)
+    again = tuple(replace(item, at=now) for item in evicted if item.key in released)
     dropped = tuple(
         Evicted(key=entry.key, at=now, borrowed=tuple(ref for ref in entry.refs if split_directory(ref)[0]))
         for entry in gone
     )
-    return replace(new, evicted=(*left, *again, *dropped))
+    return replace(new, newest_evicted=(*left, *again, *dropped))
 
 
 def forget(register: Register, keys: frozenset[str]) -> Latest:
@@ -76,6 +82,6 @@ def forget(register: Register, keys: frozenset[str]) -> Latest:
     def change(body: Latest, now: float) -> Latest | None:
         del now
         left = tuple(item for item in body.evicted if item.key not in keys)
-        return None if len(left) == len(body.evicted) else replace(body, evicted=left)
+        return None if len(left) == len(body.evicted) else replace(body, newest_evicted=left)
 
     return register.edit(change, what="prune")

@@ -99,7 +99,7 @@ def repair(store: Store) -> Repaired:
         head=head,
         finished=old.finished if old and old.ends_with(head) else None,
         newest=tuple(live),
-        evicted=old.evicted if old else (),
+        newest_evicted=old.evicted if old else (),
         holds=old.holds if old else recorded_holds(store, now=now),
         loans=loans,
     )
@@ -138,12 +138,14 @@ def _with_readable_pages(body: Latest, pages: Pages) -> tuple[Latest, int]:
 
     A store that fails proves nothing: that raises StoreError.
     """
-    readable = []
-    for page in body.pages:
-        with suppress(PageMissingError, CorruptError):
-            pages.entries(page)
-            readable.append(page)
-    return pages.whole(replace(body, pages=tuple(readable))), len(body.pages) - len(readable)
+    lost = set()
+    for page in (*body.pages, *body.evicted_pages):
+        try:
+            pages.read([page])
+        except (PageMissingError, CorruptError):
+            lost.add(page.key)
+    live, evicted = (tuple(page for page in refs if page.key not in lost) for refs in (body.pages, body.evicted_pages))
+    return pages.whole(replace(body, pages=live, evicted_pages=evicted)), len(lost)
 
 
 def _stored(store: Store, body: Latest, pages: Pages) -> bytes:

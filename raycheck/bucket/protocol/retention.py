@@ -9,14 +9,10 @@ may leave the list; its objects stay as long as an entry holds them (prune_and_s
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.settings import Retention
-
-MOST_EVICTED = 400
-"""Nothing more is evicted while this many evicted checkpoints are not yet deleted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,12 +40,8 @@ def decide_retention(body: Latest, rules: Retention, *, now: float) -> tuple[Kee
 
 
 def dropped_keys(body: Latest, rules: Retention, *, now: float) -> tuple[str, ...]:
-    """Return the keys of the entries to evict, the oldest first, and no more than leave MOST_EVICTED to be deleted.
-
-    So `latest` stays small also where nothing can be deleted. What is left is dropped later.
-    """
-    dropped = (item.entry.key for item in decide_retention(body, rules, now=now) if not item.is_kept)
-    return tuple(islice(dropped, max(0, MOST_EVICTED - len(body.evicted))))
+    """Return the keys of the entries to evict."""
+    return tuple(item.entry.key for item in decide_retention(body, rules, now=now) if not item.is_kept)
 
 
 def _decision(entry: Entry, protected: dict[str, str], kept: dict[str, str], now: float) -> KeepDecision:

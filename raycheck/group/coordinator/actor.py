@@ -71,6 +71,7 @@ class Coordinator:
         show_log()
         self._store: Store = open_store(uri)
         register = Register(self._store)
+        me = Identity(owner=owner, coordinator=uuid4().hex[:16])
         self._lock = asyncio.Lock()
         self._claims: dict[str, Claim] = {}
         self._asked: dict[str, Resume] = {}  # by group, where its ranks want to start
@@ -83,10 +84,10 @@ class Coordinator:
         self._run_log = RunLog(self._store, cluster.metrics(uri))
         self._plans = PlanCache()
         self._tasks = CommitTasks(self._store, uri, cluster.run_task)
-        self._deletes = BackgroundDeletes(register, self._tasks)
+        self._deletes = BackgroundDeletes(register, me, self._tasks)
         self._protocol = ProtocolCalls(
             register,
-            Identity(owner=owner, coordinator=uuid4().hex[:16]),
+            me,
             resume=resume,
             plans=self._plans,
             cluster=cluster,

@@ -153,7 +153,7 @@ class ProtocolCalls:
             self._said_drift = checkpoint.drift
             text = f"{name} holds one replica of several that have drifted apart: {checkpoint.drift}"
             logger.warning(event(text, run=self._store.uri))
-        self._deletes.committed()
+        self._deletes.committed(reports[0].retention)
         self._run_log.committed(manifest, seconds=time.monotonic() - began)
         self._tasks.nodes = [reports[rank].node for rank in sorted(reports)]
         self._tasks.start(name, first.progress, reports[0].tasks)

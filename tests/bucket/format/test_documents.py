@@ -20,7 +20,19 @@ from raycheck.bucket.format.checksum import SUB_BLOCK
 from raycheck.bucket.format.document import FORMAT_VERSION, Document, dump
 from raycheck.bucket.format.index import Chunk, Index, Leaf, Tensor, index_of
 from raycheck.bucket.format.index_codec import MAGIC, dump_index, join_parts, load_index, parts_of
-from raycheck.bucket.format.latest import MAX_BYTES, Attempt, Entry, Evicted, Latest, dump_latest, load_latest
+from raycheck.bucket.format.latest import (
+    MAX_BYTES,
+    Attempt,
+    Entry,
+    Evicted,
+    Latest,
+    Page,
+    PageRef,
+    PastPage,
+    dump_latest,
+    load_latest,
+    load_page,
+)
 from raycheck.bucket.format.manifest import Blob, Component, Manifest, RankRecord, ShardRecord, load_manifest
 from raycheck.bucket.format.plan_codec import dump_plan
 from raycheck.bucket.format.values import encode
@@ -56,8 +68,22 @@ def a_latest() -> Latest:
                 scores={"mmlu": 0.625},
             ),
         ),
-        evicted=(Evicted(key=ONE, at=2.0),),
+        newest_evicted=(Evicted(key=ONE, at=2.0),),
     )
+
+
+def a_paged_latest() -> Latest:
+    page = PageRef(key="pages/000000000006-0123abcd.json", crc32=7, size_bytes=100, count=2, first=ONE, last=ONE)
+    past = PastPage(key="pages/000000000005-0123abcd.json", since=6)
+    return replace(a_latest(), pages=(page,), evicted_pages=(page,), past_pages=(past,))
+
+
+LISTED = json.loads(dump(a_latest()))["newest"][0]
+PAGED = json.loads(dump(a_paged_latest()))["pages"][0]
+
+
+def a_page() -> Page:
+    return Page(run_id="run", live=a_latest().live, evicted=a_latest().evicted)
 
 
 def a_manifest() -> Manifest:
@@ -87,6 +113,10 @@ def as_latest(data: bytes) -> Latest:
     return load_latest(data, what="latest of a test")
 
 
+def as_page(data: bytes) -> Page:
+    return load_page(data, what="page of a test")
+
+
 def as_manifest(data: bytes) -> Manifest:
     return load_manifest(data, what="manifest of a test")
 
@@ -96,7 +126,12 @@ def as_index(data: bytes) -> Index:
 
 
 USERS = ("metrics", "scores", "note")
-DOCUMENTS = [pytest.param(a_latest, as_latest, id="latest"), pytest.param(a_manifest, as_manifest, id="manifest")]
+DOCUMENTS = [
+    pytest.param(a_latest, as_latest, id="latest"),
+    pytest.param(a_paged_latest, as_latest, id="latest with pages"),
+    pytest.param(a_page, as_page, id="page"),
+    pytest.param(a_manifest, as_manifest, id="manifest"),
+]
 
 
 # --- documents ---
@@ -206,7 +241,12 @@ def test_every_missing_field_that_has_no_default_is_corrupt(make, load):
     optional = {
         "format_version",
         "live",
+        "newest",
+        "pages",
+        "evicted_pages",
+        "past_pages",
         "evicted",
+        "newest_evicted",
         "partial",
         "proven",
         "trained_s",
@@ -266,19 +306,18 @@ def test_whatever_latest_is_read_can_be_written_back(level, text):
         {"head": ONE},
         {"head": "../x"},
         {"attempts": ()},
-        {"evicted": (Evicted(key="../x", at=1.0),)},
-        {"newest": (a_latest().live[0],) * 2},
-        {"newest": (replace(a_latest().live[0], refs=("/etc",)),)},
-        {"newest": (replace(a_latest().live[0], key="../x"),), "head": None},
-        {"newest": (a_latest().live[0], replace(a_latest().live[0], key=ONE))},
-        *({"newest": (replace(a_latest().live[0], name=name),)} for name in ("7", ONE, "../x", ".x", "a b", "y" * 101)),
+        {"newest_evicted": [{"key": "../x", "at": 1.0}]},
+        {"newest": [LISTED] * 2},
+        {"newest": [LISTED | {"refs": ["/etc"]}]},
+        {"newest": [LISTED | {"key": "../x"}], "head": None},
+        {"newest": [LISTED, LISTED | {"key": ONE}]},
+        *({"newest": [LISTED | {"name": name}]} for name in ("7", ONE, "../x", ".x", "a b", "y" * 101)),
+        *({"pages": [PAGED | {name: "../x"}]} for name in ("key", "first", "last")),
+        {"pages": [PAGED | {"key": "checkpoints/x"}]},
     ],
 )
 def test_a_latest_that_contradicts_itself_is_corrupt(change):
-    tree = json.loads(dump(a_latest()))
-    tree |= {
-        key: json.loads(json.dumps(value, default=lambda item: json.loads(dump(item)))) for key, value in change.items()
-    }
+    tree = json.loads(dump(a_latest())) | change
 
     with pytest.raises(CorruptError):
         as_latest(sealed(tree))
@@ -313,7 +352,7 @@ def test_latest_may_have_256_kib_and_no_byte_more():
 
     assert len(dump_latest(largest)) == MAX_BYTES
     assert as_latest(dump_latest(largest)) == largest
-    with pytest.raises(ConfigError, match="keep-last N"):
+    with pytest.raises(ConfigError, match="raycheck prune"):
         dump_latest(replace(body, unknown={"x": "y" * (room + 1)}))
     with pytest.raises(CorruptError, match=str(MAX_BYTES)):
         as_latest(dump_latest(largest) + b" ")

@@ -936,7 +936,7 @@ def assert_linear(*stores: Remembers) -> None:
     bodies = sorted((body for store in stores for body in store.written), key=lambda body: body["counter"])
     assert [body["counter"] for body in bodies] == list(range(1, len(bodies) + 1))
     for before, after in itertools.pairwise(bodies):
-        held = {entry["key"] for entry in after["newest"]} | {item["key"] for item in after["evicted"]}
+        held = {entry["key"] for entry in after["newest"]} | {item["key"] for item in after["newest_evicted"]}
         assert {entry["key"] for entry in before["newest"]} <= held
         assert after["owners"][: len(before["owners"])] == before["owners"]
         assert after["attempts"][-1]["number"] - before["attempts"][-1]["number"] in (0, 1)

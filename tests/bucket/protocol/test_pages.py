@@ -21,7 +21,7 @@ from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.reading import Checkpoint, read_latest, read_newest
+from raycheck.bucket.reading import Checkpoint, list_directories, read_latest, read_newest
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import CorruptError, RaycheckError
 from raycheck.settings import Retention
@@ -170,7 +170,7 @@ def test_a_fold_loses_nothing_and_writes_only_what_changed(
     assert set(again) == {page.key for page in second.pages} - {page.key for page in first.pages}
     same = {entry.key for entry in every if entry in left}
     for page in first.pages:
-        listed = {entry.key for (entries,) in [pages.entries(page)] for entry in entries}
+        listed = {entry.key for read in pages.read([page]) for entry in read.live}
         if listed <= same:
             assert page in second.pages or len(second.pages) < len(first.pages) or second.head in listed
 
@@ -354,8 +354,7 @@ def test_many_pages_become_fewer_and_latest_names_no_more_than_it_may() -> None:
     assert driver.look() == read_latest(run)
 
 
-def test_a_delete_of_a_run_with_many_checkpoints_evicts_them_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycheck.bucket.protocol.removal.delete.MOST_EVICTED", 3)
+def test_a_run_with_pages_is_deleted_whole() -> None:
     run = store()
     trained(run)
 
@@ -364,16 +363,41 @@ def test_a_delete_of_a_run_with_many_checkpoints_evicts_them_in_parts(monkeypatc
     assert not list(run.list_objects(""))
 
 
-def test_a_commit_drops_nothing_while_too_much_waits_to_be_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycheck.bucket.protocol.retention.MOST_EVICTED", 3)
+def test_what_waits_to_be_deleted_is_in_pages_too_and_is_deleted_in_its_turn() -> None:
     run = store()
     driver = trained(run)
-    for save in range(9, 15):
-        driver.save(1, save, keep_last=1)
-    assert len(read_latest(run).evicted) == 3
+    prune(driver.register, Retention(keep_last=2))  # readers keep their grace period
 
-    prune(driver.register, Retention(keep_last=1), grace_s=0.0)
+    newest = read_newest(run)
+    assert newest.evicted_pages
+    assert len(newest.newest_evicted) <= 1
+    assert [item.key for item in read_latest(run).evicted] == [
+        str(CheckpointName(attempt=1, save=save, step=10 * save)) for save in range(1, 7)
+    ]
+    prune(driver.register, Retention(keep_last=2), grace_s=0.0)
 
     body = assert_invariants(run)
-    assert [entry.step for entry in body.live] == [140]
+    assert [entry.step for entry in body.live] == [70, 80]
     assert not body.evicted
+    assert {str(name) for name in list_directories(run)} == {entry.key for entry in body.live}
+
+
+def test_what_is_evicted_again_for_its_readers_is_the_newest() -> None:
+    """A directory in a page of evicted checkpoints, to which a live one refers, is needed until that one's readers end."""
+    run = store()
+    driver = Driver(run)
+    driver.claim("g1")
+    base = driver.save(1, 1, keep_last=None)
+    for save in range(2, 6):
+        driver.save(1, save, keep_last=None)
+    for save in (6, 7):
+        driver.save(1, save, keep_last=None, base=base)
+    evict(driver.register, Retention(keep_last=2))
+    assert read_newest(run).evicted_pages[0].first == base.key
+    driver.save(1, 8, keep_last=None)
+
+    evict(driver.register, Retention(keep_last=1))
+
+    keys = [item.key for item in assert_invariants(run).evicted]
+    assert keys[-3:] == [base.key, "step-000000060-a1-s6", "step-000000070-a1-s7"]
+    assert len(keys) == len(set(keys)) == 7

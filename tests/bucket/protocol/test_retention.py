@@ -17,7 +17,7 @@ from raycheck.bucket.format.latest import (
 )
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.pin_and_evict import evict, pin
-from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, MAX_EVICTED, plan_prune, plan_sweep, prune, sweep
+from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, plan_prune, plan_sweep, prune, sweep
 from raycheck.bucket.protocol.retention import decide_retention, dropped_keys
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import Got, Store, Upload, open_store
@@ -620,7 +620,7 @@ def test_one_object_that_cannot_be_deleted_keeps_no_other_from_going(store):
 
 def test_a_prune_of_many_gives_all_readers_their_grace():
     store = open_store("memory://a-prune-of-many")
-    body = full_body(MAX_EVICTED + 50)
+    body = full_body(2000)
     ann = Driver(store)
     ann.claim("g1")
     ann.register.swap(lambda old, _: replace(old, newest=body.live, head=body.head), what="fill")

@@ -12,7 +12,6 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Latest
 from raycheck.bucket.protocol.pin_and_evict import with_evicted
 from raycheck.bucket.protocol.removal.prune_and_sweep import delete_objects, prune
-from raycheck.bucket.protocol.retention import MOST_EVICTED
 from raycheck.bucket.protocol.rewind import attempt_by_hand
 from raycheck.bucket.protocol.sharing.base_run import without_reservation
 from raycheck.bucket.protocol.swap import Register, refuse_mirror
@@ -102,18 +101,11 @@ def delete_run(
             mirror=None,
             finished=None,
         )
-        return with_evicted(marked, tuple(entry.key for entry in body.live[:MOST_EVICTED]), now=now)
-
-    def go_on(body: Latest, now: float) -> Latest | None:
-        return (
-            with_evicted(body, tuple(entry.key for entry in body.live[:MOST_EVICTED]), now=now) if body.live else None
-        )
+        return with_evicted(marked, tuple(entry.key for entry in body.live), now=now)
 
     register.edit(change, what="delete of the run")
     prune(register, grace_s=0.0, tally=tally)
-    while (body := register.read_existing()[0]).live:
-        register.edit(go_on, what="delete of the run")
-        prune(register, grace_s=0.0, tally=tally)
+    body = register.read_existing()[0]
     if body.holds:
         users = tuple(hold.holder for hold in body.holds)
         return DeletedRun(is_gone=False, num_objects=num_objects, size_bytes=size_bytes, used_by=users)

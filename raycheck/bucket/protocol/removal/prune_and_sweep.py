@@ -20,7 +20,7 @@ from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.paging import sweep_pages
 from raycheck.bucket.protocol.pin_and_evict import evict, forget
-from raycheck.bucket.protocol.retention import decide_retention, dropped_keys
+from raycheck.bucket.protocol.retention import decide_retention
 from raycheck.bucket.protocol.sharing.holds import drop_orphans, settle
 from raycheck.bucket.protocol.swap import Register, lost_error
 from raycheck.bucket.reading import list_directories, read_latest
@@ -31,7 +31,6 @@ from raycheck.settings import Retention
 from raycheck.show_progress import ProgressTally
 
 GRACE_S = 600.0
-MAX_EVICTED = 200
 AT_ONCE = 8
 NO_RULES = Retention()
 
@@ -67,20 +66,21 @@ def prune(
     the names that are completely deleted. After a crash at any point the next prune continues. Raises NotFoundError
     without a run.
     """
-    gone: list[str] = []
-    failures: list[StoreError | CorruptError] = []
-    while True:
-        crowded = _crowded(register.read_existing()[0])
-        evict(register, rules)
-        body, got = register.read_existing()
-        due = [name for name, wait_s in _waits(body, got.at, grace_s, crowded) if not wait_s and name not in spare]
-        deleted, failed = _delete_evicted(register.store, body, due, tally)
-        failures += failed
-        gone += deleted
-        if deleted:
-            body = register.pages.whole(forget(register, frozenset(deleted)))
-        if not deleted or not dropped_keys(body, rules, now=got.at):
-            break
+    evict(register, rules)
+    body, got = register.read_existing()
+    held = body.held()
+    gone, failures = [], []
+    for name, wait_s in _waits(body, got.at, grace_s):
+        if not wait_s and name not in spare:
+            try:
+                _delete_checkpoint(register.store, name, is_held=name in held, tally=tally)
+            except (StoreError, CorruptError) as error:  # one object that cannot be deleted must not stop the others
+                failures.append(error)
+                continue
+            if name not in held:
+                gone.append(name)  # otherwise its objects stay, and it stays in `evicted`, until nobody refers to it
+    if gone:
+        forget(register, frozenset(gone))
     try:
         settle(register)
         if body.past_pages:
@@ -90,27 +90,6 @@ def prune(
     if failures:
         raise failures[0]
     return tuple(gone)
-
-
-def _delete_evicted(
-    store: Store,
-    body: Latest,
-    names: Sequence[str],
-    tally: ProgressTally | None,
-) -> tuple[list[str], list[StoreError | CorruptError]]:
-    """Delete the objects of these evicted checkpoints. Return the names that are completely deleted, and the errors."""
-    held = body.held()
-    gone: list[str] = []
-    failures: list[StoreError | CorruptError] = []
-    for name in names:
-        try:
-            _delete_checkpoint(store, name, is_held=name in held, tally=tally)
-        except (StoreError, CorruptError) as error:  # one object that cannot be deleted must not stop the others
-            failures.append(error)
-            continue
-        if name not in held:
-            gone.append(name)  # otherwise its objects stay, and it stays in `evicted`, until nobody refers to it
-    return gone, failures
 
 
 def plan_prune(
@@ -124,7 +103,7 @@ def plan_prune(
     body, got = register.read_existing()
     decisions = decide_retention(body, rules, now=got.at)
     held = replace(body, newest=tuple(item.entry for item in decisions if item.is_kept), head=None).held()
-    due = [(name, "evicted", wait_s) for name, wait_s in _waits(body, got.at, grace_s, _crowded(body))]
+    due = [(name, "evicted", wait_s) for name, wait_s in _waits(body, got.at, grace_s)]
     due += [(item.entry.key, item.reason, grace_s) for item in decisions if not item.is_kept]
     found = []
     for name, why, wait_s in due:
@@ -161,18 +140,10 @@ def plan_sweep(store: Store, *, also_whole: bool = False) -> tuple[Deletion, ...
     return (*swept, *(_unfinished(store, upload) for upload in uploads))
 
 
-def _crowded(body: Latest) -> set[str]:
-    """Return the evicted checkpoints beyond the newest MAX_EVICTED, which get no grace period.
-
-    `latest` has a size limit, and a full one would end the run: that matters more than the readers' grace period.
-    """
-    return {item.key for item in body.evicted[:-MAX_EVICTED]}
-
-
-def _waits(body: Latest, now: float, grace_s: float, crowded: set[str]) -> Iterator[tuple[str, float]]:
+def _waits(body: Latest, now: float, grace_s: float) -> Iterator[tuple[str, float]]:
     """Yield each evicted checkpoint, and the number of seconds that readers still have."""
     for item in body.evicted:
-        yield item.key, 0.0 if item.key in crowded else max(0.0, grace_s - (now - item.at))
+        yield item.key, max(0.0, grace_s - (now - item.at))
 
 
 def _garbage(store: Store, *, also_whole: bool) -> tuple[list[Deletion], list[Upload]]:

@@ -11,10 +11,9 @@ from dataclasses import replace
 from uuid import uuid4
 
 from raycheck.bucket.document_reading import again_if_corrupt
-from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Entry, Evicted, Latest, Mirror, in_order
+from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Evicted, Latest, Mirror
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.claim import claimed_body
-from raycheck.bucket.protocol.retention import MOST_EVICTED
 from raycheck.bucket.protocol.rewind import attempt_by_hand
 from raycheck.bucket.protocol.sharing.new_run import refuse_folder_of_runs
 from raycheck.bucket.protocol.swap import Register, lost_error
@@ -151,8 +150,7 @@ def show(
         here = (listed | set(whole)) - {item.key for item in body.evicted}
         if source.counter < body.mirror.counter or source.head not in here:
             return None
-        live = (replace(entry, damaged=None) for entry in source.live if entry.key in here)
-        late = _dropped(body, source)[max(0, MOST_EVICTED - len(body.evicted)) :]  # until there is room to evict them
+        live = tuple(replace(entry, damaged=None) for entry in source.live if entry.key in here)
         last = replace(
             body.attempt, number=max(body.attempt.number, source.attempt.number + 1), restore_key=source.head
         )
@@ -163,19 +161,13 @@ def show(
             attempts=(*source.attempts[1 - MAX_ATTEMPTS_LISTED :], last),
             head=source.head,
             finished=source.finished,
-            newest=in_order((*live, *(replace(entry, name=None) for entry in late))),
+            newest=live,
             mirror=replace(body.mirror, source=uri, counter=source.counter, missing=len(set(coming) - here)),
         )
-        new = replace(new, evicted=_evicted(body, new, source, directories, now))
+        new = replace(new, newest_evicted=_evicted(body, new, source, directories, now))
         return None if new == body else new
 
     return register.swap(decide, what="mirror")
-
-
-def _dropped(body: Latest, source: Latest) -> list[Entry]:
-    """Return the checkpoints of the mirror that are not live in the source, in order."""
-    there = {entry.key for entry in source.live}
-    return [entry for entry in body.live if entry.key not in there]
 
 
 def _evicted(body: Latest, new: Latest, source: Latest, directories: Iterable[str], now: float) -> tuple[Evicted, ...]:
