@@ -48,8 +48,10 @@ class BackgroundDeletes:
             self._task = asyncio.create_task(asyncio.to_thread(self._delete))
 
     def _delete(self) -> None:
-        if time.monotonic() < self._next_at and self._commits < MANY_COMMITS and not self._must_sweep:
-            return
+        while time.monotonic() >= self._next_at or self._commits >= MANY_COMMITS or self._must_sweep:
+            self._make_pass()
+
+    def _make_pass(self) -> None:
         self._commits = 0
         self._next_at = time.monotonic() + GRACE_S / 4
         store = self._register.store
