@@ -20,6 +20,7 @@ from raycheck.bucket.format.latest import (
     Attempt,
     Entry,
     Latest,
+    Loan,
     dump_latest,
     listed_metrics,
     load_latest,
@@ -61,26 +62,8 @@ def repair(store: Store) -> Repaired:
     is_sound = old is not None and not lost and all(old.has_answered(name) for name in one & other)
     if old is not None and is_sound and _has_its_head(store, old):
         raise ConfigError(f"{store}: latest is sound (attempt {old.attempt.number}); there is nothing to repair")
-    gone = {item.key for item in old.evicted} if old else set()
-    before = {entry.key: entry for entry in old.live} if old else {}
-    names_of = {entry.name: entry.key for entry in before.values() if entry.name is not None}
     run_id = old.run_id if old else uuid4().hex
-    loans = old.loans if old else ()
-    live: list[Entry] = []
-    left_out: list[tuple[str, str]] = []
-    now = 0.0
-    for name in reversed(names):
-        if str(name) in gone:
-            continue
-        try:
-            entry, now = _verified(store, name, before.get(str(name)), is_head=not live)
-            loans = borrow_again(store, entry.refs, loans, run_id=run_id)
-            live.append(_with_own_name(entry, names_of))
-        except NewerFormatError:
-            raise
-        except (NotFoundError, CorruptError) as error:  # a store that fails proves nothing
-            left_out.append((str(name), str(error)))
-    live.reverse()
+    live, left_out, loans, now = _listed_again(store, names, old, run_id)
     if not live:
         raise NotFoundError(f"{store}: no whole checkpoint was found to rebuild latest from{_reasons(left_out)}")
     records = list(_ended_attempts(store))
@@ -109,6 +92,34 @@ def repair(store: Store) -> Repaired:
     else:
         store.put_if_match(object_keys.LATEST_KEY, data, got.version)
     return Repaired(latest=new, left_out=tuple(left_out))
+
+
+def _listed_again(
+    store: Store, names: list[CheckpointName], old: Latest | None, run_id: str
+) -> tuple[list[Entry], list[tuple[str, str]], tuple[Loan, ...], float]:
+    """Return the entries of the whole directories among `names`, in their order, and the others with their reasons.
+
+    Also return the loans of all of them, for which holds are taken again, and the bucket's time.
+    """
+    gone = {item.key for item in old.evicted} if old else set()
+    before = {entry.key: entry for entry in old.live} if old else {}
+    names_of = {entry.name: entry.key for entry in before.values() if entry.name is not None}
+    loans = old.loans if old else ()
+    live: list[Entry] = []
+    left_out: list[tuple[str, str]] = []
+    now = 0.0
+    for name in reversed(names):
+        if str(name) in gone:
+            continue
+        try:
+            entry, now = _verified(store, name, before.get(str(name)), is_head=not live)
+            loans = borrow_again(store, entry.refs, loans, run_id=run_id)
+            live.append(_with_own_name(entry, names_of))
+        except NewerFormatError:
+            raise
+        except (NotFoundError, CorruptError) as error:  # a store that fails proves nothing
+            left_out.append((str(name), str(error)))
+    return live[::-1], left_out, loans, now
 
 
 def _old(store: Store) -> tuple[Latest | None, Got | None]:
