@@ -391,7 +391,12 @@ class Latest(Document):
         return found or next((entry for entry in self.live if entry.name == name), None)
 
     def with_entry(self, changed: Entry) -> "Latest":
-        """Return this body with `changed` in place of the live entry of its key, which it must list itself."""
+        """Return this body with `changed` in place of the live entry of its key.
+
+        Raises PagesNeededError when it does not list that entry itself.
+        """
+        if all(entry.key != changed.key for entry in self.newest):
+            raise PagesNeededError
         return replace(self, newest=tuple(changed if entry.key == changed.key else entry for entry in self.newest))
 
     def has_answered(self, name: CheckpointName) -> bool:
