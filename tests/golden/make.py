@@ -1,4 +1,4 @@
-"""Writes `tests/golden/v3/run` with the code as it is: `python -m tests.golden.make`. No test runs it.
+"""Writes `tests/golden/v4/run` with the code as it is: `python -m tests.golden.make`. No test runs it.
 
 Once a format version is released its run is never written again: it stands for what lies in people's buckets. A
 later version gets a folder beside `v1`, and readers must read both.
@@ -13,14 +13,15 @@ from raycheck.bucket.protocol import pin_and_evict
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
 from tests.golden import state
+from tests.support.histories.small_pages import small_pages
 from tests.support.processes.gloo_ranks import Ranks
 from tests.support.processes.save_without_ray import ME, claimed, committed
 
-VERSION = "v3"
+VERSION = "v4"
 
 
 def make(folder: Path) -> None:
-    """Two ranks, two checkpoints, the older one pinned, and the end of the run put down."""
+    """Two ranks, two checkpoints, the older one pinned and in a page, and the end of the run put down."""
     shutil.rmtree(folder, ignore_errors=True)
     store = open_store(f"file://{folder}")
     names = []
@@ -40,4 +41,5 @@ def make(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(__file__).parent / VERSION / "run")
+    with small_pages():
+        make(Path(__file__).parent / VERSION / "run")
