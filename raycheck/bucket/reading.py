@@ -189,8 +189,16 @@ def read_latest(store: Store) -> Latest:
 
 def read_latest_at(store: Store) -> tuple[Latest, float]:
     """Read the whole body of `latest`, and the store's time, in unix seconds. Raises the errors of read_latest."""
-    body, got = read_whole(partial(_get_newest, store), Pages(store))
+    try:
+        body, got = get_whole(store)
+    except NotFoundError:
+        raise no_run_error(store) from None
     return body, got.at
+
+
+def get_whole(store: Store) -> tuple[Latest, Got]:
+    """Read the whole body of `latest`, and the response. Raises NotFoundError when there is no `latest`."""
+    return read_whole(lambda: again_if_corrupt(lambda: get_latest(store)), Pages(store))
 
 
 def read_newest(store: Store) -> Latest:
@@ -203,7 +211,10 @@ def read_newest(store: Store) -> Latest:
 
 def read_newest_at(store: Store) -> tuple[Latest, float]:
     """Read what `read_newest` returns, and the store's time, in unix seconds. Raises its errors."""
-    body, got = _get_newest(store)
+    try:
+        body, got = again_if_corrupt(lambda: get_latest(store))
+    except NotFoundError:
+        raise no_run_error(store) from None
     return body, got.at
 
 
@@ -216,13 +227,6 @@ def ask_latest(store: Store, question: Callable[[Latest], T]) -> T:
         return question(read_newest(store))
     except PagesNeededError:
         return question(read_latest(store))
-
-
-def _get_newest(store: Store) -> tuple[Latest, Got]:
-    try:
-        return again_if_corrupt(lambda: get_latest(store))
-    except NotFoundError:
-        raise no_run_error(store) from None
 
 
 def get_latest(store: Store) -> tuple[Latest, Got]:

@@ -24,7 +24,7 @@ from raycheck.bucket.format.document import NewerFormatError
 from raycheck.bucket.format.latest import MAX_METRICS_LISTED, Entry, Latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.sharing.fork import origin_of
-from raycheck.bucket.reading import lost_run_error, peek_latest, read_latest_at
+from raycheck.bucket.reading import get_whole, lost_run_error, peek_latest
 from raycheck.bucket.run_status import State, Status, status_of
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import parse_uri
@@ -256,8 +256,9 @@ class _Search:
     def _read(self, store: Store) -> tuple[Latest, float]:
         """Return the body of `latest` and the store's time, which is the same moment for all runs but the first."""
         if self._now is None:
-            body, self._now = read_latest_at(store)
-            return body, self._now
+            body, got = get_whole(store)
+            self._now = got.at
+            return body, got.at
         return peek_latest(store), self._now
 
     def _names(self, store: Store) -> list[str]:
