@@ -17,6 +17,7 @@ import ssl
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -122,6 +123,7 @@ class FaultProxy:
         self._chaos: Callable[[], Kind | None] = lambda: None
         self._up, self._down = _Line(), _Line()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._connections: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="fault-proxy", daemon=True)
@@ -169,27 +171,31 @@ class FaultProxy:
 
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
-        server = await asyncio.start_server(self._handle, "127.0.0.1", 0, limit=1 << 20, ssl=self._tls)
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=1 << 20, ssl=self._tls)
         self.port = server.sockets[0].getsockname()[1]
         self._started.set()
         await self._stop.wait()
         server.close()
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in self._tasks:  # asyncio's own, which take in the last connections, end by themselves
+                task.cancel()
+            await asyncio.wait(others)
+        for connection in self._connections:  # that of a task which was cancelled before it began, too
+            connection.abort()
         await asyncio.sleep(0.05)  # closing transports take a turn of the loop to go
 
-    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections.add(writer.transport)
+        task = self._loop.create_task(self._handle(reader, writer))
         self._tasks.add(task)  # asyncio itself holds a task by a weak reference only
+        task.add_done_callback(self._tasks.discard)
+
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await self._exchange(reader, writer)
             writer.close()
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             writer.transport.abort()
-        finally:
-            self._tasks.discard(task)
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One request per connection: both sides are told to close, which keeps the proxy's state in one place."""
