@@ -500,5 +500,6 @@ def _check_counts(settings: object, *names: str) -> None:
 def _check_seconds(settings: object, *names: str) -> None:
     for name in names:
         value = getattr(settings, name)
-        if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 < value < float("inf")):
             raise ConfigError(f"{name}={value!r}: give a number of seconds above 0")

@@ -4,8 +4,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError
 from raycheck.group.worker.save_triggers import SaveTriggers
 from raycheck.on_ray.actors.actor_checkpointer import settings_for_actors
-from raycheck.settings import AfterCommit, SaveSettings
+from raycheck.settings import AfterCommit, HFExport, Retention, SaveSettings
 from tests.support.processes.background_call import InThread
 
 
@@ -272,6 +272,23 @@ def test_what_is_no_list_of_steps_is_refused(given: Any):
 def test_a_switch_or_a_function_that_is_none_is_refused(wrong: dict[str, Any]):
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))}="):
         SaveSettings(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, spec.name, id=f"{kind.__name__}.{spec.name}")
+        for kind in (SaveSettings, Retention, AfterCommit, HFExport)
+        for spec in fields(kind)
+        if {int, float} & {spec.type, *get_args(spec.type)}
+    ],
+)
+def test_no_number_may_be_true_or_false(kind: Any, name: str, wrong: bool):
+    given = {"task": print} if kind is AfterCommit else {}
+
+    with pytest.raises(ConfigError, match=f"^{name}={wrong}: give "):
+        kind(**given, **{name: wrong})
 
 
 def of_all_ranks(settings: SaveSettings, losses: list[list[float]]) -> list[Any]:
