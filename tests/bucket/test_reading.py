@@ -1,4 +1,4 @@
-"""Tests reading: every kind of damage is found and named, dropped is told from damaged, and nothing is written."""
+"""Tests reading: all damage is found and named, a dropped checkpoint is not damage, and nothing is written."""
 
 import json
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""The group knows no Ray: where Ray is not installed, a training of torchrun's saves, dies, and is restored.
+"""Tests that a group needs no Ray: where Ray is not installed, a torchrun training saves, dies, and is restored.
 
-The environment has every package of this one but Ray.
+The environment has every package of this one except Ray.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What several ranks hold is compared before a commit; no checkpoint mixes ranks that differ (I11)."""
+"""Tests that what several ranks hold is compared before each commit: no checkpoint mixes ranks that differ (I11)."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""Tests documents and the index: all that is written can be read back.
+"""Tests that every document and index that is written can be read back.
 
-Bytes from a bucket are hostile until they are parsed: for any other bytes CorruptError is the only error allowed.
+Bytes from a bucket are hostile until they are parsed. For any other bytes, CorruptError is the only error allowed.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Tests answers of which a byte changes on its way.
+"""Tests what happens when a byte of a response changes in transit.
 
-The object in the bucket is whole, so the run goes on, and wrong bytes are neither believed nor written back nor called
-damaged. When every answer is wrong, the error names the object.
+The object in the bucket is intact. The run therefore continues, and the wrong bytes are not believed, not written back,
+and not reported as damage. When every response is wrong, the error names the object.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Tests claim, commit, fencing and take-over on real stores.
 
-A `Driver` of sample_checkpoints.py acts as one start of one coordinator; two of them on one store are two processes.
-Faults on the way to the store are made by ten-line stores around the real one. Every test ends with the invariants.
+A `Driver` of sample_checkpoints.py acts as one start of one coordinator, so two of them on one store stand for two
+processes. A store that fails is a small class around the real one. Every test ends by asserting the invariants.
 """
 
 import itertools

@@ -1,7 +1,7 @@
-"""Tests a crash, and every other fault, at every store call of every operation; then a restart (I5).
+"""Tests a crash, and every other fault, at every store call of every operation, each followed by a restart (I5).
 
-crash_enumeration.py says what is enumerated, and what a restart must find. The floors keep an enumeration from silently
-becoming smaller.
+crash_enumeration.py says what is enumerated and what a restart must find. The lower bounds in the tests notice when an
+enumeration becomes smaller.
 """
 
 from collections.abc import Iterator

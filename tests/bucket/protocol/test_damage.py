@@ -1,4 +1,4 @@
-"""Tests going back from a checkpoint that a restore found damaged, step 26, and how others treat the mark."""
+"""Tests the return to an earlier checkpoint when a restore finds damage (step 26), and who respects the mark."""
 
 from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""Tests that older exports are deleted on request: only those proven to be the run's own, and never half of one."""
+"""Tests the prune of exports: it deletes older exports only if they are proven to be this run's, and never leaves one
+half deleted for a reader."""
 
 import json
 from dataclasses import replace

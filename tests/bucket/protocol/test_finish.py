@@ -1,4 +1,4 @@
-"""Tests the end of training as `latest` notes it (step 33), for later claims and for readers."""
+"""Tests how `latest` records the end of training (step 33), and what later claims and readers conclude from it."""
 
 from dataclasses import replace
 

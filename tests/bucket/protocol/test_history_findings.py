@@ -1,6 +1,6 @@
-"""Tests the faults that test_histories.py has found, each as the shortest story that shows it.
+"""Tests each fault that test_histories.py has found, by the shortest history that shows it.
 
-Most ended in silence where an error is due, until `latest` said which attempts were answered (step 10).
+In most of them, an error was missing until `latest` recorded which attempts were answered (step 10).
 """
 
 from collections.abc import Callable

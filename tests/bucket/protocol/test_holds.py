@@ -1,4 +1,4 @@
-"""Tests that a fork inside one bucket copies no tensor, and that what two runs share outlives every crash. Step 30."""
+"""Tests that a fork within one bucket copies no tensor, and that shared directories survive every crash (step 30)."""
 
 import itertools
 from collections.abc import Iterator

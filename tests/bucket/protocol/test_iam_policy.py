@@ -1,6 +1,6 @@
-"""Tests cluster/bucket/policy.json: each role has the rights that its work needs, and none that it never uses.
+"""Tests cluster/bucket/policy.json: each role has the permissions that its work needs, and none that it never uses.
 
-The requests of each role are recorded on the wire and judged by the policy.
+The requests of each role are recorded on the wire, and the policy decides about each of them.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Tests names and scores of single checkpoints: whose a name is, how it moves, and what a commit makes of both."""
+"""Tests the names and scores of checkpoints: who has a name, how it moves, and what a commit does with both."""
 
 from dataclasses import replace
 

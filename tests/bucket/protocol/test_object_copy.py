@@ -1,4 +1,4 @@
-"""The copies of objects that forks and commits make: several at a time, and verified."""
+"""Tests how forks and commits copy objects: several at a time, and each of them verified."""
 
 from collections.abc import Iterable
 from threading import Barrier

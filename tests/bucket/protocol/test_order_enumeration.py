@@ -1,4 +1,4 @@
-"""Tests two processes on one run in every order of their store calls, and a restart from every bucket on the way."""
+"""Tests two processes on one run in every order of their store calls, with a restart from every state in between."""
 
 from collections.abc import Iterator
 

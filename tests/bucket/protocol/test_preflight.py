@@ -1,4 +1,4 @@
-"""Tests the error that a node gets when it lacks a right, verb by verb."""
+"""Tests the error of a node that lacks a permission, for each verb of the store."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Tests retention, pins, prune and sweep: what stays, what goes, and that nothing goes that may still be needed."""
+"""Tests retention, pins, prune and sweep: what stays, and that nothing is deleted that may still be needed."""
 
 from dataclasses import replace
 from uuid import uuid4

@@ -1,6 +1,6 @@
-"""Tests a thousand commits of one run: `latest` stays within its bound, whoever writes it.
+"""Tests a thousand commits of one run: `latest` stays within its size limit, whoever writes it.
 
-The bucket's clock is set forward here, so that grace and pauses of hours pass in seconds.
+The test moves the bucket's clock forward, so that grace periods and pauses of hours pass in seconds.
 """
 
 import time

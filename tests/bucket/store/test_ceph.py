@@ -1,6 +1,7 @@
-"""The whole protocol on Ceph RGW, and what is left of it when its daemons are killed under a writer.
+"""Tests the whole protocol on Ceph RGW, and what remains when its daemons are killed while a writer is active.
 
-Only with --all. A kill of processes, not a loss of power: what a daemon had handed to the kernel stays there.
+These tests run with --all only. They kill processes and do not cut the power: what a daemon had passed to the kernel
+survives.
 """
 
 import multiprocessing

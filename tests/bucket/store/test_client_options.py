@@ -1,7 +1,7 @@
-"""Compares each storage setting, with each client, with what arrives at a server: the rows of store/client_options.py.
+"""Compares each storage setting, for each client, with what arrives at a server: the rows of store/client_options.py.
 
-The server is a real one behind a recording proxy. `ray` is the file system with which Ray would write: pyarrow's own S3
-where its URI can say the settings, else the file system that raycheck builds.
+The server is a real one behind a recording proxy. `ray` is the file system with which Ray would write: pyarrow's own
+S3 file system if its URI can express the settings, otherwise the one that raycheck builds.
 """
 
 import json

@@ -1,6 +1,7 @@
-"""gs:// and az:// beyond the conformance suite: large objects, faults on the way, and what the errors say.
+"""Tests gs:// and az:// beyond the conformance suite: large objects, faults in transit, and the texts of errors.
 
-The faults are real: a server that answers 429 or keeps half a chunk, a proxy that resets connections or loses answers.
+The faults are real: a server that answers 429 or keeps half a chunk, and a proxy that resets connections or loses
+responses.
 """
 
 import gzip

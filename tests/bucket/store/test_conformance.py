@@ -1,6 +1,6 @@
-"""The conformance suite says what every backend must do.
+"""Tests what every store must do.
 
-The protocol needs nothing but these verbs; a new backend is done when it passes this file.
+The protocol needs nothing but these verbs, so a new store is finished when it passes this file.
 """
 
 import random

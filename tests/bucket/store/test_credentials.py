@@ -1,4 +1,4 @@
-"""botocore's chain behind both engines: what it finds signs every request, and is renewed before it runs out."""
+"""Tests the credentials that botocore finds, with both clients: they sign every request, and are renewed in time."""
 
 import json
 import sys

@@ -1,6 +1,6 @@
-"""Tests all clients by one table: what a server's answer becomes, how often it is asked, and what the error shows.
+"""Tests all clients with one table: the error for each response, its text, and how often the request is sent.
 
-The answers are those that the services document, given by a proxy before a real server.
+The responses are those that the services document. A proxy gives them in front of a real server.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Many runs in a bucket, many checkpoints in a run, many readers: no run pays for what else there is."""
+"""Tests load: the cost of a run does not depend on other runs, on the number of its checkpoints, or on its readers."""
 
 import threading
 import time

@@ -1,8 +1,8 @@
-"""Tests that one of sixteen processes wins each race: the promise of a store that everything else needs.
+"""Tests that exactly one of sixteen processes wins each race, the promise of a store on which everything else is built.
 
-What a racer is told and what lies in the object afterwards must agree. A winner may in theory be told that it lost:
-aiohttp sends a PUT once more when its connection breaks (see store/retry.py), and the second one meets the first. No
-connection breaks here, so that is not allowed for.
+What a process is told must agree with what the object contains afterwards. In theory, a winner may be told that it has
+lost: aiohttp sends a PUT again when its connection breaks (see store/retry.py), and the second PUT finds the first. No
+connection breaks here, so the tests do not allow for that.
 """
 
 from collections.abc import Iterator

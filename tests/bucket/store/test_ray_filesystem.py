@@ -1,4 +1,5 @@
-"""Tests the way between URIs and Ray's file systems: pyarrow takes what it understands, and no secret is carried."""
+"""Tests the translation between URIs and Ray's file systems: pyarrow gets what it understands, and no secret is passed
+on."""
 
 import pickle
 import subprocess

@@ -1,4 +1,4 @@
-"""Symbolic links in the folder of a run: none is followed, by no verb, so that nothing outside is read, written,
+"""Tests symbolic links in the folder of a run: no verb follows one, so nothing outside the folder is read, written,
 listed or deleted. The root itself may be a link."""
 
 import threading

@@ -1,7 +1,8 @@
-"""Large objects by either engine: the bytes, what a fault leaves, and that the caller's buffer is free in the end.
+"""Tests large objects with both clients: the bytes, what a fault leaves, and that the caller's buffer is free in the
+end.
 
-The server is a real one behind a proxy that makes the faults. A bytearray that is still exported somewhere refuses to
-change its size: so a test sees whether any thread can still read it.
+The server is a real one behind a proxy that causes the faults. A bytearray that any thread can still read refuses to
+change its size, and that is how a test notices such a thread.
 """
 
 import asyncio

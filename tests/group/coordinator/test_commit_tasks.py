@@ -1,4 +1,4 @@
-"""Tasks follow commits by triggers of their own, while training continues: exports, and functions of the user."""
+"""Tests tasks that follow commits by their own triggers while training continues: exports, and the user's functions."""
 
 import asyncio
 import json

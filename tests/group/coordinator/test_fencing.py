@@ -1,4 +1,4 @@
-"""Two drivers on one run name: the second takes it over, the first ends with FencedError and stays ended."""
+"""Tests two drivers with one run name: the second takes over the run, and the first ends with FencedError for good."""
 
 import os
 import signal

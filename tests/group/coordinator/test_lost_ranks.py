@@ -1,4 +1,5 @@
-"""A rank that fails, or that holds no data where others do, is told of at once in whatever the others wait for."""
+"""Tests that a rank that fails, or has no data where others have some, is reported at once to all ranks that wait for
+it."""
 
 from collections.abc import Callable
 from concurrent.futures import Future

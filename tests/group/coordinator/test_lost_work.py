@@ -1,4 +1,4 @@
-"""A start of the workers says why the attempt before it ended, and how much work that cost."""
+"""Tests that a start of the workers reports why the previous attempt ended, and how much work was lost."""
 
 from dataclasses import replace
 from typing import Any, cast

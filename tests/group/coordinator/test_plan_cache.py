@@ -1,4 +1,5 @@
-"""A rank sends its plan once. A coordinator writes equal bytes whether it has the plan, has forgotten it or never had it."""
+"""Tests that a rank sends its plan once, and that the coordinator writes equal bytes whether it has the plan, has
+forgotten it, or never had it."""
 
 import asyncio
 import subprocess

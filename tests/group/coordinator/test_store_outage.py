@@ -1,4 +1,4 @@
-"""Training goes on while the store is away; saves fail by their deadline and say what failed."""
+"""Tests that training continues while the store is down, and that saves fail by their deadline and say what failed."""
 
 import time
 from dataclasses import replace

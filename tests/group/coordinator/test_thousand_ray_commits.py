@@ -1,6 +1,7 @@
-"""A thousand checkpoints of one run under Ray Train: nothing grows that must not, and Ray's own books stay in order.
+"""Tests a thousand checkpoints of one run under Ray Train: nothing grows without limit, and Ray's own records stay
+correct.
 
-One worker with a tiny state, so that commits come about as fast as they can. One run for all tests of this file.
+All tests of this file share one run. It has one worker with a tiny state, so that commits follow each other quickly.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Ranks that wait for saves, or for the end of a run, all hear the same. The coordinator is in this process."""
+"""Tests that all ranks that wait for saves, or for the end of a run, get the same result.
+
+The coordinator is in this process.
+"""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Runs of FSDP2 that refer to a base run, which had another world size. Step 39."""
+"""Tests FSDP2 runs that refer to a base run of another world size (step 39)."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""The Checkpointer without Ray Train: in any group, with a place given by hand. Its ranks are threads but in one test."""
+"""Tests the Checkpointer without Ray Train: the tests pass its place in a group.
+
+Its ranks are threads, except in one test.
+"""
 
 from dataclasses import replace
 from urllib.parse import urlsplit

@@ -1,4 +1,5 @@
-"""A damaged checkpoint costs some steps and no more: all ranks go back to the same earlier one, and the run says so."""
+"""Tests that a damaged checkpoint costs only a few steps: all ranks return to the same earlier checkpoint, and the run
+reports it."""
 
 from pathlib import Path
 from uuid import uuid4

@@ -1,6 +1,6 @@
-"""What several ranks hold is compared at every save, so that no checkpoint mixes ranks that have drifted apart.
+"""Tests that what several ranks hold is compared at every save: no checkpoint mixes ranks that have drifted apart.
 
-The ranks are threads of this process, with a coordinator in one more.
+The ranks are threads of this process, and the coordinator is another thread.
 """
 
 import re

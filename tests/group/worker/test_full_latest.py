@@ -1,4 +1,4 @@
-"""Where `latest` has no room for a commit, nothing is uploaded for one."""
+"""Tests that nothing is uploaded for a save when `latest` has no room for its commit."""
 
 import time
 from bisect import bisect_left

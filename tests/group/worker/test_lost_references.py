@@ -1,4 +1,5 @@
-"""A frozen component that vanishes from the bucket is noticed at a commit, said by its key, and uploaded again."""
+"""Tests that a commit notices a frozen component that has vanished from the bucket and names its key, and that the next
+save uploads it again."""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""When one rank fails alone, the others are told which one and why, in whatever phase they wait for it."""
+"""Tests that when one rank fails, the others learn which one and why, in whatever phase they wait for it."""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A script learns what it needs before it has anything to restore into, adds entries late, and waits for the commits."""
+"""Tests scripts that peek before they have anything to restore into, add entries late, and wait for their commits."""
 
 from typing import Any
 from uuid import uuid4

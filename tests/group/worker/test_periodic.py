@@ -1,4 +1,4 @@
-"""A script's own periodic work: due alike on all ranks, once per span, and again when its step was lost."""
+"""Tests a script's own periodic work: due on all ranks together, once in each span, and again if its step was lost."""
 
 import json
 from collections.abc import Callable

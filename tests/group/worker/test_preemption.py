@@ -1,4 +1,4 @@
-"""Rank 0 saves at the right seconds when a node is about to go."""
+"""Tests when rank 0 saves after a notice that a node will be taken away."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""A run goes on over several restarts, with the ranks and their coordinator in this process, and no Ray."""
+"""Tests a run over several restarts, without Ray: the ranks and their coordinator are in this process."""
 
 from collections.abc import Sequence
 from typing import Any

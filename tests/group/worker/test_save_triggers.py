@@ -1,4 +1,4 @@
-"""Decisions to save come out the same on every rank, whatever each of them has heard of its last save."""
+"""Tests that every rank makes the same decisions to save, whatever it knows about its last save."""
 
 import queue
 import threading

@@ -1,6 +1,6 @@
-"""Saves of a shard that is larger than the memory which its process may still claim: a limit of the kernel says so.
+"""Tests saves of a shard that is larger than the memory that its process may still claim. A kernel limit enforces this.
 
-Training waits until the last slice is copied, and what it changes from then on is not in the checkpoint.
+Training waits until the last slice is copied. What training changes afterwards is not in the checkpoint.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The interval between saves from what they cost and how often the run fails."""
+"""Tests the interval between saves that follows from the cost of a save and the rate of failures."""
 
 import random
 
