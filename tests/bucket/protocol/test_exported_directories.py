@@ -159,7 +159,7 @@ def test_what_is_not_proven_to_be_a_whole_export_of_this_runs_training_stays_as_
 
 
 class Fails(Around):
-    """Lets a number of writes and deletes pass, and fails all others, before or after they are applied."""
+    """A store that lets a number of writes and deletes pass, and fails all others, before or after applying them."""
 
     def __init__(self, inner: Store, passes: int, *, is_late: bool) -> None:
         super().__init__(inner)

@@ -48,7 +48,7 @@ def test_a_fork_holds_a_copy_and_the_first_attempt_restores_it(old: Store, store
 
 
 def test_a_run_that_began_without_a_checkpoint_is_no_place_for_a_fork(old: Store, store: Store) -> None:
-    """A fork into it would go on from zero silently."""
+    """A fork into such a run would silently start from zero."""
     claimed(store)
 
     with pytest.raises(ConfigError, match="has already started"):

@@ -32,7 +32,7 @@ LONG = settings(QUICK, max_examples=4, stateful_step_count=500, derandomize=Fals
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """Lets a call be suspended for the whole of its history."""
+    """Let a call be suspended for the whole of its history."""
     monkeypatch.setattr(stepped_processes, "STEP_DEADLINE_S", 600.0)
 
 

@@ -24,7 +24,7 @@ def source() -> Driver:
 
 
 class Meeting(Around):
-    """Is a store in which each shard is written only when AT_ONCE of them are being written."""
+    """A store in which each shard is written only when AT_ONCE of them are being written."""
 
     barrier = Barrier(AT_ONCE)
 

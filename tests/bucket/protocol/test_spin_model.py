@@ -76,7 +76,7 @@ MEMORY_MIB = 6000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
-    """Holds what spin found, and the folder with its program and trail."""
+    """What spin found, and the folder with its program and trail."""
 
     folder: Path
     flags: list[str]

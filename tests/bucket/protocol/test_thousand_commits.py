@@ -28,7 +28,7 @@ KEEP_LAST = 10
 
 
 class Clock(Around):
-    """Sets the bucket's clock forward."""
+    """A store that moves the bucket's clock forward."""
 
     passed_s = 0.0
 
@@ -79,7 +79,7 @@ def test_latest_stays_small_over_a_thousand_commits_of_many_attempts_and_drivers
 
 @pytest.mark.slow
 def test_a_latest_full_of_evicted_names_can_still_be_claimed_and_pruned():
-    """Commits that come quicker than prunes fill it. Such a save may fail, but the run must not be lost."""
+    """Commits that are faster than prunes fill `latest`. Such a save may fail, but the run must not be lost."""
     store = open_store(f"memory://{uuid4().hex}")
     ann, bob = Driver(store, "ann"), Driver(store, "bob")
     ann.claim("g1")

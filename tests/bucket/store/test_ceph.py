@@ -100,7 +100,7 @@ def test_no_acknowledged_commit_is_lost_when_daemons_are_killed_in_the_middle_of
 
 
 def check_nothing_acknowledged_is_lost(uri: str, acknowledged: list[str]) -> None:
-    """The writer prunes nothing, so that what retention dropped is still there to be looked at."""
+    """Check every acknowledged commit. The writer prunes nothing, so dropped checkpoints can still be read."""
     bob = Driver(open_store(uri), "bob")
     before = assert_invariants(bob.store)  # every live one verifies
     live, evicted = [entry.key for entry in before.live], {item.key for item in before.evicted}
@@ -124,7 +124,7 @@ def check_nothing_acknowledged_is_lost(uri: str, acknowledged: list[str]) -> Non
 
 
 class Journal:
-    """Keeps what the writer knows, one line per event, each written out at once."""
+    """A file of what the writer knows: one line per event, written immediately."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -199,7 +199,7 @@ def test_bytes_that_change_while_they_are_sent_make_no_object(gs):
 
 
 def in_transit(proxy: FaultProxy, times: int = 1) -> None:
-    """The last byte of the next objects' data changes on its way; behind it stands the end mark of the body."""
+    """The last byte of the next objects' data changes in transit. Only the end mark of the body follows it."""
     proxy.rule("flip", "POST", "uploadType=multipart", times=times, back=len(f"\r\n--{'0' * 32}--\r\n"))
 
 

@@ -132,7 +132,7 @@ def store(wire_and_store: tuple[FaultProxy, Store]) -> Store:
 
 
 def raised(kind: type[Exception] | tuple[type[Exception], ...], store: Store, verb: str) -> Exception:
-    """Returns what the verb raises, after checking that it and its causes show no secret."""
+    """Return what the verb raises, after checking that it and its causes show no secret."""
     with pytest.raises(kind) as caught:
         VERBS[verb](store)
     shown = "".join(traceback.format_exception(caught.value))

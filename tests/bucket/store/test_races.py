@@ -34,7 +34,7 @@ def processes() -> Iterator[Processes]:
 
 @pytest.fixture(params=STORES)
 def uri(request: pytest.FixtureRequest, tmp_path) -> str:
-    """Returns one root for each server, so that each process makes a server's client once."""
+    """Return one root for each server, so that each process makes a server's client once."""
     if request.param == "file":
         return f"file://{tmp_path}/races"
     if request.param == "gs":
@@ -47,7 +47,7 @@ def uri(request: pytest.FixtureRequest, tmp_path) -> str:
 
 
 def race(racers: Processes | Threads, uri: str, *, rounds: int, size: int) -> list[Outcome]:
-    """Lets all writers create one new object, then swap it, once per round."""
+    """Let all writers create one new object, then swap it, once per round."""
     store = open_store(uri)
     folder = uuid4().hex
     return [

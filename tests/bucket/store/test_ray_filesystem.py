@@ -16,7 +16,7 @@ from raycheck.errors import ConfigError
 
 
 def name_of(value: object) -> str:
-    """Returns a name of the case that is equal in both processes of a test run, so that they collect alike."""
+    """Return a name of the case that is equal in both processes of a test run, so that they collect alike."""
     return value if isinstance(value, str) else type(value).__name__
 
 

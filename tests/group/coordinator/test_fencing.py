@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itse
 
 
 def coordinators() -> list[dict[str, str]]:
-    """Returns the coordinators that are alive now. Some of earlier tests may be among them."""
+    """Return the coordinators that are alive now. Some of earlier tests may be among them."""
     return [item for item in ray.util.list_named_actors(all_namespaces=True) if item["name"].startswith("raycheck:")]
 
 

@@ -23,7 +23,7 @@ WITHIN_S = 60.0
 
 @pytest.fixture
 def pair() -> list[InProcess]:
-    """Returns the second group that one coordinator serves, as after Ray has started the workers again."""
+    """Return the second group that one coordinator serves, as after Ray has started the workers again."""
     first = group_of(f"memory://{uuid4().hex}", world_size=2)
     claim(first)
     return [replace(place, id="second") for place in first]

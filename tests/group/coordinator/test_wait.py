@@ -42,7 +42,7 @@ def steps_of(uri: str) -> list[int]:
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, *, after: Event | None = None) -> None:
-    """Makes the next commit fail, as soon as `after` is set."""
+    """Make the next commit fail, as soon as `after` is set."""
     commit = protocol.commit
 
     def fails(*args: Any, **options: Any) -> bool:

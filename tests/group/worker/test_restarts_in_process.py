@@ -31,7 +31,7 @@ def train(
     groups: Sequence[raycheck.adapters.Group] = (),
     **restoring: Any,
 ) -> RestoreResult:
-    """Train to step `until`, saving every fourth step. Returns what rank 0's restore came to."""
+    """Train to step `until`, saving every fourth step. Returns the result of rank 0's restore."""
     groups = groups or group_of(uri, world_size=world_size)
 
     def rank(group: raycheck.adapters.Group) -> Any:
