@@ -29,7 +29,12 @@ KEEP_LAST = 10
 
 
 class KeepBest(TypedDict):
-    """The best checkpoints that stay: by which metric, whether its lowest or highest values are best, and how many."""
+    """The best checkpoints that stay.
+
+    metric: the metric by which they are compared.
+    mode: whether its lowest ("min") or highest ("max") values are best.
+    count: how many stay.
+    """
 
     metric: str
     mode: Literal["min", "max"]
@@ -105,7 +110,10 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HFExport(ExportOptions):
-    """The Hugging Face directories that a training run writes. See AfterCommit.export."""
+    """The Hugging Face directories that a training run writes.
+
+    name, to, keep_last: see AfterCommit.export.
+    """
 
     name: str = "{checkpoint}"
     to: str | None = None
@@ -500,5 +508,6 @@ def _check_counts(settings: object, *names: str) -> None:
 def _check_seconds(settings: object, *names: str) -> None:
     for name in names:
         value = getattr(settings, name)
-        if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 < value < float("inf")):
             raise ConfigError(f"{name}={value!r}: give a number of seconds above 0")

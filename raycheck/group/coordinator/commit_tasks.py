@@ -36,8 +36,8 @@ class CommitTasks:
         self._run = run
         self._lock = Lock()
         self._lines: dict[str, SimpleQueue[tuple[TaskRun, Future[None]]]] = {}  # by task
+        # By task and checkpoint: its end, and the other directories that the checkpoint refers to.
         self._begun: dict[tuple[str, str], tuple[Future[None], tuple[str, ...]]] = {}
-        """By task and checkpoint: its end, and the other directories that the checkpoint refers to."""
 
     def start(self, key: str, progress: Progress, tasks: Mapping[str, HFExport | bytes]) -> None:
         """Run tasks on a committed checkpoint, each after its current run and in place of a run that still waits.

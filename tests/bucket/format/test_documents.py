@@ -1,6 +1,6 @@
-"""Tests documents and the index: all that is written can be read back.
+"""Tests that every document and index that is written can be read back.
 
-Bytes from a bucket are hostile until they are parsed: for any other bytes CorruptError is the only error allowed.
+Bytes from a bucket are hostile until they are parsed. For any other bytes, CorruptError is the only error allowed.
 """
 
 import json
@@ -170,7 +170,7 @@ def test_a_changed_document_keeps_what_it_did_not_understand():
 
 
 def documents_in(tree: Any) -> list[dict[str, Any]]:
-    """Yield every object of the tree that is a document of its own, not a mapping of a user's values."""
+    """Yield every object of the tree that is itself a document, and not a mapping of a user's values."""
     if isinstance(tree, list):
         return [found for item in tree for found in documents_in(item)]
     if not isinstance(tree, dict):
@@ -287,7 +287,7 @@ def test_deep_nesting_is_corrupt_where_a_field_is_known(make, load, brackets, de
 @pytest.mark.parametrize("text", ["1e999", '"\\ud800"', "[" * 50 + "]" * 50, "[" * 990 + "]" * 990])
 @pytest.mark.parametrize("level", ["top", "attempt"])
 def test_whatever_latest_is_read_can_be_written_back(level, text):
-    """A commit goes on from any body that is accepted, so a body that cannot be written must be refused on reading."""
+    """A commit starts from any body that is accepted, so a body that cannot be written must be refused when read."""
     tree = json.loads(dump(a_latest()))
     (tree if level == "top" else tree["attempts"][0])["of_a_newer_writer"] = "@"
     body = resealed(json.dumps(tree).replace('"@"', text))

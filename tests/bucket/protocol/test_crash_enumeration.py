@@ -1,7 +1,7 @@
-"""Tests a crash, and every other fault, at every store call of every operation; then a restart (I5).
+"""Tests a crash, and every other fault, at every store call of every operation, each followed by a restart (I5).
 
-crash_enumeration.py says what is enumerated, and what a restart must find. The floors keep an enumeration from silently
-becoming smaller.
+crash_enumeration.py says what is enumerated and what a restart must find. The lower bounds in the tests notice when an
+enumeration becomes smaller.
 """
 
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ def clock(request: pytest.FixtureRequest) -> Iterator[Clock]:
 
 
 def twice(work):
-    """Do it once more in this process when the store has failed, as ranks and Ray do."""
+    """Repeat an operation in this process after the store has failed, as ranks and Ray do."""
     try:
         return work()
     except StoreError:
@@ -132,7 +132,7 @@ def rewinds(wire: Wire) -> tuple[str, ...]:
 
 
 def goes_back(wire: Wire) -> tuple[str, ...]:
-    """Let a group find the head damaged, go back, and train on from there."""
+    """Let a group find the head damaged, restore an earlier checkpoint, and continue training."""
     driver = Driver(wire, "ann", "c2")
     attempt, entry = twice(lambda: claim(driver, "g3"))
     instead = twice(lambda: go_back(driver.register, driver.me, group="g3", key=entry.key, problem="a proof"))
@@ -171,7 +171,7 @@ def names_and_scores(wire: Wire) -> tuple[str, ...]:
 
 
 def saves_by_name(wire: Wire) -> tuple[str, ...]:
-    """Commit the same step twice under one name, and another step that asks for it and does not get it."""
+    """Commit one step twice under the same name, and another step that requests the name and does not get it."""
     driver, done = current(wire), []
     for save, step in ((3, 30), (4, 30), (5, 50)):
         manifest = write_checkpoint(wire, attempt=2, save=save, step=step, name="kept", world_size=2)
@@ -307,7 +307,7 @@ def test_a_sweep_deletes_what_was_never_committed_and_leaves_the_evicted_their_g
 
 
 def test_a_repair_ends_with_the_error_of_a_store_that_failed_and_leaves_nothing_out():
-    """A checkpoint that could not be read for a moment, and were left out, would be deleted by the next sweep."""
+    """If a repair left out a checkpoint that could not be read for a moment, the next sweep would delete it."""
     calls = run(lost(), repairs).calls
 
     for number, call in enumerate(calls):
@@ -335,7 +335,7 @@ def test_a_crash_of_the_restart_after_a_crash_leaves_a_restorable_run(name, reco
     params=[pytest.param(item, marks=pytest.mark.slow) for item in (("file", 1), ("s3", 3))], ids=["file", "s3"]
 )
 def real(request, tmp_path, monkeypatch):
-    """Returns a function that makes a new empty store, and n: there is time for every n-th fault."""
+    """Return a function that makes a new empty store, and n: to save time, only every n-th fault is tried."""
     kind, every = request.param
     if kind == "file":
         return lambda: open_store(f"file://{tmp_path}/{uuid4().hex}"), every

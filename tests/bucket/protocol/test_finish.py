@@ -1,4 +1,4 @@
-"""Tests the end of training as `latest` notes it (step 33), for later claims and for readers."""
+"""Tests how `latest` records the end of training (step 33), and what later claims and readers conclude from it."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from tests.support.samples.sample_runs import B, F, current, finished, old
 
 @pytest.fixture
 def driver(tmp_path):
-    """Makes a driver that has claimed and saved twice."""
+    """Make a driver that has claimed and saved twice."""
     made = Driver(open_store(f"file://{tmp_path}/run"))
     made.claim("g1")
     made.save(1, 1)
@@ -207,7 +207,7 @@ def test_a_repaired_run_waits_for_somebody_to_start_it() -> None:
 
 
 def test_the_register_of_an_old_coordinator_still_finishes_after_a_pin() -> None:
-    """The swap is computed afresh from whatever body it finds."""
+    """The swap is computed again from the body that it finds."""
     world = old()
     driver = current(world.open())
     pin(Register(world.open()), B, pinned=False)

@@ -1,7 +1,7 @@
-"""Tests that no history of a run breaks an invariant: short histories always, with --all those of 500 steps.
+"""Tests that no history of a run breaks an invariant. By default the histories are short; --all has 500 steps each.
 
-A failure prints the steps of its history. `RAYCHECK_SHRINK=1` has hypothesis look for the shortest one, which takes
-minutes. The mutants prove that the machine can fail at all.
+A failure prints the steps of its history. With `RAYCHECK_SHRINK=1`, hypothesis looks for the shortest history that
+fails, which takes minutes. The mutants prove that the machine can fail at all.
 """
 
 import itertools
@@ -34,7 +34,7 @@ LONG = settings(QUICK, max_examples=4, stateful_step_count=500, derandomize=Fals
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """Lets a call be suspended for the whole of its history."""
+    """Let a call be suspended for the whole of its history."""
     monkeypatch.setattr(stepped_processes, "STEP_DEADLINE_S", 600.0)
 
 

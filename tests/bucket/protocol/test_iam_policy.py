@@ -1,6 +1,6 @@
-"""Tests cluster/bucket/policy.json: each role has the rights that its work needs, and none that it never uses.
+"""Tests cluster/bucket/policy.json: each role has the permissions that its work needs, and none that it never uses.
 
-The requests of each role are recorded on the wire and judged by the policy.
+The requests of each role are recorded on the wire, and the policy decides about each of them.
 """
 
 import json
@@ -51,7 +51,7 @@ def allows(statement: dict, asked: Asked) -> bool:
 
 
 def asked_of(line: str) -> Asked:
-    """Return the name of the right that S3 checks for a request."""
+    """Return the name of the permission that S3 checks for a request."""
     method, _, target = line.partition(" ")
     split = urlsplit(target)
     _, _, key = unquote(split.path).lstrip("/").partition("/")
@@ -126,7 +126,7 @@ def raycheck(*arguments: str) -> None:
 
 
 def a_run(uri: str) -> None:
-    """Make a run with two checkpoints, and a torn save and an upload of an attempt that is over."""
+    """Make a run with two checkpoints, and with an incomplete save and an upload of an attempt that has ended."""
     store = open_store(uri)
     ann = Driver(store)
     ann.claim("g1")
@@ -141,7 +141,7 @@ def a_run(uri: str) -> None:
 
 
 def leave_holds(store: Store) -> None:
-    """Leave the hold of a fork that somebody has deleted, and records of others that are long gone."""
+    """Leave the hold of a deleted fork, and records of other holds that ended long ago."""
     for run_id in ("forked", "broken-off"):
         fork(store, store.beside("../fork"), run_id=run_id)
         for item in list(store.beside("../fork").list_objects("")):

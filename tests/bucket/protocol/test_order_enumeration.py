@@ -1,4 +1,4 @@
-"""Tests two processes on one run in every order of their store calls, and a restart from every bucket on the way."""
+"""Tests two processes on one run in every order of their store calls, with a restart from every state in between."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -227,7 +227,7 @@ def test_two_processes_in_many_more_orders_leave_a_restorable_run(name, clock):
 
 
 def assert_all(orders: Orders, errors) -> int:
-    """Assert that every end is sound, losers got one of `errors`, and a run restarts from every bucket on the way."""
+    """Assert that every end is sound, losers got one of `errors`, and a run restarts from every bucket in between."""
     for world, outcomes in orders.all():
         assert_invariants(world.inner)
         for outcome in outcomes:

@@ -1,4 +1,4 @@
-"""Tests the error that a node gets when it lacks a right, verb by verb."""
+"""Tests the error of a node that lacks a permission, for each verb of the store."""
 
 import os
 import re
@@ -49,7 +49,7 @@ def test_a_missing_right_is_a_configuration_error_that_names_node_verb_and_permi
 
 @pytest.fixture
 def rclone(tmp_path: Path) -> Iterator[str]:
-    """Yields the URI of a bucket on a server that ignores preconditions."""
+    """Yield the URI of a bucket on a server that ignores preconditions."""
     (tmp_path / "bucket").mkdir()
     (port,) = free_ports(1)
     keys = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]

@@ -1,4 +1,4 @@
-"""Tests retention, pins, prune and sweep: what stays, what goes, and that nothing goes that may still be needed."""
+"""Tests retention, pins, prune and sweep: what stays, and that nothing is deleted that may still be needed."""
 
 from dataclasses import replace
 from uuid import uuid4
@@ -246,7 +246,7 @@ def test_a_metric_that_no_checkpoint_has_drops_nothing_by_itself():
 
 
 def gone_back(live: list[Entry], *, to: Entry) -> Latest:
-    """Make a body: attempt 1 saved `live`, attempt 2 went back to one of them and saved steps of its own."""
+    """Make a body in which attempt 1 saved `live`, and attempt 2 went back to one of these and saved further steps."""
     body = body_of(live, live[-1].key)
     second = replace(body.attempt, number=2, restore_key=to.key, last_save=9)
     return replace(body, attempts=(body.attempt, second))
@@ -430,7 +430,7 @@ def test_an_entry_lists_the_metric_that_ranks_and_the_first_others():
 
 
 class Ages(Around):
-    """Sets the bucket's clock forward, and lists every key that was deleted, in order."""
+    """A store that moves the bucket's clock forward, and lists every deleted key, in order."""
 
     def __init__(self, inner: Store, seconds: float) -> None:
         super().__init__(inner)
@@ -643,7 +643,7 @@ def directories(store: Store) -> set[str]:
 
 
 def leave_garbage(store: Store) -> tuple[Driver, str, str]:
-    """Make a run of three attempts. Returns its driver, a torn save of attempt 1, and a whole one, not listed."""
+    """Return the driver of a run of three attempts, and two unlisted saves of attempt 1: incomplete and complete."""
     ann = Driver(store)
     ann.claim("g1")
     ann.save(1, 1)
@@ -693,7 +693,7 @@ def test_a_sweep_of_torn_saves_leaves_what_is_whole_to_a_person(store):
 
 
 def test_a_sweep_takes_a_save_of_whose_documents_only_the_manifest_was_written(store):
-    """Index and manifest are under way together (16), so an interrupted commit may leave either one alone."""
+    """Index and manifest are written at the same time (16), so an interrupted commit may leave only one of them."""
     ann, torn, whole = leave_garbage(store)
     half = write_checkpoint(store, attempt=1, save=4)
     store.delete(object_keys.index_key(half.key))
@@ -779,7 +779,7 @@ def begin_local_upload(store: Store, key: str) -> Upload:
 
 
 def test_a_late_commit_of_a_swept_save_is_refused(store):
-    """Deleting is safe, since nothing of an earlier attempt can become live again, whenever it wakes up."""
+    """The delete is safe: nothing of an earlier attempt can become live, however late its process continues."""
     zombie = Driver(store)
     zombie.claim("g1")
     pending = write_checkpoint(store, attempt=1, save=1)

@@ -1,4 +1,4 @@
-"""Tests rewind, which goes back on purpose, and repair, which rebuilds a lost `latest` from the manifests."""
+"""Tests rewind, which moves the head back on purpose, and repair, which rebuilds a lost `latest` from the manifests."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

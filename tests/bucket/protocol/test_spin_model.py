@@ -1,7 +1,7 @@
-"""Tests a model of the protocol in all its states: protocol.pml says what is modelled, within which bounds.
+"""Tests a model of the protocol in all its states. protocol.pml says what is modeled, and within which bounds.
 
-Each run of spin answers one of two questions: does the protocol hold in a configuration, and does the checker find a
-violation when a rule is taken away? They run with --all only, since spin is a Debian package:
+Each run of spin answers one of two questions: does the protocol hold in this configuration, and does the checker find a
+violation when one rule is removed? These tests run with --all only, because spin is a Debian package:
 pytest --all tests/bucket/protocol/test_spin_model.py.
 """
 
@@ -76,7 +76,7 @@ MEMORY_MIB = 6000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
-    """Holds what spin found, and the folder with its program and trail."""
+    """What spin found, and the folder with its program and trail."""
 
     folder: Path
     flags: list[str]

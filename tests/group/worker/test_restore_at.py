@@ -1,4 +1,5 @@
-"""restore(at=...) in the training function: as fit(resume=...), agreed by all ranks, and obeyed once in each driver."""
+"""Tests restore(at=...) in the training function: it means what fit(resume=...) means, is equal on all ranks, and
+applies once in each driver."""
 
 from uuid import uuid4
 

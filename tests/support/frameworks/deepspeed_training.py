@@ -8,8 +8,6 @@ put together from all ranks.
 import hashlib
 import json
 import os
-import re
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -64,32 +62,16 @@ class Training:
 
 
 def launch(file: str, job: dict[str, Any], world_size: int, within_s: float = 180.0) -> dict[str, Any]:
-    """Run a file with DeepSpeed on this many ranks, with the job as JSON, and return what rank 0 has printed as JSON.
+    """Run a file with DeepSpeed on this many ranks, and return what rank 0 printed. See engine_runs.launched."""
+    from tests.support.frameworks.engine_runs import launched
 
-    Raises RuntimeError, with the errors of the ranks, if it has printed nothing.
-    """
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
-    environment |= {"PYTHONPATH": str(Path(__file__).parents[3]), "TORCH_EXTENSIONS_DIR": str(COMPILED)}
-    ranks = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    variables = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(world_size), "TORCH_EXTENSIONS_DIR": str(COMPILED)}
     left_over = set(SHARED_MEMORY.glob("deepspeed_*"))
-    done = subprocess.run(
-        [*ranks, file, json.dumps(job)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=within_s,
-        check=False,
-    )
-    for buffer in set(SHARED_MEMORY.glob("deepspeed_*")) - left_over:  # 66 MiB of each rank, which stay
-        buffer.unlink()
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
-    if done.returncode or not lines:
-        told = done.stderr.splitlines()
-        is_error = [re.search(r"\b\w*Error\b", line) is not None for line in told]
-        errors = [line for number, line in enumerate(told) if any(is_error[max(0, number - 3) : number + 1])]
-        raise RuntimeError("\n".join(errors[:12] or [done.stdout[-2000:], done.stderr[-2000:]]))
-    found: dict[str, Any] = json.loads(lines[0])
-    return found
+    try:
+        return launched(PYTHON, file, job, world_size, variables=variables, within_s=within_s)[0]
+    finally:
+        for buffer in set(SHARED_MEMORY.glob("deepspeed_*")) - left_over:  # 66 MiB of each rank, which stay
+            buffer.unlink()
 
 
 def model_of(training: Training) -> Any:

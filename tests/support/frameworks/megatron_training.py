@@ -7,9 +7,6 @@ weights and moments, which Megatron's own ShardedTensors put together from all r
 
 import hashlib
 import json
-import os
-import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,30 +64,13 @@ class Training:
         return self.tp * self.pp * self.dp
 
     def run(self, within_s: float = 180.0) -> dict[str, Any]:
-        """Train in processes of their own, and return what rank 0 has printed."""
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-            "PYTHONPATH": str(Path(__file__).parents[3]),
-        }
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.world_size}"]
-        done = subprocess.run(
-            [PYTHON, *launch, __file__, json.dumps(asdict(self))],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=within_s,
-            check=False,
-        )
-        lines = [line for line in done.stdout.splitlines() if line.startswith('{"losses"')]
-        if done.returncode or not lines:
-            errors = re.findall(r"^.*Error: .*(?:\n.*\]:   .*)*", done.stderr, re.MULTILINE)
-            raise RuntimeError("\n".join(errors[:4] or [done.stdout[-2000:], done.stderr[-4000:]]))
-        found: dict[str, Any] = json.loads(lines[0])
-        found["log"] = done.stderr
-        return found
+        """Train in processes of their own, and return what rank 0 has printed, with the log."""
+        from tests.support.frameworks.engine_runs import launched
+
+        variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"}
+        job = asdict(self)
+        found, log = launched(PYTHON, __file__, job, self.world_size, variables=variables, within_s=within_s)
+        return {**found, "log": log}
 
 
 @contextmanager

@@ -40,7 +40,8 @@ from raycheck.storage_settings import StorageSettings
 
 CONNECT_TIMEOUT_S = 10
 ROLE = "Storage Blob Data Contributor"
-_AS_IT_IS = {"decompress": False}  # raycheck compresses no object, and a hostile one may decompress to any size
+_AS_IT_IS = {"decompress": False}
+"""raycheck compresses no object, and a hostile one may decompress to any size."""
 _BAD_IDENTITY = ("InvalidAuthenticationInfo", "AuthenticationFailed")
 
 

@@ -36,7 +36,6 @@ _PERMISSIONS = {
     "DeleteObject": "s3:DeleteObject",
     "AbortMultipartUpload": "s3:AbortMultipartUpload",
 }
-# The last four mean that the bytes that arrived are not those that were sent.
 _MAY_PASS = (
     "SlowDown",
     "RequestTimeout",
@@ -45,6 +44,7 @@ _MAY_PASS = (
     "XAmzContentChecksumMismatch",
     "XAmzContentSHA256Mismatch",
 )
+"""The last four mean that the bytes that arrived are not those that were sent."""
 BAD_IDENTITY = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "InvalidClientTokenId")
 _MISCONFIGURED = (
     ConfigNotFound,
