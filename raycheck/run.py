@@ -285,7 +285,8 @@ class CommittedCheckpoint:
 class Run:
     """A run, as its `latest` described it at one moment. Open it again to see later commits.
 
-    The argument `at` selects a checkpoint: by its step (the newest one of that step), by its name, or by its key.
+    The argument `at` selects a checkpoint: by its step (the newest one of that step), by its name or its key, or "best"
+    by the `keep_best` of the run's newest save.
     Methods that change the run do not change this object: they return a new one. With dry_run=True, they make every
     check and return the same, but write nothing.
 

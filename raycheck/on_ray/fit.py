@@ -9,6 +9,7 @@ import ray
 from ray.exceptions import ActorDiedError
 from ray.train import FailureConfig, Result, TrainingFailedError
 
+from raycheck.bucket.choice import resolved
 from raycheck.bucket.protocol.resume import AUTO, Fork, Resume, key_to_restore, parse_resume
 from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.reading import ask_latest
@@ -137,7 +138,7 @@ def settle_resume(resume: str | int, store: Store, storage: StorageSettings | No
         fork(open_store(wish.uri, storage if is_alike else None), store, run_id=uuid4().hex)
         return AUTO
     try:
-        ask_latest(store, lambda body: key_to_restore(store.uri, body, wish))
+        ask_latest(store, lambda body: key_to_restore(store.uri, body, resolved(store, wish)))
     except NotFoundError:
         key_to_restore(store.uri, None, wish)
     return wish

@@ -41,7 +41,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class AtName:
-    """Return to the checkpoint with this user-given name or key, unless it is damaged."""
+    """Return to the checkpoint with this user-given name or key, unless it is damaged. "best" is resolved first."""
 
     name: str
 
@@ -74,10 +74,10 @@ def parse_resume(given: str | int | None, call: str = "fit(resume={!r})") -> Res
         return WORDS[given]
     if isinstance(given, str) and ("://" in given or given.startswith("/")):
         return Fork(given)
-    if isinstance(given, str) and (is_name(given) or CheckpointName.parse(given)):
+    if isinstance(given, str) and (given == "best" or is_name(given) or CheckpointName.parse(given)):
         return AtName(given)
     raise ConfigError(
-        f"{call.format(given)}: give 'auto', 'never', 'must', a step, a checkpoint's name, or another run's URI"
+        f"{call.format(given)}: give 'auto', 'never', 'must', 'best', a step, a checkpoint's name, or another run's URI"
     )
 
 

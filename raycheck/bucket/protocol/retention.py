@@ -70,7 +70,7 @@ def _kept(live: Sequence[Entry], left: set[str], rules: Retention) -> Iterator[t
     best: list[Entry] = []
     if rules.keep_best is not None:
         metric, count = rules.keep_best["metric"], rules.keep_best["count"]
-        best = _best(live, metric, rules.keep_best["mode"], count)
+        best = best_by(live, metric, rules.keep_best["mode"], count)
         yield from ((entry.key, f"among the best {count} by {metric}") for entry in best)
     counted = (rules.keep_last, rules.keep_every_steps, rules.keep_every_s)
     if counted == (None, None, None) and not best:  # a metric that no entry has does not count as a rule
@@ -104,7 +104,7 @@ def _left_behind(body: Latest) -> set[str]:
     }
 
 
-def _best(live: Iterable[Entry], metric: str, mode: str, count: int) -> list[Entry]:
+def best_by(live: Iterable[Entry], metric: str, mode: str, count: int) -> list[Entry]:
     """Return the best `count` entries by a metric, never one without a finite value.
 
     A score that was attached after the commit takes precedence over a metric of the same name. Of equal entries the

@@ -14,6 +14,7 @@ from uuid import uuid4
 from raycheck.bucket.assembly.assemble import Assembled, assemble
 from raycheck.bucket.assembly.plan_cache import PlanCache
 from raycheck.bucket.assembly.save_report import Report
+from raycheck.bucket.choice import resolved
 from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit as protocol
@@ -93,7 +94,7 @@ class ProtocolCalls:
             self.me,
             group=group,
             world_size=world_size,
-            resume=self._resume if at == AUTO else at,
+            resume=resolved(self._store, self._resume if at == AUTO else at),
             run_id=uuid4().hex,
             read_ahead=read_ahead,
         )

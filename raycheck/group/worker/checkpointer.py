@@ -216,7 +216,7 @@ class Checkpointer:
 
         Call it on every rank, once, at the start, even in a fresh run.
 
-        at: where the run starts, in the words of `fit(resume=...)`: a step, a checkpoint's name, "never" or "must".
+        at: where the run starts, in the words of `fit(resume=...)`: a step, a checkpoint's name, "best", "never" or "must".
             None: as `fit` says; by default, at the newest checkpoint. It must be the same on all ranks. It applies once
             in each call of `fit`: after a restart of the workers, training continues from the newest checkpoint. Under
             torchrun, it applies at every start.

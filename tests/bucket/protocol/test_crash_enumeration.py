@@ -311,6 +311,8 @@ def test_a_repair_ends_with_the_error_of_a_store_that_failed_and_leaves_nothing_
     calls = run(lost(), repairs).calls
 
     for number, call in enumerate(calls):
+        if call.verb == "put_if_absent" and call.key.startswith("pages/"):
+            continue  # it is sent again
         end = run(lost(), repairs, fault=(number, Mode.FAIL_BEFORE))
 
         assert isinstance(end.outcome, StoreError), call

@@ -13,6 +13,7 @@ from tests.support.histories.invariants import (
     assert_never_named_again,
     assert_repaired,
     assert_same_bytes,
+    load,
     whole,
 )
 from tests.support.servers.fault_injection import World, Write
@@ -129,6 +130,11 @@ class Ledger:
 
     def _delete(self, key: str) -> None:
         name = object_keys.checkpoint_of(key)
+        if (counter := object_keys.counter_of_page(key)) is not None:
+            newest = load(self.past[-1])
+            assert counter <= newest.counter, f"{key} was deleted, and may still be named"
+            assert key not in {page.key for page in (*newest.pages, *newest.evicted_pages)}, f"{key} is named"
+            return
         if name is None:
             assert key.startswith("probes/"), f"{key} was deleted, which nobody may"
             return

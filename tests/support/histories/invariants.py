@@ -84,7 +84,8 @@ def assert_write(world: World, write: Write) -> None:
 
 
 def _assert_swap(world: World) -> None:
-    for page in load(world.bodies[-1]).pages:
+    stored = load(world.bodies[-1])
+    for page in (*stored.pages, *stored.evicted_pages):
         assert world.objects.get(page.key) == world.wrote[page.key], f"I3: {page.key} is missing"
     body = whole(world, world.bodies[-1])
     assert_body(body)
@@ -102,21 +103,22 @@ def _assert_swap(world: World) -> None:
             assert_mirror_follows(before, body)
         elif not body.attempt.owner.startswith("repair-"):
             assert_follows(before, body)
-    back = {entry.key for entry in body.live} & set().union(*map(_evicted, world.bodies))
+    back = {entry.key for entry in body.live} & set().union(*(_evicted(world, data) for data in world.bodies))
     assert not back, f"I4: {back} came back"
 
 
 def _assert_delete(world: World, key: str) -> None:
     name = object_keys.checkpoint_of(key)
     if (counter := object_keys.counter_of_page(key)) is not None:
-        assert counter <= load(world.bodies[-1]).counter, f"I6: {key} may still be named"
-        assert key not in {page.key for page in load(world.bodies[-1]).pages}, f"I6: {key} is named"
+        stored = load(world.bodies[-1])
+        assert counter <= stored.counter, f"I6: {key} may still be named"
+        assert key not in {page.key for page in (*stored.pages, *stored.evicted_pages)}, f"I6: {key} is named"
         return
     if name is None:
         assert key.startswith("probes/"), f"I6: {key} lies outside of checkpoints/"
         return
     body = whole(world, world.bodies[-1])
-    was_evicted = any(str(name) in _evicted(data) for data in world.bodies)
+    was_evicted = any(str(name) in _evicted(world, data) for data in world.bodies)
     assert was_evicted or name.attempt < body.attempt.number, f"I6: {key} could still be committed"
     for entry in body.live:
         is_needed = key == object_keys.manifest_key(entry.key) or key in needed(world, entry)
@@ -148,15 +150,24 @@ def load(data: bytes) -> Latest:
 def whole(world: World, data: bytes) -> Latest:
     """Return a body that a world remembers, with what its pages list, also if they are deleted by now."""
     body = load(data)
-    if not body.pages:
+    refs = (*body.pages, *body.evicted_pages)
+    if not refs:
         return body
-    paged = [entry for page in body.pages for entry in _page(world.wrote[page.key]).live]
-    assert not {entry.key for entry in paged} & body.kept_newest, "the head or what is restored is in a page"
-    for ref in body.pages:
-        entries = _page(world.wrote[ref.key]).live
-        assert (ref.count, ref.first, ref.last) == (len(entries), entries[0].key, entries[-1].key)
+    pages = [_page(world.wrote[ref.key]) for ref in refs]
+    live = [entry for page in pages for entry in page.live]
+    evicted = [item for page in pages for item in page.evicted]
+    assert not {entry.key for entry in live} & body.kept_newest, "the head or what is restored is in a page"
+    for ref, page in zip(refs, pages, strict=True):
+        keys = [item.key for item in (*page.live, *page.evicted)]
+        assert (ref.count, ref.first, ref.last) == (len(keys), keys[0], keys[-1])
         assert (ref.size_bytes, ref.crc32) == (len(world.wrote[ref.key]), crc32(world.wrote[ref.key]))
-    return replace(body, newest=in_order((*paged, *body.newest)), pages=())
+    return replace(
+        body,
+        newest=in_order((*live, *body.newest)),
+        pages=(),
+        newest_evicted=(*evicted, *body.newest_evicted),
+        evicted_pages=(),
+    )
 
 
 @lru_cache(maxsize=5_000)
@@ -174,8 +185,12 @@ def _objects(data: bytes) -> dict[str, tuple[int, int]]:
     return {key: (record.size_bytes, record.crc32) for key, record in _manifest(data).objects()}
 
 
+def _evicted(world: World, data: bytes) -> frozenset[str]:
+    return frozenset(item.key for item in whole(world, data).evicted) if load(data).evicted_pages else _in_body(data)
+
+
 @lru_cache(maxsize=20_000)
-def _evicted(data: bytes) -> frozenset[str]:
+def _in_body(data: bytes) -> frozenset[str]:
     return frozenset(item.key for item in load(data).evicted)
 
 
