@@ -216,10 +216,10 @@ class Checkpointer:
 
         Call it on every rank, once, at the start, even in a fresh run.
 
-        at: where the run starts, in the words of `fit(resume=...)`: a step, a checkpoint's name, "best", "never" or "must".
-            None: as `fit` says; by default, at the newest checkpoint. It must be the same on all ranks. It applies once
-            in each call of `fit`: after a restart of the workers, training continues from the newest checkpoint. Under
-            torchrun, it applies at every start.
+        at: where the run starts, in the words of `fit(resume=...)`: a step, a checkpoint's name, "best", "never" or
+            "must". None: as `fit` says; by default, at the newest checkpoint. It must be the same on all ranks. It
+            applies once in each call of `fit`: after a restart of the workers, training continues from the newest
+            checkpoint. Under torchrun, it applies at every start.
         only, skip: names of entries to restore, or to leave unchanged. "rng" and "progress" (the step count) are names
             too, and so is a part of a module ("model.head"). only=["model"] starts from trained weights at step 0. A
             selection is applied once: a checkpoint that was saved after it is restored whole by the same call, so that
