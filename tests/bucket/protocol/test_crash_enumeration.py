@@ -237,7 +237,7 @@ OPERATIONS = {
     "take-over": (Scenario(world=old, work=takes_over), 350),
     "save": (Scenario(world=old, work=saves_in_full), 330),
     "save with a reference": (Scenario(world=old, work=saves_with_a_reference), 350),
-    "prune": (Scenario(world=old, work=prunes, head=F), 110),
+    "prune": (Scenario(world=old, work=prunes, head=F), 100),
     "sweep": (Scenario(world=old, work=sweeps, head=F), 150),
     "rewind": (Scenario(world=old, work=rewinds), 80),
     "going back": (Scenario(world=old, work=goes_back), 220),

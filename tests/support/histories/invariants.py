@@ -150,6 +150,7 @@ def load(data: bytes) -> Latest:
 def whole(world: World, data: bytes) -> Latest:
     """Return a body that a world remembers, with what its pages list, also if they are deleted by now."""
     body = load(data)
+    body = replace(body, past_pages=()) if body.past_pages else body
     refs = (*body.pages, *body.evicted_pages)
     if not refs:
         return body

@@ -1,11 +1,13 @@
 """Makes `latest` move entries to pages when it lists more than one or two, so that tiny runs have several pages."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from types import SimpleNamespace
 from unittest import mock
 
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.document import dump
 from raycheck.bucket.protocol import paging
 
 
@@ -15,10 +17,11 @@ def small_pages(*, newest: int = 1, page: int = 2, pages: int = 3, writes: int =
 
     writes: for how many writes of `latest` a page stays.
     """
-    numbers = count()
 
     def token() -> SimpleNamespace:
-        return SimpleNamespace(hex=f"{next(numbers):08x}")
+        """Make the token of a page depend on its content alone, so that equal histories leave equal objects."""
+        page = sys._getframe(1).f_locals["page"]
+        return SimpleNamespace(hex=f"{crc32(dump(page)):08x}")
 
     with mock.patch.multiple(
         paging,
