@@ -188,8 +188,8 @@ PAGE_MUTANTS = (
     Mutant(
         lacks="a page is written after the swap",
         where="swap:Register._replace",
-        old="        if pages:\n            put_all_once(self.store, pages)\n        written = self._write(new, got)\n",
-        new="        written = self._write(new, got)\n        put_all_once(self.store, pages) if pages else None\n",
+        old="    if pages:\n        put_all_once(self.store, pages)\n    written = self._write(new, got)\n",
+        new="    written = self._write(new, got)\n    put_all_once(self.store, pages) if pages else None\n",
     ),
     Mutant(
         lacks="a sweep deletes pages that latest names",
@@ -205,14 +205,14 @@ PAGE_MUTANTS = (
     ),
     Mutant(
         lacks="a page whose entries changed is named again",
-        where="paging:_kept_in_pages",
+        where="paging:_List._in_pages",
         old="ref if now == before else now",
         new="ref",
     ),
     Mutant(
         lacks="the head moves to a page",
-        where="paging:_too_old",
-        old="if entry.key not in here:",
+        where="paging:_List._too_old",
+        old="if item.key not in self.stay:",
         new="if True:",
     ),
     Mutant(

@@ -154,6 +154,7 @@ def whole(world: World, data: bytes) -> Latest:
     refs = (*body.pages, *body.evicted_pages)
     if not refs:
         return body
+    assert {ref.key for ref in refs} <= world.wrote.keys(), "I3: a page was named before it was written"
     pages = [_page(world.wrote[ref.key]) for ref in refs]
     live = [entry for page in pages for entry in page.live]
     evicted = [item for page in pages for item in page.evicted]
