@@ -8,13 +8,15 @@ reads `latest` again.
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.checksum import crc32
-from raycheck.bucket.format.latest import Latest, Page, PageRef, in_order, load_page
+from raycheck.bucket.format.latest import Latest, Page, PageRef, PagesNeededError, in_order, load_page
 from raycheck.bucket.store import Got, Store
 from raycheck.errors import CorruptError, NotFoundError
 
+T = TypeVar("T")
 AT_ONCE = 32
 Read = Callable[[], tuple[Latest, Got]]
 
@@ -28,7 +30,7 @@ class PageMissingError(Exception):
 
 
 class Pages:
-    """The pages of one run. Each is read once."""
+    """The pages of one run. Each is read once. Several threads may use them."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -37,12 +39,15 @@ class Pages:
     def read(self, refs: Iterable[PageRef]) -> list[Page]:
         """Return these pages. Raises PageMissingError, and CorruptError for damaged bytes."""
         refs = tuple(refs)
-        unread = [ref for ref in refs if ref.key not in self._read_pages]
+        known = self._read_pages  # another thread may replace it meanwhile
+        found = {ref.key: known[ref.key] for ref in refs if ref.key in known}
+        unread = [ref for ref in refs if ref.key not in found]
         for first in range(0, len(unread), AT_ONCE):
             batch = unread[first : first + AT_ONCE]
-            found = self._store.together(*(partial(self._read, ref) for ref in batch))
-            self._read_pages.update(zip((ref.key for ref in batch), found, strict=True))
-        return [self._read_pages[ref.key] for ref in refs]
+            pages = self._store.together(*(partial(self._read, ref) for ref in batch))
+            found.update(zip((ref.key for ref in batch), pages, strict=True))
+        self._read_pages.update(found)
+        return [found[ref.key] for ref in refs]
 
     def __str__(self) -> str:
         return str(self._store)
@@ -50,6 +55,13 @@ class Pages:
     def remember(self, key: str, page: Page) -> None:
         """Remember a page that is about to be written at `key`."""
         self._read_pages[key] = page
+
+    def ask(self, body: Latest, question: Callable[[Latest], T]) -> T:
+        """Return the answer of `body` to a question; its pages are read if the answer depends on them."""
+        try:
+            return question(body)
+        except PagesNeededError:
+            return question(self.whole(body))
 
     def whole(self, body: Latest) -> Latest:
         """Return `body` with what its pages list, as a whole body. Raises the errors of `read`."""

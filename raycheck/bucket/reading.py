@@ -245,7 +245,7 @@ def peek_latest(store: Store) -> Latest:
     Raises the errors of get_latest, but CorruptError only after a second reading.
     """
     body = read_quickly(store, object_keys.LATEST_KEY, load_latest, max_bytes=MAX_LATEST)
-    return read_latest(store) if body.pages else body
+    return read_latest(store) if body.pages or body.evicted_pages else body
 
 
 def no_run_error(store: Store) -> NotFoundError:
@@ -290,8 +290,8 @@ def missing_error(store: Store, name: str, key: str) -> NotFoundError | CorruptE
     It is a NotFoundError when the checkpoint was dropped, a CorruptError when the run whose directory it uses is not
     where it was, and otherwise a DamagedError. key: the object's key, or a text that contains it.
     """
-    body = read_latest(store)
-    if body.entry(name) is None:
+    entry, body = ask_latest(store, lambda body: (body.entry(name), body))
+    if entry is None:
         return NotFoundError(f"{store}: checkpoint {name} was dropped by retention; open the run again")
     if moved := _moved(store, body, name, key):
         return CorruptError(moved)

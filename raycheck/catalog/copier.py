@@ -221,6 +221,7 @@ class MirrorCopier:
     def _show(self, body: Latest, *, coming: set[str] | tuple[()]) -> Latest:
         whole = {*self.report.copied, *self.report.present}
         shown = show(self._target, body, uri=self._uri, whole=whole, coming=coming, directories=self._begun)
+        shown = self._target.pages.whole(shown)
         self._begun -= {item.key for item in shown.evicted}
         return shown
 

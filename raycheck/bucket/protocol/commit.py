@@ -73,9 +73,10 @@ def commit(
         return with_evicted(new, dropped_keys(replace(new, pages=()), rules, now=now), now=now)
 
     try:
-        return register.swap(decide, what=f"commit of {manifest.key}", at=at).entry(manifest.key)
+        body = register.swap(decide, what=f"commit of {manifest.key}", at=at)
     except _TooLateError:
         return None
+    return register.pages.ask(body, lambda body: body.entry(manifest.key))
 
 
 def _entry(manifest: Manifest, data: bytes, rules: Retention, now: float) -> Entry:

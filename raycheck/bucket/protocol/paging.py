@@ -6,6 +6,7 @@ changes or leaves, a new page takes its place. Live and evicted checkpoints are 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -13,11 +14,12 @@ from uuid import uuid4
 
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.document import dump
-from raycheck.bucket.format.latest import Entry, Evicted, Latest, Page, PageRef, PastPage
+from raycheck.bucket.format.latest import Entry, Evicted, Latest, Page, PageRef, PastPage, in_order
 from raycheck.bucket.format.object_keys import PAGES_PREFIX, counter_of_page, page_key
-from raycheck.bucket.pages import Pages
+from raycheck.bucket.pages import PageMissingError, Pages
 from raycheck.bucket.reading import read_newest
 from raycheck.bucket.store import Store
+from raycheck.errors import CorruptError
 
 MOST_NEWEST, MOST_NEWEST_BYTES = 128, 32 * 1024
 """Above either of these, the oldest entries of a body move to a page..."""
@@ -31,6 +33,11 @@ MOST_PAGES = 64
 WRITES_KEPT = 100
 """A page stays for this many writes of `latest` after the first body that does not name it: for slow readers, and for
 whoever puts an older version of `latest` back."""
+MOST_PAST = 200
+"""Of more such pages, the first are deleted earlier."""
+
+LOST = (PageMissingError, CorruptError)
+"""The errors for a page that cannot be read. A swap that would only make it longer then begins a new one instead."""
 
 Item = TypeVar("Item", bound=Entry | Evicted)
 
@@ -42,20 +49,21 @@ def fold(new: Latest, old: Latest | None, pages: Pages) -> tuple[Latest, Mapping
     """
     written: dict[str, bytes] = {}
 
-    def write(page: Page, keys: Sequence[str]) -> PageRef:
+    def write(page: Page) -> PageRef:
         key = page_key(new.counter, uuid4().hex[:8])
         data = written[key] = dump(page)
         pages.remember(key, page)
+        keys = [*(entry.key for entry in page.live), *(item.key for item in page.evicted)]
         return PageRef(key=key, crc32=crc32(data), size_bytes=len(data), count=len(keys), first=keys[0], last=keys[-1])
 
     live: _List[Entry] = _List(
         read=lambda ref: pages.read([ref])[0].live,
-        write=lambda items: write(Page(run_id=new.run_id, live=items), [item.key for item in items]),
+        write=lambda items: write(Page(run_id=new.run_id, live=in_order(items))),
         stay=new.kept_newest,
     )
     evicted: _List[Evicted] = _List(
         read=lambda ref: pages.read([ref])[0].evicted,
-        write=lambda items: write(Page(run_id=new.run_id, evicted=items), [item.key for item in items]),
+        write=lambda items: write(Page(run_id=new.run_id, evicted=items)),
     )
     newest, refs = live.divide(new.newest, new.pages, old.pages if old else ())
     newest_evicted, evicted_refs = evicted.divide(
@@ -70,7 +78,7 @@ def _past(new: Latest, old: Latest | None) -> tuple[PastPage, ...]:
     named = {ref.key for ref in (*new.pages, *new.evicted_pages)}
     left = [ref.key for ref in ((*old.pages, *old.evicted_pages) if old else ()) if ref.key not in named]
     stay = (page for page in new.past_pages if page.since > new.counter - WRITES_KEPT)
-    return (*stay, *(PastPage(key=key, since=new.counter) for key in left))
+    return (*stay, *(PastPage(key=key, since=new.counter) for key in left))[-MOST_PAST:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,18 +149,26 @@ class _List(Generic[Item]):
     def _with_moved(
         self, parts: list[PageRef | tuple[Item, ...]], moved: tuple[Item, ...]
     ) -> list[PageRef | tuple[Item, ...]]:
-        """Return the pages with more items at their end."""
+        """Return the pages with more items at their end: in the last page, unless that is full or lost."""
         if parts and _count(parts[-1]) + len(moved) <= PAGE_ENTRIES:
-            return [*parts[:-1], (*self._items(parts[-1]), *moved)]
+            with suppress(*LOST):
+                return [*parts[:-1], (*self._items(parts[-1]), *moved)]
         return [*parts, *(moved[first : first + PAGE_ENTRIES] for first in range(0, len(moved), PAGE_ENTRIES))]
 
     def _merged(self, parts: list[PageRef | tuple[Item, ...]]) -> list[PageRef | tuple[Item, ...]]:
-        """Return no more than MOST_PAGES pages."""
-        while len(parts) > MOST_PAGES:
-            counts = [_count(one) + _count(other) for one, other in pairwise(parts)]
-            at = counts.index(min(counts))
-            parts[at : at + 2] = [(*self._items(parts[at]), *self._items(parts[at + 1]))]
+        """Return no more than MOST_PAGES pages. A page that is lost remains as it is."""
+        while len(parts) > MOST_PAGES and (found := self._shortest_pair(parts)):
+            at, both = found
+            parts[at : at + 2] = [both]
         return parts
+
+    def _shortest_pair(self, parts: list[PageRef | tuple[Item, ...]]) -> tuple[int, tuple[Item, ...]] | None:
+        """Return the place and the items of the two neighbors that list the fewest, among pages that can be read."""
+        counts = [_count(one) + _count(other) for one, other in pairwise(parts)]
+        for at in sorted(range(len(counts)), key=counts.__getitem__):
+            with suppress(*LOST):
+                return at, (*self._items(parts[at]), *self._items(parts[at + 1]))
+        return None
 
     def _items(self, part: PageRef | tuple[Item, ...]) -> tuple[Item, ...]:
         return self.read(part) if isinstance(part, PageRef) else part
@@ -166,11 +182,13 @@ def sweep_pages(store: Store) -> None:
     """Delete the pages that no body of `latest` will ever name again.
 
     A body names only pages that were written for it, and pages that the body it replaces names. So if the one that is
-    read here does not name a page that was written for it or for an earlier one, no later body names it (I6).
+    read here does not name a page that was written for it or for an earlier one, no later body names it (I6). The pages
+    are listed before: if an older `latest` was put back since, its next bodies have the same counters.
     """
+    listed = list(store.list_objects(PAGES_PREFIX))
     body = read_newest(store)
     spared = {page.key for page in (*body.pages, *body.evicted_pages)} | {page.key for page in body.past_pages}
-    for item in list(store.list_objects(PAGES_PREFIX)):
+    for item in listed:
         counter = counter_of_page(item.key)
         if counter is not None and counter <= body.counter and item.key not in spared:
             store.delete(item.key)

@@ -21,6 +21,7 @@ from raycheck.bucket.format.latest import (
     Entry,
     Latest,
     Loan,
+    PastPage,
     dump_latest,
     listed_metrics,
     load_latest,
@@ -85,6 +86,7 @@ def repair(store: Store) -> Repaired:
         newest_evicted=old.evicted if old else (),
         holds=old.holds if old else recorded_holds(store, now=now),
         loans=loans,
+        past_pages=_past_pages(stored) if stored else (),
     )
     data = _stored(store, new, pages)
     if got is None:
@@ -157,6 +159,12 @@ def _with_readable_pages(body: Latest, pages: Pages) -> tuple[Latest, int]:
             lost.add(page.key)
     live, evicted = (tuple(page for page in refs if page.key not in lost) for refs in (body.pages, body.evicted_pages))
     return pages.whole(replace(body, pages=live, evicted_pages=evicted)), len(lost)
+
+
+def _past_pages(old: Latest) -> tuple[PastPage, ...]:
+    """Return the pages that stay for a while although the rebuilt body does not name them."""
+    left = (PastPage(key=page.key, since=old.counter + 1) for page in (*old.pages, *old.evicted_pages))
+    return (*old.past_pages, *left)
 
 
 def _stored(store: Store, body: Latest, pages: Pages) -> bytes:

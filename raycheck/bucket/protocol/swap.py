@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.format.latest import Latest, PagesNeededError, dump_latest
+from raycheck.bucket.format.latest import Latest, dump_latest
 from raycheck.bucket.pages import PageMissingError, Pages, lost_page_error, read_whole
 from raycheck.bucket.protocol.paging import fold
 from raycheck.bucket.protocol.write_once import put_all_once
@@ -151,11 +151,7 @@ class Register:
 
     def _decide(self, decide: Decide, body: Latest | None, now: float) -> Latest | None:
         """Return what `decide` computes from `body`, or from the whole body if it asks for what is in a page."""
-        try:
-            return decide(body, now)
-        except PagesNeededError:
-            assert body is not None, "only a body has pages"
-            return decide(self.pages.whole(body), now)
+        return decide(None, now) if body is None else self.pages.ask(body, lambda body: decide(body, now))
 
     def edit(self, change: Callable[[Latest, float], Latest | None], *, what: str, at: float | None = None) -> Latest:
         """Swap as `swap` does, but raise NotFoundError when there is no run."""

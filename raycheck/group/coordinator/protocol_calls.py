@@ -118,9 +118,10 @@ class ProtocolCalls:
         Returns the number of the attempt's last save that is committed, and the run's newest checkpoint, if any.
         """
         attempt = claims.take_over(self._register, self.me, group=group)
-        body, got = self._register.read_existing()
-        head = body.entry(body.head or "")
-        self._run_log.adopted(attempt, head, now=got.at)
+        found = self._register.read_newest()
+        assert found is not None, "this process has just swapped latest"
+        head = found[0].entry(found[0].head or "")
+        self._run_log.adopted(attempt, head, now=found[1].at)
         return attempt.last_save, head
 
     def conclude(self, reports: dict[int, Report]) -> Outcome:

@@ -26,6 +26,7 @@ from raycheck.cli import app
 from raycheck.errors import StoreError
 from raycheck.settings import Retention
 from tests.bucket.store.test_conformance import begin_upload
+from tests.support.histories.small_pages import small_pages
 from tests.support.samples.sample_checkpoints import Driver, sealed, write_export
 from tests.support.servers.s3_engines import by_s3fs_alone
 
@@ -126,11 +127,11 @@ def raycheck(*arguments: str) -> None:
 
 
 def a_run(uri: str) -> None:
-    """Make a run with two checkpoints, and with an incomplete save and an upload of an attempt that has ended."""
+    """Make a run with three checkpoints, and with an incomplete save and an upload of an attempt that has ended."""
     store = open_store(uri)
     ann = Driver(store)
     ann.claim("g1")
-    for save in (1, 2):
+    for save in (1, 2, 3):
         ann.save(1, save)
     for entry in ann.look().live:
         write_export(store, object_keys.exports_prefix(entry.key), entry.key)
@@ -164,10 +165,11 @@ def leave_holds(store: Store) -> None:
 )
 def test_a_role_asks_for_what_it_may_and_needs_all_of_that(s3, wire, role, works: Callable[[FastS3Store], None]):
     name = uuid4().hex
-    if role != "trainer":
-        a_run(join_uri(s3, name))
+    with small_pages(writes=1):
+        if role != "trainer":
+            a_run(join_uri(s3, name))
 
-    works(open_store(join_uri(wire.uri, name)))
+        works(open_store(join_uri(wire.uri, name)))
 
     asked = {asked_of(line) for line in wire.requests}
     assert refused(role, wire.requests) == []

@@ -1,7 +1,8 @@
 """Tests pages: that nobody can tell where an entry is listed, and what needs no page when one is lost. Step 40."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from threading import Event
 from uuid import uuid4
 
 import pytest
@@ -15,7 +16,7 @@ from raycheck.bucket.format.latest import Entry, Latest, PagesNeededError
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.pages import Pages
 from raycheck.bucket.protocol import name_and_score
-from raycheck.bucket.protocol.paging import fold
+from raycheck.bucket.protocol.paging import fold, sweep_pages
 from raycheck.bucket.protocol.pin_and_evict import evict, pin
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
 from raycheck.bucket.protocol.repair import repair
@@ -23,11 +24,12 @@ from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, list_directories, read_latest, read_newest
 from raycheck.bucket.store import Store, open_store
+from raycheck.catalog.copier import MirrorCopier
 from raycheck.errors import CorruptError, RaycheckError
 from raycheck.settings import Retention
 from tests.support.histories.invariants import assert_invariants
 from tests.support.histories.small_pages import small_pages
-from tests.support.samples.sample_checkpoints import Around, Driver
+from tests.support.samples.sample_checkpoints import Around, Driver, write_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -188,6 +190,59 @@ def test_a_part_of_the_list_cannot_be_taken_for_all_of_it() -> None:
     assert body.entry(body.head or "") is not None
 
 
+@pytest.mark.parametrize("size", [2, 4, 1000])
+def test_a_checkpoint_that_an_attempt_restored_is_found_when_it_moves_to_a_page_after_newer_ones(size: int) -> None:
+    run = store()
+    with small_pages(page=size):
+        driver = trained(run, saves=4)
+        oldest = driver.look().live[0].key
+        rewind(Register(run), oldest)
+        bob = Driver(run, "bob")
+        for group in ("h1", "h2"):  # the second attempt restores another one, so latest need not list the oldest
+            attempt, _ = bob.claim(group)
+            for save in (1, 2, 3):
+                bob.save(attempt.number, save, keep_last=None)
+
+    assert oldest not in {entry.key for entry in read_newest(run).newest}
+    for page in read_newest(run).pages:
+        listed = [entry.key for entry in bob.register.pages.read([page])[0].live]
+        assert listed == sorted(listed, key=CheckpointName.parse)
+        assert (page.first, page.last) == (listed[0], listed[-1])
+    pin(Register(run), oldest)
+    assert read_latest(run).live[0].pinned
+
+
+class Meanwhile(Around):
+    """Does something once, before the first page is read."""
+
+    def __init__(self, inner: Store, does: Callable[[], object]) -> None:
+        super().__init__(inner)
+        self.does: Callable[[], object] | None = does
+
+    def get(self, key: str, max_bytes: int = 1 << 30):
+        if key.startswith(object_keys.PAGES_PREFIX) and self.does is not None:
+            does, self.does = self.does, None
+            does()
+        return self.inner.get(key, max_bytes)
+
+
+def test_two_threads_read_pages_of_different_bodies() -> None:
+    """A coordinator's deletes read all pages while a commit continues the last one."""
+    run = store()
+    driver = trained(run)
+    old = read_newest(run)
+    evict(driver.register, Retention(keep_last=2))
+    new = read_newest(run)
+    pages = Pages(Meanwhile(run, lambda: pages.whole(new)))
+    pages.read(old.pages[:1])
+    pages._store.does = lambda: pages.whole(new)
+
+    found = pages.whole(old)
+
+    assert found.num_live == 8
+    assert pages.whole(new) == read_latest(run)
+
+
 # --- what needs no page ---
 
 
@@ -225,12 +280,15 @@ def test_claims_commits_restores_and_the_end_read_no_page_but_the_last_one_to_co
 
 
 @pytest.mark.parametrize("harm", ["lost", "damaged"])
-def test_a_lost_page_stops_neither_a_claim_nor_a_commit_and_a_repair_lists_its_checkpoints_again(harm: str) -> None:
+@pytest.mark.parametrize(("which", "saves"), [(0, 8), (-1, 8), (-1, 7), (-1, 6)])
+def test_a_lost_page_stops_neither_a_claim_nor_a_commit_and_a_repair_lists_its_checkpoints_again(
+    harm: str, which: int, saves: int
+) -> None:
     run = store()
-    trained(run)
+    trained(run, saves=saves)
     pin(Register(run), "step-000000010-a1-s1")
     live = read_latest(run).live
-    page = read_newest(run).pages[0]
+    page = read_newest(run).pages[which]
     if harm == "lost":
         run.delete(page.key)
     else:
@@ -239,7 +297,8 @@ def test_a_lost_page_stops_neither_a_claim_nor_a_commit_and_a_repair_lists_its_c
     bob = Driver(run, "bob")
     attempt, entry = bob.claim("h1")
     assert entry == live[-1]
-    bob.save(attempt.number, 1, keep_last=None)
+    for save in (1, 2, 3):
+        bob.save(attempt.number, save, step=100 + save, keep_last=None)
     with pytest.raises(CorruptError, match=f"{page.key}.*raycheck repair"):
         read_latest(run)
     with pytest.raises(CorruptError, match="raycheck repair"):
@@ -247,8 +306,8 @@ def test_a_lost_page_stops_neither_a_claim_nor_a_commit_and_a_repair_lists_its_c
     repair(run)
 
     body = assert_invariants(run)
-    assert [item.key for item in body.live][:-1] == [item.key for item in live]
-    assert body.live[-1].step == 10
+    assert [item.key for item in body.live][:-3] == [item.key for item in live]
+    assert body.live[-1].step == 103
     if harm == "lost":
         assert repair_is_refused(run)
 
@@ -290,6 +349,27 @@ def test_a_page_of_a_swap_that_failed_is_deleted_and_one_that_is_about_to_be_nam
 
     assert late not in pages_of(run)
     assert coming in pages_of(run)
+
+
+def test_a_page_that_is_written_while_a_sweep_runs_stays_though_an_older_latest_was_put_back() -> None:
+    run = store()
+    trained(run)
+    older = run.get(object_keys.LATEST_KEY).data
+    pin(Register(run), "step-000000010-a1-s1")
+
+    class PutBack(Around):
+        """Puts `latest` back after a sweep has read it; another process writes the next body, of the same counter."""
+
+        def get(self, key: str, max_bytes: int = 1 << 30):
+            got = self.inner.get(key, max_bytes)
+            if key == object_keys.LATEST_KEY:
+                run.put(key, older)
+                pin(Register(run), "step-000000020-a1-s2")
+            return got
+
+    sweep_pages(PutBack(run))
+
+    assert [entry.pinned for entry in read_latest(run).live] == [False, True] + 6 * [False]
 
 
 def test_a_run_that_drops_its_checkpoints_has_no_pages_left() -> None:
@@ -337,6 +417,48 @@ def test_an_opened_run_says_so_when_its_list_is_gone() -> None:
     with pytest.raises(raycheck.errors.NotFoundError, match="open it again"):
         print(opened.checkpoints)
     assert len(opened.reopened().checkpoints) == 8
+
+
+# --- what a swap returns ---
+
+
+def test_a_commit_that_was_made_long_ago_is_recognized() -> None:
+    run = store()
+    driver = trained(run, saves=1)
+    first = write_checkpoint(run, attempt=1, save=2)
+    entry = driver.commit(first, keep_last=None)
+    for save in range(3, 7):
+        driver.save(1, save, keep_last=None)
+
+    again = Driver(run)  # its coordinator was started again, and a rank repeats its report
+    again.me = driver.me
+    assert again.commit(first, keep_last=None) == entry is not None
+
+
+def test_a_checkpoint_is_deleted_at_once_while_the_readers_of_many_others_have_time() -> None:
+    run = store()
+    trained(run)
+    evict(Register(run), Retention(keep_last=3))
+    assert read_newest(run).evicted_pages
+
+    key = raycheck.catalog.delete_checkpoint(run.uri, 60, grace_s=0.0)
+
+    there = {str(name) for name in list_directories(run)}
+    assert there == {str(CheckpointName(attempt=1, save=save, step=10 * save)) for save in range(1, 9)} - {key}
+
+
+def test_a_mirror_follows_a_run_that_drops_many_checkpoints() -> None:
+    run, copy = store(), store()
+    driver = trained(run)
+    MirrorCopier(run, copy, stop=Event()).run()
+    evict(driver.register, Retention(keep_last=2))
+
+    shown = MirrorCopier(run, copy, stop=Event()).run()
+
+    assert read_newest(copy).evicted_pages
+    assert [entry.step for entry in shown.live] == [70, 80]
+    assert len(shown.evicted) == 6
+    assert_invariants(copy)
 
 
 # --- sizes ---
