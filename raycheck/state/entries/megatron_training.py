@@ -424,8 +424,9 @@ class RandomStates:
         group, or the first one for all if the group had another size. A group that did not exist gets one new state.
         """
         here = self._place()
-        (tensor, pipeline), data_rank = (here["place"][kind] for kind in self._SIZES[:2]), here["data_rank"]
-        group = {
+        tensor, pipeline = (int(here["place"][kind]) for kind in self._SIZES[:2])
+        data_rank = int(here["data_rank"])
+        group: dict[int, int] = {
             found["place"][self._SIZES[0]]: number
             for number, found in enumerate(states)
             if (found["place"][self._SIZES[1]], found["data_rank"]) == (pipeline, data_rank)
