@@ -179,23 +179,27 @@ def train(training: Training) -> None:
         dist.all_reduce(total)
         return float(total) / world_size
 
+    client: dict[str, Any] = {"consumed": 0, "best": {"loss": float("inf"), "step": -1}, "history": []}
+    state["client"] = client
     first = [training.saves_at - 2] if training.moves else []
     settings = raycheck.SaveSettings(every_steps=None, at_steps=[*first, training.saves_at])
     losses = []
     with raycheck.Checkpointer(state, settings, group=raycheck.torchrun_group(training.uri)) as ckpt:
         at = ckpt.restore(strict=training.is_strict, cast=training.is_cast)
-        digests = digests_of(engine, model, optimizer)
+        digests, clients = digests_of(engine, model, optimizer), json.dumps(client)
         for number in range(at.step, training.until):
             losses.append(step(number))
+            client["consumed"] += BATCH
+            client["history"].append(losses[-1])
+            client["best"] |= {"loss": losses[-1], "step": number} if losses[-1] < client["best"]["loss"] else {}
             if training.moves and number + 1 == training.saves_at:
                 move_states(engine, are_reloaded=training.moves == "back")
             ckpt.end_step()
             if number + 1 == training.saves_at:
-                digests = digests_of(engine, model, optimizer)
+                digests, clients = digests_of(engine, model, optimizer), json.dumps(client)
     if rank == 0:
-        print(
-            json.dumps({"losses": losses, "start": at.step, "digests": digests, "scale": scale_of(engine)}), flush=True
-        )
+        found = {"losses": losses, "start": at.step, "digests": digests, "client": clients, "scale": scale_of(engine)}
+        print(json.dumps(found), flush=True)
 
 
 def move_states(engine: Any, *, are_reloaded: bool) -> None:
