@@ -32,6 +32,12 @@ from tests.support.servers.s3_engines import by_s3fs_alone
 POLICY = json.loads((Path(__file__).parents[3] / "cluster/bucket/policy.json").read_text())
 NEVER_ASKED = {"ReaderListings"}
 """Needed all the same: without it S3 says of a missing object that it is denied."""
+OF_THE_BUCKET = {
+    "lifecycle": "s3:GetLifecycleConfiguration",
+    "versioning": "s3:GetBucketVersioning",
+    "object-lock": "s3:GetBucketObjectLockConfiguration",
+}
+"""What raycheck doctor and fit read where they may, and nobody else does."""
 Asked = tuple[str, str]
 """An action, and the resource that it is asked for."""
 
@@ -58,6 +64,8 @@ def asked_of(line: str) -> Asked:
     query = parse_qs(split.query, keep_blank_values=True)
     bucket, one = "arn:aws:s3:::BUCKET", f"arn:aws:s3:::BUCKET/{key}"
     match method:
+        case "GET" if (about := {*query} & {*OF_THE_BUCKET}) and not key:
+            return OF_THE_BUCKET[about.pop()], bucket
         case "GET" if "uploads" in query:
             return "s3:ListBucketMultipartUploads", bucket
         case "GET" | "HEAD" if not key:
