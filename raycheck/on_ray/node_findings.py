@@ -1,6 +1,7 @@
 """What `raycheck doctor` finds out on a node where ranks may run: this machine, or every node of a Ray cluster."""
 
 import importlib.util
+import logging
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -58,7 +59,7 @@ def examine_nodes(uri: str, address: str) -> tuple[BucketFinding, ...]:
         package = str(Path(__file__).parents[1])
         try:
             _reach(address)
-            ray.init(address, runtime_env={"py_modules": [package]}, log_to_driver=False, logging_level="ERROR")
+            ray.init(address, runtime_env={"py_modules": [package]}, log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, RuntimeError, ValueError, SystemExit) as error:  # Ray ends a process that it cannot serve
             raise ConfigError(f"address={address}: no Ray cluster there: {error}") from error
     try:

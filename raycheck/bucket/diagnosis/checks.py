@@ -30,7 +30,7 @@ Check = Callable[[Store], Iterator[BucketFinding]]
 def refuse_wrong(store: Store, *, node: str) -> None:
     """Raise the first thing that makes the place unfit for a run: what `raycheck doctor` calls wrong.
 
-    node: the name of this one, for errors. Costs some 70 small requests, most of them several at a time, and an upload
+    node: the name of this one, for errors. Costs some 90 small requests, most of them several at a time, and an upload
     of two parts. Raises ConfigError, and StoreError when the store or the network fails.
     """
     checks: tuple[Check, ...] = (

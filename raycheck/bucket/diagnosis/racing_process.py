@@ -32,7 +32,7 @@ def by_processes(store: Store, count: int) -> Iterator[Writers]:
     """
     with ExitStack() as stack:
         processes = [stack.enter_context(_started(store, number)) for number in range(count)]
-        watch = Timer(TIMEOUT_S, lambda: [process.kill() for process in processes])
+        watch = Timer(TIMEOUT_S, _kill, [processes])
         watch.daemon = True
         watch.start()
         stack.callback(watch.cancel)
@@ -48,6 +48,11 @@ def by_processes(store: Store, count: int) -> Iterator[Writers]:
             return [cast("Outcome", _answer(store, process)) for process in processes]
 
         yield take
+
+
+def _kill(processes: Sequence["subprocess.Popen[str]"]) -> None:
+    for process in processes:
+        process.kill()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from uuid import uuid4
 import pytest
 from typer.testing import CliRunner
 
+from raycheck.bucket.diagnosis.checks import refuse_wrong
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.protocol.preflight import probe, probe_node
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
@@ -37,7 +38,7 @@ OF_THE_BUCKET = {
     "versioning": "s3:GetBucketVersioning",
     "object-lock": "s3:GetBucketObjectLockConfiguration",
 }
-"""What raycheck doctor and fit read where they may, and nobody else does."""
+"""What fit and raycheck doctor read of a bucket itself."""
 Asked = tuple[str, str]
 """An action, and the resource that it is asked for."""
 
@@ -92,7 +93,9 @@ def refused(role: str, requests: list[str]) -> list[Asked]:
 
 
 def trains(store: Store) -> None:
-    """Do what nodes and coordinator do: a node's probe, claim, an upload that fails, saves, a restart, pruning."""
+    """Do what driver, nodes and coordinator do: fit's checks, a node's probe, claim, an upload that fails, saves, a
+    restart, pruning."""
+    refuse_wrong(store, node="n")
     probe_node(store, node="n")
     probe(store)
     ann = Driver(store)

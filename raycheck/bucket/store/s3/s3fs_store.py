@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from botocore.exceptions import ClientError, FlexibleChecksumError
 from botocore.handlers import set_operation_specific_signer
@@ -57,7 +57,6 @@ from raycheck.errors import (
 from raycheck.storage_settings import StorageSettings
 
 OTHER_BYTES = b"not what was sent"
-T = TypeVar("T")
 
 
 class S3Store(RemoteStore):
@@ -319,14 +318,14 @@ class S3Store(RemoteStore):
 
     def bucket_rules(self, key: str) -> BucketRules:
         where = {"Bucket": self._bucket}
-        versions = self._read("versioning", lambda client: client.get_bucket_versioning(**where), {})
+        versions = self._read("versioning", lambda client: client.get_bucket_versioning(**where))
         if isinstance(versions, Unread):
             versioning: bool | Unread = self._writes_versions(key)
         else:
             versioning = versions.get("Status") == "Enabled"
-        lock = self._read("object lock", lambda client: client.get_object_lock_configuration(**where), {})
-        life = self._read("lifecycle rules", lambda client: client.get_bucket_lifecycle_configuration(**where), {})
-        head = self._read("region", lambda client: client.head_bucket(**where), {})
+        lock = self._read("object lock", lambda client: client.get_object_lock_configuration(**where))
+        life = self._read("lifecycle rules", lambda client: client.get_bucket_lifecycle_configuration(**where))
+        head = self._read("region", lambda client: client.head_bucket(**where))
         return BucketRules(
             region=head if isinstance(head, Unread) else _region(head),
             asked_region=self._settings.region or "" if self._settings.endpoint is None else "",
@@ -345,12 +344,12 @@ class S3Store(RemoteStore):
             return Unread(str(error))
         return answer.get("VersionId") not in (None, "null")
 
-    def _read(self, what: str, call: Callable[[Any], Awaitable[T]], without: T) -> T | Unread:
-        """Return the response about one of the bucket's rules, or `without` if there is none. Sends one request."""
+    def _read(self, what: str, call: Callable[[Any], Awaitable[dict[str, Any]]]) -> dict[str, Any] | Unread:
+        """Return the response about one of the bucket's rules, empty if there is none. Sends one request."""
         try:
             return self._run(what, call, attempts=1)
         except NotFoundError:
-            return without
+            return {}
         except DeniedError as error:
             return Unread(str(error))
         except StoreError as error:  # many stores do not implement all of these
