@@ -7,7 +7,7 @@
 - submit.py runs a training script as a Ray job, watch_node.py forwards a cloud's preemption notice, export.py writes
   Hugging Face directories, tinker.py serves the tinker SDK, demo.py runs a demo, docs.py prints the guides.
 - catalog/ works with many runs in one bucket: `runs`, `fork`, `delete`, `delete-run`, `pack`, `unpack`, `download`,
-  `import`, `prune-runs`, `cp`.
+  `import`, `prune-runs`, `cp`; and examines a bucket: `doctor`.
 - views/ looks into checkpoints: `tensors`, `diff`; watches a run: `top`; and serves the `page`.
 - options.py has the shared arguments, their shell completion, and the printing functions.
 
@@ -17,8 +17,8 @@ Import torch and Ray inside the function, since browsing must load neither. Prin
 `print_json` of options.py, which make text from a bucket harmless for a terminal. Raise a RaycheckError if the command
 fails; `name=` in its message is shown to the user as `--name`.
 
-Exit codes: 0 success, 1 something is damaged (or a submitted training failed), 2 the command failed for the reason in
-its message, 141 the reader of the output has gone (closed_pipe.py).
+Exit codes: 0 success, 1 something is damaged or wrong (or a submitted training failed), 2 the command failed for the
+reason in its message, 141 the reader of the output has gone (closed_pipe.py).
 """
 
 import sys
@@ -30,7 +30,7 @@ from typer.core import TyperGroup
 
 import raycheck
 from raycheck.cli import browse, data, demo, docs, export, manage, names, submit, tinker, watch_node
-from raycheck.cli.catalog import archives, delete, fork, import_command, policy, runs
+from raycheck.cli.catalog import archives, delete, doctor, fork, import_command, policy, runs
 from raycheck.cli.catalog import copy as copies
 from raycheck.cli.closed_pipe import end_with_the_reader
 from raycheck.cli.options import Text, out, with_flags
@@ -75,7 +75,7 @@ GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
         import_command.import_,
     ),
     "Run": (submit.submit, watch_node.watch_node, tinker.tinker, demo.demo),
-    "Diagnose": (browse.verify, manage.repair),
+    "Diagnose": (doctor.doctor, browse.verify, manage.repair),
 }
 """Every command, in the groups and the order in which --help shows them."""
 

@@ -13,6 +13,7 @@ from uuid import uuid4
 import pytest
 from typer.testing import CliRunner
 
+from raycheck.bucket.diagnosis.checks import refuse_wrong
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.protocol.preflight import probe, probe_node
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
@@ -33,6 +34,12 @@ from tests.support.servers.s3_engines import by_s3fs_alone
 POLICY = json.loads((Path(__file__).parents[3] / "cluster/bucket/policy.json").read_text())
 NEVER_ASKED = {"ReaderListings"}
 """Needed all the same: without it S3 says of a missing object that it is denied."""
+OF_THE_BUCKET = {
+    "lifecycle": "s3:GetLifecycleConfiguration",
+    "versioning": "s3:GetBucketVersioning",
+    "object-lock": "s3:GetBucketObjectLockConfiguration",
+}
+"""What fit and raycheck doctor read of a bucket itself."""
 Asked = tuple[str, str]
 """An action, and the resource that it is asked for."""
 
@@ -59,6 +66,8 @@ def asked_of(line: str) -> Asked:
     query = parse_qs(split.query, keep_blank_values=True)
     bucket, one = "arn:aws:s3:::BUCKET", f"arn:aws:s3:::BUCKET/{key}"
     match method:
+        case "GET" if (about := {*query} & {*OF_THE_BUCKET}) and not key:
+            return OF_THE_BUCKET[about.pop()], bucket
         case "GET" if "uploads" in query:
             return "s3:ListBucketMultipartUploads", bucket
         case "GET" | "HEAD" if not key:
@@ -85,7 +94,9 @@ def refused(role: str, requests: list[str]) -> list[Asked]:
 
 
 def trains(store: Store) -> None:
-    """Do what nodes and coordinator do: a node's probe, claim, an upload that fails, saves, a restart, pruning."""
+    """Do what driver, nodes and coordinator do: fit's checks, a node's probe, claim, an upload that fails, saves, a
+    restart, pruning."""
+    refuse_wrong(store, node="n")
     probe_node(store, node="n")
     probe(store)
     ann = Driver(store)
