@@ -1,7 +1,7 @@
 """The task behind every logger: finds the checkpoints of a run that a tracker does not list yet, and adds them.
 
-Checkpoints are added in the order of their commits, so the newest one that is listed shows where to continue. Neither a
-restart nor a tracker that failed for a while leaves a gap, unless retention has dropped the checkpoint meanwhile.
+Checkpoints are added in the order of their commits, so those that are listed come first. Neither a restart nor a
+tracker that failed for a while leaves a gap, unless retention has dropped the checkpoint meanwhile.
 
 A tracker lists a checkpoint once, and has one value of each metric for a step: if a step was trained again after a
 rewind, its first commit counts.
@@ -9,7 +9,7 @@ rewind, its first commit counts.
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from bisect import bisect_left
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
@@ -48,9 +48,10 @@ class CheckpointList(ABC):
         """Add what the tracker misses, including the checkpoint `key`."""
         del key
         run = open_run(uri)
+        lasting = [item for item in run.checkpoints if not item.is_rolling and item.damaged is None]
         with self.opened(run) as tracked:
-            missing = [*_missing(run, tracked)]
-            for checkpoint in missing[: -AT_ONCE - 1 : -1]:
+            first = bisect_left(lasting, True, key=lambda checkpoint: not tracked.has(checkpoint))
+            for checkpoint in lasting[first : first + AT_ONCE]:
                 tracked.add(checkpoint)
 
     def check(self) -> None:
@@ -60,16 +61,6 @@ class CheckpointList(ABC):
                 f"raycheck.loggers.{self.package}: the package is not installed here, where rank 0 runs: "
                 f"pip install {self.package}"
             )
-
-
-def _missing(run: Run, tracked: TrackedRun) -> Iterator[CommittedCheckpoint]:
-    """Yield the checkpoints that are not listed, the newest first."""
-    for checkpoint in reversed(run.checkpoints):
-        if checkpoint.is_rolling or checkpoint.damaged is not None:
-            continue
-        if tracked.has(checkpoint):
-            return
-        yield checkpoint
 
 
 def name_of(run: Run) -> str:

@@ -82,30 +82,34 @@ class MLflowRun(TrackedRun):
         from mlflow.entities import LoggedModelOutput, LoggedModelStatus
 
         step, identity = checkpoint.step, identity_of(checkpoint)
-        first = self._find(STEP, str(step))
-        model = self._find(IDENTITY, identity) or self._client.create_logged_model(
+        begun = self._find(IDENTITY, identity)
+        is_new = begun is None and self._find(STEP, str(step)) is None
+        model = begun or self._client.create_logged_model(
             self._experiment,
             name=checkpoint.key,
             source_run_id=self._run_id,
             tags=_tags(checkpoint),
             model_type="checkpoint",
         )
-        if first is None or first.tags[IDENTITY] == identity:
-            self._log_metrics(checkpoint, model.model_id)
-        known = self._client.get_run(self._run_id).outputs
-        if model.model_id not in {output.model_id for output in (known.model_outputs if known else ())}:
+        self._log_metrics(checkpoint, model.model_id, is_new=is_new)
+        if begun is None or model.model_id not in self._outputs():
             self._client.log_outputs(self._run_id, [LoggedModelOutput(model.model_id, step)])
         self._client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
 
-    def _log_metrics(self, checkpoint: CommittedCheckpoint, model_id: str) -> None:
-        """Log the metrics that the run does not have at this step."""
+    def _outputs(self) -> set[str]:
+        """Return the ids of the models that the run lists as its own."""
+        known = self._client.get_run(self._run_id).outputs
+        return {output.model_id for output in (known.model_outputs if known else ())}
+
+    def _log_metrics(self, checkpoint: CommittedCheckpoint, model_id: str, *, is_new: bool) -> None:
+        """Log the metrics that the run does not have at this step. is_new: it has none."""
         from mlflow.entities import Metric
 
         at, step = int(checkpoint.committed_at * 1000), checkpoint.step
         values = [
             Metric(name, value, at, step, model_id=model_id, run_id=self._run_id)
             for name, value in checkpoint.metrics.items()
-            if all(old.step != step for old in self._client.get_metric_history(self._run_id, name))
+            if is_new or all(old.step != step for old in self._client.get_metric_history(self._run_id, name))
         ]
         if values:
             self._client.log_batch(self._run_id, metrics=values)
