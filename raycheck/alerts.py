@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from uuid import uuid4
 
 from raycheck.bucket.format.object_keys import alert_key
@@ -107,9 +108,9 @@ class AlertSender:
         }
         logger.info(event(f"alert: {facts['text']}", run=self._store.uri))
         if self._alerts.webhook is not None:
-            self._try("webhook", lambda url=self._alerts.webhook: _post(url, facts))
+            self._try("webhook", partial(_post, self._alerts.webhook, facts))
         if self._alerts.command is not None:
-            self._try("command", lambda command=self._alerts.command: _run(command, facts))
+            self._try("command", partial(_run, self._alerts.command, facts))
         return True
 
     def _mark(self, happening: Happening) -> bool:

@@ -276,8 +276,9 @@ class Alerts:
                 raise ConfigError('Alerts(command=...): give a program and its arguments: ["notify", "me"]')
             object.__setattr__(self, "command", tuple(command))
         kinds = (self.on,) if isinstance(self.on, str) else tuple(self.on)
-        if not kinds or (unknown := [kind for kind in kinds if kind not in get_args(AlertKind)]):
-            wrong = repr(unknown[0]) if kinds else "nothing"
+        unknown = [kind for kind in kinds if kind not in get_args(AlertKind)]
+        if unknown or not kinds:
+            wrong = repr(unknown[0]) if unknown else "nothing"
             raise ConfigError(f"Alerts(on={wrong}): give some of {', '.join(get_args(AlertKind))}")
         object.__setattr__(self, "on", kinds)
 

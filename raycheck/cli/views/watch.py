@@ -2,7 +2,7 @@
 
 import shlex
 import time
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -41,7 +41,7 @@ def watch(  # noqa: PLR0917  typer makes options of them
     continue_without_reader()
     show_log()
     words = None if command is None else shlex.split(command)
-    kinds = get_args(AlertKind) if not on else tuple(on)
+    kinds: Any = tuple(on) if on else get_args(AlertKind)
     watched = RunsWatch(uri, Alerts(webhook=webhook, command=words, on=kinds), settings_of(storage))
     while True:
         try:

@@ -14,9 +14,10 @@ import raycheck
 from raycheck import alerts as alerts_module
 from raycheck.alerts import AlertSender, Happening, died
 from raycheck.bucket.store import open_store
+from raycheck.bucket.store.interface import Written
 from raycheck.catalog.watch_runs import RunsWatch
 from raycheck.cli import app
-from raycheck.errors import ConfigError, SaveFailedError
+from raycheck.errors import ConfigError, DeniedError, SaveFailedError
 from raycheck.group.coordinator.messages import SaveFailure
 from raycheck.group.coordinator.run_alerts import RunAlerts
 from tests.support.histories.invariants import assert_invariants
@@ -206,6 +207,20 @@ def test_an_alert_that_cannot_be_marked_is_not_sent_until_it_can_be(hook: Webhoo
 
     assert (first, sender.tell(died(1, "why")), len(hook.posts)) == (False, True, 1)
     assert "an alert is not sent: it cannot be marked" in caplog.text
+
+
+class ReadOnly(DictStore):
+    """A bucket in which this reader may write nothing."""
+
+    def put_if_absent(self, key: str, data: bytes) -> Written:
+        raise DeniedError(f"{self}: {key}: access denied")
+
+
+def test_a_watcher_without_the_right_to_write_tells_once(hook: Webhook) -> None:
+    sender = AlertSender(ReadOnly(), raycheck.Alerts(webhook=hook.url))
+
+    assert [sender.tell(died(1, "why")) for _ in range(2)] == [True, False]
+    assert len(hook.posts) == 1
 
 
 def test_what_happens_before_the_settings_are_known_waits_and_only_what_is_asked_for_is_told(hook: Webhook) -> None:
