@@ -14,7 +14,7 @@ from raycheck.bucket.choice import entry_at
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.label import Label, NoteValue
 from raycheck.bucket.format.latest import Latest, PagesNeededError
-from raycheck.bucket.format.object_keys import EXPORTS_PREFIX, LATEST_KEY
+from raycheck.bucket.format.object_keys import EXPORTS_PREFIX, LATEST_KEY, checkpoint_prefix
 from raycheck.bucket.format.ray_pointer import MAX_BYTES as MAX_POINTER_BYTES
 from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
 from raycheck.bucket.pages import PageMissingError, Pages
@@ -77,6 +77,16 @@ class CommittedCheckpoint:
     def key(self) -> str:
         """Return the checkpoint's key, such as "step-000000800-a1-s8". No other checkpoint of the run ever has it."""
         return self._stored.entry.key
+
+    @property
+    def address(self) -> str:
+        """Return the address of the checkpoint's directory, without settings, for a list that refers to it."""
+        return f"{shown_uri(self._stored.store.uri)}/{checkpoint_prefix(self.key)}".removesuffix("/")
+
+    @property
+    def digest(self) -> str:
+        """Return the checksum of the checkpoint's manifest, which has those of all its objects: "crc32:89abcdef"."""
+        return f"crc32:{self._stored.entry.manifest_crc32:08x}"
 
     @property
     def step(self) -> int:

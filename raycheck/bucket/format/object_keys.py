@@ -173,6 +173,11 @@ def resume_key(number: int) -> str:
     return f"{ATTEMPTS_PREFIX}{number:06d}.start.json"
 
 
+def alert_key(happening: str) -> str:
+    """Return the key of the mark that people are told of something that happened to the run."""
+    return f"alerts/{happening}.json"
+
+
 def pointer_prefix(name: str) -> str:
     """Return the directory of a checkpoint's pointer, which is reported to Ray and which Ray may delete. It has no
     shards."""

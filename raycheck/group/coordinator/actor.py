@@ -43,14 +43,16 @@ from raycheck.group.coordinator.messages import (
     RankProof,
     RankRestore,
     RestoreDecision,
+    SaveFailure,
 )
 from raycheck.group.coordinator.node_agents import NodeAgents
 from raycheck.group.coordinator.protocol_calls import ProtocolCalls
 from raycheck.group.coordinator.rendezvous import WAIT_S, Kind, Rendezvous, RendezvousTable
 from raycheck.group.coordinator.requested_saves import RequestedSaves
+from raycheck.group.coordinator.run_alerts import RunAlerts
 from raycheck.group.coordinator.run_log import RunLog
 from raycheck.log import event, logger, show_log
-from raycheck.settings import HFExport
+from raycheck.settings import Alerts, HFExport
 
 LAST_COMMITS_S = 30.0
 """How long a claim waits for commits of the previous attempt."""
@@ -82,6 +84,7 @@ class Coordinator:
         # Asks for the save that cures a lost object. It is held here, since asyncio does not hold it.
         self._next_save: asyncio.Task[bool] | None = None
         self._run_log = RunLog(self._store, cluster.metrics(uri))
+        self._alerts = RunAlerts(self._store)
         self._plans = PlanCache()
         self._tasks = CommitTasks(self._store, uri, cluster.run_task)
         self._deletes = BackgroundDeletes(register, me, self._tasks)
@@ -94,6 +97,7 @@ class Coordinator:
             tasks=self._tasks,
             deletes=self._deletes,
             run_log=self._run_log,
+            alerts=self._alerts,
         )
         self._base = BaseCalls(register, self._protocol.me, self._table)
         self._node_agents = NodeAgents(cluster)
@@ -146,6 +150,14 @@ class Coordinator:
                 self._plans.forget_senders()
                 self._deletes.claimed()
             return self._claims[group]
+
+    async def alert_by(self, alerts: Alerts) -> None:
+        """Tell people by these settings what happens to the run. Raises ConfigError if that cannot work here."""
+        self._alerts.send_by(alerts)
+
+    async def save_failed(self, failure: SaveFailure) -> None:
+        """Record that a save has failed, as rank 0 counts it."""
+        self._alerts.save_failed(failure)
 
     async def rank_failed(self, failure: RankFailure) -> None:
         """Record that a rank has failed, and report its error to all ranks that wait for it, now or later."""
@@ -286,6 +298,7 @@ class Coordinator:
     async def heartbeat(self, group: str, message: HeartbeatMessage) -> bool:
         """Record how far rank 0 is. Return whether it should save soon, because somebody has requested a save."""
         self._run_log.heartbeat(group, message)
+        self._alerts.send_by(message.alerts)
         return self._requested.note_step(message.step, begun=message.begun, step_s=message.step_s)
 
     async def check_live(self, group: str) -> None:
@@ -311,6 +324,7 @@ class Coordinator:
     async def group_failed(self, causes: list[str]) -> None:
         """Record what Ray Train's controller saw happen to the live group, one line for each cause."""
         self._run_log.group_failed(causes)
+        self._alerts.group_failed(self._run_log.attempt, causes)
 
     async def give_up(self, cause: str, is_final: bool) -> None:
         """Record that the driver gives up the run. is_final: the same script would fail in the same way again."""

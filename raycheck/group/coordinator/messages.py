@@ -14,6 +14,7 @@ from raycheck.bucket.format.manifest import Component
 from raycheck.bucket.protocol.sharing.base_run import BaseOffer, Wanted
 from raycheck.data.proof_agreement import SourceProof
 from raycheck.errors import RaycheckError
+from raycheck.settings import Alerts
 from raycheck.transfer.stage.shared_memory import MemoryPlace
 
 OnCorrupt = Literal["previous", "raise"]
@@ -253,6 +254,7 @@ class HeartbeatMessage:
     step: completed steps. trained_s: seconds of training that these steps took, without those that were lost. step_s:
     seconds of the last step. began_at: when the run began, in unix seconds by the store's clock. begun: the step of the
     newest save that rank 0 has begun; -1 for none. failed, skipped: how many saves of this attempt were.
+    alerts: the settings, which a coordinator that was started again does not know.
     """
 
     step: int
@@ -262,3 +264,19 @@ class HeartbeatMessage:
     begun: int = -1
     failed: int = 0
     skipped: int = 0
+    alerts: Alerts | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveFailure:
+    """A failed save of rank 0, as all ranks count it.
+
+    save: its number in its attempt. in_a_row: how many saves in a row have failed. limit: how many end the training.
+    """
+
+    attempt: int
+    save: int
+    step: int
+    message: str
+    in_a_row: int
+    limit: int

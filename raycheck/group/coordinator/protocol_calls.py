@@ -40,6 +40,7 @@ from raycheck.group.coordinator.background_deletes import BackgroundDeletes
 from raycheck.group.coordinator.cluster import Cluster
 from raycheck.group.coordinator.commit_tasks import CommitTasks
 from raycheck.group.coordinator.messages import Claim, Outcome, RankRestore
+from raycheck.group.coordinator.run_alerts import RunAlerts
 from raycheck.group.coordinator.run_log import RunLog
 from raycheck.log import event, logger
 
@@ -60,6 +61,7 @@ class ProtocolCalls:
         tasks: CommitTasks,
         deletes: BackgroundDeletes,
         run_log: RunLog,
+        alerts: RunAlerts,
     ) -> None:
         """resume: applies only to this owner's first claim."""
         self._register = register
@@ -71,6 +73,7 @@ class ProtocolCalls:
         self._tasks = tasks
         self._deletes = deletes
         self._run_log = run_log
+        self._alerts = alerts
         self._referred = ReferredObjects(register.store)
         self._is_probed = False
         self._said_drift = ""
@@ -104,6 +107,7 @@ class ProtocolCalls:
         ended = past[-1] if past and past[-1].number < attempt.number else None
         had_finished = ended is not None and before is not None and before[0].is_finished
         self._run_log.claimed(ended, attempt, entry, had_finished=had_finished)
+        self._alerts.claimed(ended, self._run_log.cause)
         return Claim(
             attempt=attempt.number,
             restore=entry,
@@ -249,13 +253,16 @@ class ProtocolCalls:
 
     def finish(self, group: str) -> None:
         """Step 33: write into `latest` that the run has ended."""
-        self._run_log.finished(protocol.finish(self._register, self.me, group=group))
+        body = protocol.finish(self._register, self.me, group=group)
+        self._run_log.finished(body)
+        self._alerts.finished(body)
 
     def record_failure(self, cause: str, *, is_final: bool) -> None:
         """Write into the live attempt's record why this driver gives up the run, if the driver still owns the run."""
         found = self._register.read_newest()
         if found is not None and found[0].attempt.owner == self.me.owner and not found[0].is_finished:
             self._run_log.failed(found[0].attempt, at=found[1].at, cause=cause, is_final=is_final)
+            self._alerts.given_up(found[0].attempt.number, cause)
 
     def probe(self) -> None:
         """Step 6: prove once that the store honors conditions."""

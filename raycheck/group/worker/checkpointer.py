@@ -284,7 +284,7 @@ class Checkpointer:
     def _claim_run(self, at: Resume, selection: Selection) -> Claim:
         """Claim the run, unless `peek` has done so. Raises ConfigError if `peek` was called with another `at`."""
         if self._claim is None:
-            self._at, self._claim = at, claim_run(self._group, at)
+            self._at, self._claim = at, claim_run(self._group, at, self.settings.alerts)
         elif at not in (AUTO, self._at):
             raise ConfigError(
                 "peek() has already claimed the run, with another at=...: pass at=... to the first peek(), or to "

@@ -266,6 +266,8 @@ class LiveAttempt:
         is_by_notice: bool = False,
     ) -> None:
         queue, progress, began = self._queue, self._counter.progress, time.monotonic()
+        if kind == "keep":
+            tasks = dict.fromkeys((*tasks, *self._tasks.of_every_save))
         is_again = self._begun_name[0] == progress.step and label.expire_after_s is None
         self._begun, self._begun_label = (progress.step, kind), label
         self._note_commit(queue.wait_for_buffer())
@@ -375,6 +377,7 @@ class LiveAttempt:
             begun=self._begun[0],
             failed=self._queue.failed,
             skipped=self._triggers.skipped,
+            alerts=self._settings.alerts,
         )
 
 

@@ -18,7 +18,7 @@ from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.label import NO_LABEL, Label
 from raycheck.bucket.format.progress import Progress
 from raycheck.errors import SaveFailedError, StoreError
-from raycheck.group.coordinator.messages import Outcome
+from raycheck.group.coordinator.messages import Outcome, SaveFailure
 from raycheck.group.group import Group, ask_until_decided
 from raycheck.group.ports import Reporter, Sink, UnreportedCommit
 from raycheck.group.worker.memory_saves import MemorySaves
@@ -210,7 +210,7 @@ class SaveQueue:
             self.begun.fail(error)
             if not isinstance(error, SaveFailedError | StoreError):
                 raise
-            self._note_failure(report.save, str(error))
+            self._note_failure(report, str(error))
         else:
             staged.wait_for_slices(began + self._settings.save_timeout_s)
         return report.checkpoint
@@ -290,7 +290,7 @@ class SaveQueue:
                 self._has_agreed &= not save.is_agreed  # perhaps not all ranks got the agreement
                 if outcome.forgets_references:
                     self._state.components.forget(referred=True)
-                self._note_failure(save.report.save, outcome.message, is_cured_by_next=outcome.is_cured_by_next)
+                self._note_failure(save.report, outcome.message, is_cured_by_next=outcome.is_cured_by_next)
             elif outcome.kind == "committed":
                 self._failures_in_a_row, self.is_cured_by_next = 0, False
                 self._must_agree_after[save.report.save] = outcome.agree_anew
@@ -420,12 +420,26 @@ class SaveQueue:
         )
         return agreement
 
-    def _note_failure(self, number: int, message: str, *, is_cured_by_next: bool = False) -> None:
+    def _alert(self, report: Report, message: str) -> None:
+        """Have people told of a failed save, if the settings say so."""
+        if self._settings.alerts is not None:
+            failure = SaveFailure(
+                attempt=report.attempt,
+                save=report.save,
+                step=report.progress.step,
+                message=message,
+                in_a_row=self._failures_in_a_row,
+                limit=self._settings.max_failed_saves,
+            )
+            self._group.tell("save_failed", failure)
+
+    def _note_failure(self, report: Report, message: str, *, is_cured_by_next: bool = False) -> None:
         """Count a failed save. Raises SaveFailedError after too many in a row, and not before (I10).
 
         is_cured_by_next: see Outcome. The first such failure does not count: it must not end the training before the
         next save.
         """
+        number = report.save
         counts = self.is_cured_by_next or not is_cured_by_next
         self.is_cured_by_next = is_cured_by_next
         self._failures_in_a_row += counts
@@ -438,5 +452,6 @@ class SaveQueue:
         if self._group.rank == 0:  # all ranks are told the same outcome
             in_a_row = self._failures_in_a_row
             logger.warning(event(f"save failed: {message}", failures_in_a_row=in_a_row, run=self._group.uri))
+            self._alert(report, message)
         if counts and self._failures_in_a_row >= self._settings.max_failed_saves:
             raise SaveFailedError(f"{self._failures_in_a_row} failed save(s) in a row, the last: {message}")
