@@ -21,6 +21,7 @@ def train(config: dict[str, Any]) -> None:
     """Rank 1 dies in attempt 1, and rank 0 raises in attempt 2."""
     rank = ray.train.get_context().get_world_rank()
     told = raycheck.Alerts(webhook=config["webhook"])
+    torch.manual_seed(0)
     settings = raycheck.SaveSettings(every_steps=1, alerts=told)
     with raycheck.Checkpointer({"model": torch.nn.Linear(2, 2)}, settings) as ckpt:
         at = ckpt.restore()
