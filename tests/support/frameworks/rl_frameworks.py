@@ -1,16 +1,20 @@
-"""Installs verl beside the repository, and trains there.
+"""Installs RL frameworks beside the repository, in one virtual environment, and trains there.
 
-It goes into a virtual environment, with what it imports. All else is found in the repository's own environment.
+verl comes from PyPI, the others from their repositories at the commits below, and DeepSpeed is found where its own tests
+have it. All else is found in the repository's own environment.
 """
 
 import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.frameworks import deepspeed_training
 from tests.support.processes.virtual_environments import prepare_venv
 
 ROOT = Path(__file__).parents[3]
@@ -32,11 +36,41 @@ PACKAGES = (
     "uvicorn==0.38.0",
     "fastapi==0.121.1",
     "starlette==0.49.3",
+    "pylatexenc==2.10",
 )
+SOURCES = {
+    "OpenRLHF/OpenRLHF": ("3c3be6234e0cb353e76bb8019947db9dfe99fca7", ("openrlhf",)),
+}
+"""The commit of each repository, and the packages in it that are checked out."""
 
 
 def prepare() -> None:
-    prepare_venv(FOLDER, "packages-2", "--no-deps", *PACKAGES, finds_ours=True)
+    deepspeed_training.prepare()
+    prepare_venv(FOLDER, "packages-3", "--no-deps", *PACKAGES, finds_ours=True)
+    (site,) = FOLDER.glob("lib/python*/site-packages")
+    (deepspeed,) = deepspeed_training.FOLDER.glob("lib/python*/site-packages")
+    (site / "deepspeed.pth").write_text(f"{deepspeed}\n")
+    for repository, (commit, packages) in SOURCES.items():
+        place = FOLDER / "sources" / f"{repository.partition('/')[2]}-{commit[:12]}"
+        if not place.exists():
+            _check_out(place, repository, commit, packages)
+        paths = [f"{(place / package).parent}\n" for package in packages]
+        (site / f"{place.name}.pth").write_text("".join(paths))
+
+
+def _check_out(place: Path, repository: str, commit: str, packages: Sequence[str]) -> None:
+    """Check the packages out, whole or not at all."""
+    unfinished = place.with_suffix(".part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    address = f"https://github.com/{repository}"
+    for command in (
+        ("git", "clone", "--quiet", "--no-checkout", "--filter=blob:none", address, str(unfinished)),
+        ("git", "-C", str(unfinished), "sparse-checkout", "set", *packages),
+        ("git", "-C", str(unfinished), "checkout", "--quiet", commit),
+    ):
+        subprocess.run(command, check=True, timeout=600)
+    unfinished.rename(place)
 
 
 def recipe(heading: str) -> dict[str, Any]:
@@ -60,6 +94,8 @@ def run(module: str, *trainings: dict[str, Any], within_s: float = 400.0) -> lis
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_SIZE": "2",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
