@@ -26,34 +26,32 @@ def facts_of(body: Latest) -> Facts:
 def with_records(store: Store, body: Latest, known: Facts) -> Facts:
     """Return `known` with what `body` and the records of attempts say. body: of `latest`, whole.
 
-    The records of an attempt are read only if `known` lacks them. Those of attempts that `body` no longer lists are
-    looked for only if `known` has no attempt, which is so for a run of an older raycheck.
+    The two records of an attempt are read only if `known` lacks the one of its end, which is written last. Those of
+    attempts that `body` no longer lists are looked for only if `known` has no attempt, which is so for a run of an
+    older raycheck.
     """
     facts = known.joined(facts_of(body))
     numbers = {attempt.number for attempt in body.attempts}
     if not known.attempts:
         with suppress(DeniedError):
             numbers |= {number for item in store.list_objects(ATTEMPTS_PREFIX) if (number := attempt_of(item.key))}
-    unread = sorted(number for number in numbers if number not in known.ends or number not in known.starts)
+    unread = sorted(numbers - known.ends.keys())
     for first in range(0, len(unread), AT_ONCE):
         batch = unread[first : first + AT_ONCE]
-        for found in store.together(*(partial(_records, store, number, known) for number in batch)):
+        for found in store.together(*(partial(_records, store, number) for number in batch)):
             facts = facts.joined(found)
     ended = (record.attempt for number, record in facts.ends.items() if number not in facts.attempts)
     return facts.joined(Facts(attempts={item.number: AttemptFact(counter=0, attempt=item) for item in ended}))
 
 
-def _records(store: Store, number: int, known: Facts) -> Facts:
-    """Read the records of an attempt that `known` lacks. For a missing object S3 may answer "denied"."""
-    facts = Facts()
-    if number not in known.ends:
-        with suppress(DeniedError):
-            if (end := read_record(store, number)) is not None:
-                facts = facts.joined(Facts(ends={number: end}))
-    if number not in known.starts:
-        with suppress(DeniedError):
-            facts = facts.joined(Facts(starts=read_resumes(store, [number])))
-    return facts
+def _records(store: Store, number: int) -> Facts:
+    """Read the records of an attempt. For a missing object S3 may answer "denied"."""
+    end, starts = None, {}
+    with suppress(DeniedError):
+        end = read_record(store, number)
+    with suppress(DeniedError):
+        starts = read_resumes(store, [number])
+    return Facts(ends={} if end is None else {number: end}, starts=starts)
 
 
 def catch_up(store: Store, body: Latest) -> None:

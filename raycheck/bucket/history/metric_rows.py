@@ -6,6 +6,7 @@ whole spans, so it does not matter whether rows are thinned before or after they
 """
 
 import math
+import sys
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,7 @@ from itertools import accumulate
 from operator import sub
 from typing import ClassVar
 
-from raycheck.bucket.format.column_codec import little_endian, pack_column, unpack_column
+from raycheck.bucket.format.column_codec import pack_column, unpack_column
 from raycheck.bucket.format.document import Document
 from raycheck.errors import CorruptError
 
@@ -126,8 +127,8 @@ def rows_of(blocks: Iterable[Block], *, every: int, what: str) -> Rows:
     rows = Rows(every=every)
     for block in blocks:
         try:
-            steps = list(accumulate(_numbers(block.steps), initial=block.first))
-            columns = {name: _numbers(text) for name, text in block.metrics.items()}
+            steps = list(accumulate(_integers(block.steps), initial=block.first))
+            columns = {name: _floats(text) for name, text in block.metrics.items()}
         except (ValueError, KeyError, OverflowError) as error:
             raise CorruptError(f"{what} has rows of attempt {block.attempt} that cannot be read: {error}") from None
         if any(len(column) != len(steps) for column in columns.values()):
@@ -152,14 +153,23 @@ def _floats_text(values: list[float]) -> str:
 
 
 def _to_little(column: "array[float]") -> bytes:
-    return little_endian(array(column.typecode, column)).tobytes()  # type: ignore[arg-type]  # of any numbers
+    return _little(array(column.typecode, column)).tobytes()
 
 
-def _numbers(text: str) -> "array[int] | array[float]":
+def _little(column: "array[float]") -> "array[float]":
+    """Convert a column to or from little-endian, in place."""
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column
+
+
+def _integers(text: str) -> "array[int]":
     kind, _, packed = text.partition(":")
-    data = b64decode(packed, validate=True)
-    if kind in _WIDTHS:
-        return unpack_column(data, _WIDTHS[kind], as_steps=False)
-    column = array({"f4": "f", "f8": "d"}[kind])
-    column.frombytes(data)
-    return little_endian(column)  # type: ignore[arg-type, return-value]  # of any numbers
+    return unpack_column(b64decode(packed, validate=True), _WIDTHS[kind], as_steps=False)
+
+
+def _floats(text: str) -> "array[float]":
+    kind, _, packed = text.partition(":")
+    column: array[float] = array({"f4": "f", "f8": "d"}[kind])
+    column.frombytes(b64decode(packed, validate=True))
+    return _little(column)

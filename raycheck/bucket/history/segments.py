@@ -22,7 +22,7 @@ from raycheck.bucket.history.facts import (
 )
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import MAX_CONDITIONAL_BYTES, Listed
-from raycheck.errors import CorruptError, DeniedError, NotFoundError
+from raycheck.errors import ConflictError, CorruptError, DeniedError, NotFoundError
 
 MAX_SEGMENTS = 8
 """With more of them, the smallest are merged. So a reader needs one listing and this many requests."""
@@ -96,13 +96,43 @@ def record_facts(store: Store, facts: Facts, *, run_id: str, counter: int) -> No
     merged, facts = _with_smallest(store, facts, found, run_id) if len(found) >= MAX_SEGMENTS else ([], facts)
     data = dump_segment(facts.thinned(), run_id)
     key = segment_key(counter, uuid4().hex[:8])
-    if len(data) <= MAX_CONDITIONAL_BYTES:
-        store.put_if_absent(key, data)
-    else:
-        store.put(key, data)
+    _put(store, key, data)
     if merged and store.get(key, len(data)).data == data:
         for old in merged:
             store.delete(old)
+
+
+def _put(store: Store, key: str, data: bytes) -> None:
+    if len(data) <= MAX_CONDITIONAL_BYTES:
+        store.put_if_absent(key, data)
+    else:
+        store.put(key, data)  # the key has a random number, so nothing is replaced
+
+
+def copy_segments(source: Store, target: Store, before: frozenset[str]) -> frozenset[str]:
+    """Copy the segments of a run that its mirror lacks, and delete from the mirror those of `before`, which were copied
+    earlier and have been merged into others since. Return the keys of those that are in both. Raises StoreError.
+
+    Segments that cannot be read are left out.
+    """
+    there = {item.key for item in _listed(target)}
+    copied, is_whole = set(), True
+    for item in _listed(source):
+        try:
+            if item.key not in there:
+                _put(
+                    target, item.key, read_document(source, item.key, load_segment, max_bytes=MAX_SEGMENT_BYTES)[1].data
+                )
+            copied.add(item.key)
+        except ConflictError:  # another copier was faster
+            copied.add(item.key)
+        except (CorruptError, NotFoundError):  # a merged one is copied the next time, in another
+            is_whole = False
+    if is_whole:
+        for key in before - copied:
+            target.delete(key)
+        return frozenset(copied)
+    return frozenset(copied | before)
 
 
 def _with_smallest(store: Store, facts: Facts, found: Sequence[Listed], run_id: str) -> tuple[list[str], Facts]:

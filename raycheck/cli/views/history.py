@@ -69,7 +69,8 @@ def _facts(found: RunHistory) -> dict[str, Any]:
         "run_id": found.run_id,
         "state": found.status.state,
         "attempts": [
-            {name: value for name, value in asdict(item).items() if name != "commits"} for item in found.attempts
+            {name: value for name, value in asdict(item).items() if name not in ("commits", "resume")}
+            for item in found.attempts
         ],
         "commits": [asdict(commit) for commit in found.commits],
         "every": found.every,

@@ -240,7 +240,7 @@ class Coordinator:
         size = report.world_size
         rendezvous = self._table.meet(report.group, *_which(report), world_size=size, awaited="reported")
         rendezvous.arrive(report.rank, report)
-        if not report.is_in_memory:
+        if rendezvous.is_open and not report.is_in_memory:
             self._history.reported(report, self._run_log.now)
         if rendezvous.is_open and (report.failure or rendezvous.is_complete):
             rendezvous.decide_later(self._conclude(dict(rendezvous.arrivals)))
