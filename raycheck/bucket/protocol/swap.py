@@ -153,6 +153,12 @@ class Register:
         """Return what `decide` computes from `body`, or from the whole body if it asks for what is in a page."""
         return decide(None, now) if body is None else self.pages.ask(body, lambda body: decide(body, now))
 
+    @property
+    def newest(self) -> Latest | None:
+        """Return the body that this process last read or wrote, perhaps with pages; None before that. Sends no
+        request."""
+        return None if self._newest is None else self._newest[0]
+
     def edit(self, change: Callable[[Latest, float], Latest | None], *, what: str, at: float | None = None) -> Latest:
         """Swap as `swap` does, but raise NotFoundError when there is no run."""
 
