@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.history.attempt_facts import facts_of
 from raycheck.bucket.history.facts import DropRecord, Facts
-from raycheck.bucket.history.metric_rows import TIME, Rows
+from raycheck.bucket.history.metric_rows import TIME, MetricRows
 from raycheck.bucket.history.segments import record_facts
 from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol import pin_and_evict
@@ -50,7 +50,7 @@ def make(folder: Path) -> None:
 def write_history(store: Store, body: Latest) -> None:
     """Write one segment: what `body` lists itself, a checkpoint that was dropped, and metrics of each width."""
     name = "step-000000001-a1-s9"
-    rows = Rows(
+    rows = MetricRows(
         series={
             (1, "loss"): {1: 1.0, 2: 0.5, 3: 1 / 3, 4: 0.25},
             (1, "lr"): {1: 0.5, 2: math.nan, 3: math.inf, 4: 0.125},

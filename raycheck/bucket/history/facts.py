@@ -14,7 +14,7 @@ from raycheck.bucket.attempt_records import AttemptRecord, ResumeRecord
 from raycheck.bucket.format.document import FORMAT_VERSION, Document, dump, load
 from raycheck.bucket.format.latest import Attempt, Entry
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.history.metric_rows import Block, Rows, blocks_of, rows_of
+from raycheck.bucket.history.metric_rows import Block, MetricRows, blocks_of, rows_of
 from raycheck.errors import CorruptError
 
 MAX_SEGMENT_BYTES = 256 * 1024 * 1024
@@ -103,10 +103,10 @@ class Facts:
     attempts: Mapping[int, AttemptFact] = field(default_factory=dict)
     starts: Mapping[int, ResumeRecord] = field(default_factory=dict)
     ends: Mapping[int, AttemptRecord] = field(default_factory=dict)
-    rows: Rows = field(default_factory=Rows)
+    rows: MetricRows = field(default_factory=MetricRows)
 
     def __bool__(self) -> bool:
-        return self != Facts(rows=Rows(every=self.rows.every))
+        return self != Facts(rows=MetricRows(every=self.rows.every))
 
     def joined(self, other: "Facts") -> "Facts":
         """Return the union. It does not depend on the order, and joining the same facts again changes nothing."""
@@ -188,7 +188,7 @@ def dump_segment(facts: Facts, run_id: str) -> bytes:
 
 
 def _in_order(records: Mapping[K, R]) -> tuple[R, ...]:
-    return tuple(record for _, record in sorted(records.items()))  # type: ignore[type-var]  # all keys of one type
+    return tuple(record for _, record in sorted(records.items()))
 
 
 def has_unknown_fields(segment: Segment) -> bool:

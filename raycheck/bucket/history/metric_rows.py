@@ -29,7 +29,7 @@ Series = Mapping[int, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
+class MetricRows:
     """The rows of a run: for each attempt and metric, the value of each step.
 
     every: nothing between the first values of spans of so many steps is known to be complete; 1 when nothing was left
@@ -43,16 +43,16 @@ class Rows:
     def num_values(self) -> int:
         return sum(map(len, self.series.values()))
 
-    def joined(self, other: "Rows") -> "Rows":
+    def joined(self, other: "MetricRows") -> "MetricRows":
         """Return the union. Where both have a value of one step, which only a damaged writer could make differ, the
         larger counts, and a number rather than NaN."""
         series = dict(self.series)
         for key, values in other.series.items():
             mine = series.get(key)
             series[key] = values if mine is None else _union(mine, values)
-        return Rows(series=series, every=max(self.every, other.every))
+        return MetricRows(series=series, every=max(self.every, other.every))
 
-    def thinned(self, max_values: int = MAX_VALUES) -> "Rows":
+    def thinned(self, max_values: int = MAX_VALUES) -> "MetricRows":
         """Return at most `max_values` values: those of the shortest spans, of 1, 2, 4 and so on steps, that allow it.
 
         The spans are at least as long as `every` says. If even one value per metric and attempt is too much, the oldest
@@ -65,7 +65,7 @@ class Rows:
             series = {key: _first_of_spans(values, every) for key, values in series.items()}
         if len(series) > max_values:
             series = dict(sorted(series.items())[-max_values:])
-        return Rows(series=series, every=every)
+        return MetricRows(series=series, every=every)
 
 
 def _union(one: Series, other: Series) -> Series:
@@ -104,7 +104,7 @@ class Block(Document):
     metrics: Mapping[str, str]
 
 
-def blocks_of(rows: Rows) -> tuple[Block, ...]:
+def blocks_of(rows: MetricRows) -> tuple[Block, ...]:
     """Return rows in the form for a document. Equal rows give equal blocks."""
     groups: dict[tuple[int, tuple[int, ...]], dict[str, list[float]]] = {}
     for (attempt, name), values in sorted(rows.series.items()):
@@ -122,9 +122,9 @@ def blocks_of(rows: Rows) -> tuple[Block, ...]:
     )
 
 
-def rows_of(blocks: Iterable[Block], *, every: int, what: str) -> Rows:
+def rows_of(blocks: Iterable[Block], *, every: int, what: str) -> MetricRows:
     """Return the rows of a document. Raises CorruptError for what `blocks_of` does not write. what: names it."""
-    rows = Rows(every=every)
+    rows = MetricRows(every=every)
     for block in blocks:
         try:
             steps = list(accumulate(_integers(block.steps), initial=block.first))
@@ -134,7 +134,7 @@ def rows_of(blocks: Iterable[Block], *, every: int, what: str) -> Rows:
         if any(len(column) != len(steps) for column in columns.values()):
             raise CorruptError(f"{what} has rows of attempt {block.attempt} with columns of different lengths")
         found = {(block.attempt, name): dict(zip(steps, column, strict=True)) for name, column in columns.items()}
-        rows = rows.joined(Rows(series=found))
+        rows = rows.joined(MetricRows(series=found))
     return rows
 
 

@@ -10,7 +10,7 @@ import threading
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.history.attempt_facts import catch_up, facts_of
 from raycheck.bucket.history.facts import Facts
-from raycheck.bucket.history.metric_rows import TIME, Rows
+from raycheck.bucket.history.metric_rows import TIME, MetricRows
 from raycheck.bucket.history.segments import record_facts
 from raycheck.bucket.protocol.swap import Register
 from raycheck.log import event, logger
@@ -49,7 +49,7 @@ class HistoryWriter:
                 }
                 for name, (steps, values) in report.rows.items()
             }
-            self._add(Facts(rows=Rows(series=series)))
+            self._add(Facts(rows=MetricRows(series=series)))
 
     def committed(self) -> None:
         """Note a commit, and what it evicted, as the body says that the register has just written."""

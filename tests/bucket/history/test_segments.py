@@ -23,7 +23,7 @@ from raycheck.bucket.history.facts import (
     facts_in,
     load_segment,
 )
-from raycheck.bucket.history.metric_rows import TIME, Rows, blocks_of, rows_of
+from raycheck.bucket.history.metric_rows import TIME, MetricRows, blocks_of, rows_of
 from raycheck.bucket.history.segments import MAX_SEGMENTS, read_facts, record_facts
 from raycheck.bucket.store import Store, open_store
 
@@ -37,7 +37,7 @@ def value_of(attempt: int, name: str, step: int) -> float:
 
 
 rows = st.builds(
-    lambda places, every: Rows(
+    lambda places, every: MetricRows(
         series={
             (attempt, name): {step: value_of(attempt, name, step) for a, n, step in places if (a, n) == (attempt, name)}
             for attempt, name, _ in places
@@ -94,7 +94,7 @@ def alike(one: Facts, other: Facts) -> bool:
     return dump_segment(one, RUN) == dump_segment(other, RUN)
 
 
-def series_of(rows: Rows) -> Mapping[tuple[int, str], dict[int, str]]:
+def series_of(rows: MetricRows) -> Mapping[tuple[int, str], dict[int, str]]:
     return {key: {step: value.hex() for step, value in values.items()} for key, values in rows.series.items() if values}
 
 
@@ -128,17 +128,19 @@ def test_a_segment_returns_exactly_what_was_written(given_facts):
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.integers(0, 2**40), numbers, min_size=1, max_size=40))
 def test_each_number_is_kept_to_the_last_bit(values):
-    found = rows_of(blocks_of(Rows(series={(1, "loss"): values})), every=1, what="it")
+    found = rows_of(blocks_of(MetricRows(series={(1, "loss"): values})), every=1, what="it")
 
-    assert series_of(found) == series_of(Rows(series={(1, "loss"): values}))
+    assert series_of(found) == series_of(MetricRows(series={(1, "loss"): values}))
 
 
 def test_numbers_of_a_float32_take_four_bytes_each_and_steps_one():
     short = {step: float(step) for step in range(5000, 6000)}
     long = {step: step / 3 for step in range(5000, 6000)}
 
-    sizes = [len(block.metrics["loss"]) for x in (short, long) for block in blocks_of(Rows(series={(1, "loss"): x}))]
-    (block,) = blocks_of(Rows(series={(1, "loss"): short}))
+    sizes = [
+        len(block.metrics["loss"]) for x in (short, long) for block in blocks_of(MetricRows(series={(1, "loss"): x}))
+    ]
+    (block,) = blocks_of(MetricRows(series={(1, "loss"): short}))
 
     assert sizes == [len("f4:") + 4 * 4000 // 3 + 3, len("f8:") + 4 * 8000 // 3 + 2]
     assert len(block.steps) < 1000 * 4 // 3 + 8
@@ -181,7 +183,7 @@ def test_a_metric_that_few_steps_have_is_not_lost_to_one_that_all_have():
     dense = {step: float(step) for step in range(1, 1001)}
     rare = {step: float(step) for step in range(7, 1001, 100)}
 
-    found = Rows(series={(1, "loss"): dense, (1, "eval"): rare}).thinned(100)
+    found = MetricRows(series={(1, "loss"): dense, (1, "eval"): rare}).thinned(100)
 
     assert len(found.series[1, "loss"]) == 63
     assert found.series[1, "eval"] == rare
@@ -232,7 +234,7 @@ def test_the_loss_of_a_segment_loses_no_more_than_its_own_facts(batches, data):
 def some(save: int) -> Facts:
     return Facts(
         commits={name(save): CommitRecord(key=name(save), counter=save, at=float(save), size_bytes=5)},
-        rows=Rows(series={(1, "loss"): {step: step / 3 for step in range(save * 10 - 9, save * 10 + 1)}}),
+        rows=MetricRows(series={(1, "loss"): {step: step / 3 for step in range(save * 10 - 9, save * 10 + 1)}}),
     )
 
 
