@@ -188,7 +188,7 @@ def dump_segment(facts: Facts, run_id: str) -> bytes:
 
 
 def _in_order(records: Mapping[K, R]) -> tuple[R, ...]:
-    return tuple(record for _, record in sorted(records.items()))  # type: ignore[type-var]  # all keys of one type
+    return tuple(record for _, record in sorted(records.items()))
 
 
 def has_unknown_fields(segment: Segment) -> bool:

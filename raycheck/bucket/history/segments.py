@@ -141,7 +141,7 @@ def _with_smallest(store: Store, facts: Facts, found: Sequence[Listed], run_id: 
     They are as many of the smallest as have to go, and then each that is not much larger than what is merged already.
     Segments that cannot be read, are of another run, or have fields of a newer writer are left as they are.
     """
-    size, merged = len(dump_segment(facts, run_id)), []
+    size, merged = len(dump_segment(facts, run_id)), list[str]()
     must = len(found) + 1 - MAX_SEGMENTS
     for item in found:
         is_small = len(merged) < must or item.size_bytes <= GROWTH * size
