@@ -46,7 +46,8 @@ def read_facts(store: Store, run_id: str, read: dict[str, Facts] | None = None) 
         except DeniedError as error:
             return Facts(), (f"{store}: {HISTORY_PREFIX} cannot be read: {error}",)
         new = [key for key in keys if key not in read and key not in unreadable]
-        found = dict(zip(new, store.together(*(partial(_read, store, key, run_id) for key in new)), strict=True))
+        items = store.together(*(partial(_read, store, key, run_id) for key in new)) if new else []
+        found = dict(zip(new, items, strict=True))
         read.update({key: item for key, item in found.items() if isinstance(item, Facts)})
         unreadable.update({key: item for key, item in found.items() if isinstance(item, str)})
         if None not in found.values():  # otherwise one was merged after the listing
@@ -153,7 +154,7 @@ def _with_smallest(store: Store, facts: Facts, found: Sequence[Listed], run_id: 
             if segment.run_id != run_id or has_unknown_fields(segment):
                 continue
             facts = facts.joined(facts_in(segment, what=f"{store}: {item.key}"))
-        except (CorruptError, NotFoundError):
+        except (CorruptError, NotFoundError, DeniedError):
             continue
         merged.append(item.key)
         size += item.size_bytes
