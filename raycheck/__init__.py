@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from raycheck import adapters as adapters
     from raycheck import catalog as catalog
     from raycheck import errors as errors
+    from raycheck import loggers as loggers
     from raycheck import values as values
     from raycheck.catalog.listing import RunSummary, list_runs
     from raycheck.data.batches import Batches
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from raycheck.on_ray.data.ray_data import RayData
     from raycheck.on_ray.fit import fit
     from raycheck.run import CommittedCheckpoint, Run, export_hf, open_checkpoint, open_run
-    from raycheck.settings import AfterCommit, SaveSettings
+    from raycheck.settings import AfterCommit, Alerts, SaveSettings
     from raycheck.state.entries.per_rank_entries import PerRank, RankZero
     from raycheck.storage_settings import StorageSettings
 
@@ -51,7 +52,7 @@ _HOMES = {
     "raycheck.on_ray.data.ray_data": ("RayData",),
     "raycheck.on_ray.fit": ("fit",),
     "raycheck.run": ("CommittedCheckpoint", "Run", "export_hf", "open_checkpoint", "open_run"),
-    "raycheck.settings": ("AfterCommit", "SaveSettings"),
+    "raycheck.settings": ("AfterCommit", "Alerts", "SaveSettings"),
     "raycheck.state.entries.per_rank_entries": ("PerRank", "RankZero"),
     "raycheck.storage_settings": ("StorageSettings",),
 }
@@ -61,6 +62,7 @@ _MODULES: dict[str, str] = {
     "catalog": "raycheck.catalog",
     "errors": "raycheck.errors",
     "lightning": "raycheck.frameworks.lightning",
+    "loggers": "raycheck.loggers",
     "torchtitan": "raycheck.frameworks.torchtitan",
     "transformers": "raycheck.frameworks.transformers",
     "values": "raycheck.values",
@@ -70,6 +72,7 @@ _MODULES: dict[str, str] = {
 __all__ = [
     "ActorCheckpointer",
     "AfterCommit",
+    "Alerts",
     "Batches",
     "CheckpointInfo",
     "Checkpointer",

@@ -35,8 +35,9 @@ class HttpLimits:
     """The limits for one client.
 
     head_s: the time from the connection, or from the last response, to the end of the next request's headers; also how
-    long a client may stop reading a response. body_s: the time from the headers to the end of the body. connections:
-    how many may be open; any further client gets a 503 immediately.
+        long a client may stop reading a response.
+    body_s: the time from the headers to the end of the body.
+    connections: how many may be open; any further client gets a 503 immediately.
     """
 
     head_s: float = 20.0

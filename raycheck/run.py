@@ -13,10 +13,11 @@ from raycheck.bucket.attempt_records import read_record
 from raycheck.bucket.choice import entry_at
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.label import Label, NoteValue
-from raycheck.bucket.format.latest import Latest
-from raycheck.bucket.format.object_keys import EXPORTS_PREFIX, LATEST_KEY
+from raycheck.bucket.format.latest import Latest, PagesNeededError
+from raycheck.bucket.format.object_keys import EXPORTS_PREFIX, LATEST_KEY, checkpoint_prefix
 from raycheck.bucket.format.ray_pointer import MAX_BYTES as MAX_POINTER_BYTES
 from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
+from raycheck.bucket.pages import PageMissingError, Pages
 from raycheck.bucket.protocol import name_and_score, pin_and_evict
 from raycheck.bucket.protocol.removal.prune_and_sweep import (
     GRACE_S,
@@ -29,14 +30,14 @@ from raycheck.bucket.protocol.removal.prune_and_sweep import (
 )
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.reading import Checkpoint, read_latest, read_latest_at
+from raycheck.bucket.reading import Checkpoint, ask_latest, read_newest_at
 from raycheck.bucket.run_status import Status, status_of
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import is_same_place, shown_uri
 from raycheck.bucket.store.ray_filesystem import uri_of
 from raycheck.bucket.stored_export import StoredExport
 from raycheck.bucket.verify import Finding
-from raycheck.errors import ConfigError, CorruptError
+from raycheck.errors import ConfigError, CorruptError, NotFoundError
 from raycheck.settings import ExportOptions, Retention
 from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
@@ -76,6 +77,16 @@ class CommittedCheckpoint:
     def key(self) -> str:
         """Return the checkpoint's key, such as "step-000000800-a1-s8". No other checkpoint of the run ever has it."""
         return self._stored.entry.key
+
+    @property
+    def address(self) -> str:
+        """Return the address of the checkpoint's directory, without settings, for a list that refers to it."""
+        return f"{shown_uri(self._stored.store.uri)}/{checkpoint_prefix(self.key)}".removesuffix("/")
+
+    @property
+    def digest(self) -> str:
+        """Return the checksum of the checkpoint's manifest, which has those of all its objects: "crc32:89abcdef"."""
+        return f"crc32:{self._stored.entry.manifest_crc32:08x}"
 
     @property
     def step(self) -> int:
@@ -284,7 +295,8 @@ class CommittedCheckpoint:
 class Run:
     """A run, as its `latest` described it at one moment. Open it again to see later commits.
 
-    The argument `at` selects a checkpoint: by its step (the newest one of that step), by its name, or by its key.
+    The argument `at` selects a checkpoint: by its step (the newest one of that step), by its name or its key, or "best"
+    by the `keep_best` of the run's newest save.
     Methods that change the run do not change this object: they return a new one. With dry_run=True, they make every
     check and return the same, but write nothing.
 
@@ -292,8 +304,17 @@ class Run:
     """
 
     _store: Store
-    _latest: Latest
+    _newest: Latest
     read_at: float | None = None
+    _pages: Pages | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def _latest(self) -> Latest:
+        """Return the whole body of `latest`. Its pages are read the first time."""
+        try:
+            return self._newest if self._pages is None else self._pages.whole(self._newest)
+        except PageMissingError:
+            raise NotFoundError(f"{self._store}: the run has changed since it was opened; open it again") from None
 
     def reopened(self) -> "Run":
         """Read the run again over the same connections. Raises NotFoundError if the run is gone."""
@@ -307,22 +328,22 @@ class Run:
     @property
     def run_id(self) -> str:
         """Return the id that the run got when it first started. A copy has the id of its source."""
-        return self._latest.run_id
+        return self._newest.run_id
 
     @property
     def attempt(self) -> int:
         """Return the number of the newest attempt. Each start of a worker group and each manual rewind counts one."""
-        return self._latest.attempt.number
+        return self._newest.attempt.number
 
     @property
     def num_writes(self) -> int:
         """Return how many changes were made to the run: commits, starts, pins and so on."""
-        return self._latest.counter
+        return self._newest.counter
 
     @property
     def head(self) -> CommittedCheckpoint | None:
         """Return the checkpoint that a resume would restore; None if nothing is committed yet."""
-        return None if self._latest.head is None else self.at(None)
+        return None if self._newest.head is None else self.at(None)
 
     @property
     def checkpoints(self) -> tuple[CommittedCheckpoint, ...]:
@@ -332,13 +353,13 @@ class Run:
     @property
     def lent(self) -> dict[str, tuple[str, ...]]:
         """Return the checkpoints whose bytes other runs use, such as forks, by the path to each run ("../other")."""
-        own = {hold.holder: hold.directories for hold in self._latest.holds if hold.run_id != self.run_id}
+        own = {hold.holder: hold.directories for hold in self._newest.holds if hold.run_id != self.run_id}
         return {holder: tuple(name for name in names if "/" not in name) for holder, names in own.items()}
 
     @property
     def borrowed(self) -> dict[str, tuple[str, ...]]:
         """Return the checkpoints of other runs whose bytes this run uses, by the path to each run ("../base")."""
-        return {loan.source: loan.directories for loan in self._latest.loans}
+        return {loan.source: loan.directories for loan in self._newest.loans}
 
     def _repr_html_(self) -> str:
         from raycheck.views.notebook import run_html
@@ -350,7 +371,11 @@ class Run:
 
         If several have this step, the newest is returned. Raises NotFoundError, which lists what exists.
         """
-        return CommittedCheckpoint(Checkpoint(self._store, entry_at(self._store, self._latest, at)))
+        try:
+            entry = entry_at(self._store, self._newest, at)
+        except PagesNeededError:
+            entry = entry_at(self._store, self._latest, at)
+        return CommittedCheckpoint(Checkpoint(self._store, entry))
 
     def restore(
         self,
@@ -369,11 +394,11 @@ class Run:
 
     def status(self) -> Status:
         """Read whether the run is training, has finished, or has died, as far as the bucket shows."""
-        return status_of(self._latest, read_record(self._store, self.attempt), now=self._now())
+        return status_of(self._newest, read_record(self._store, self.attempt), now=self._now())
 
     def history(self) -> "RunHistory":
-        """Read the run's history up to when it was opened: its attempts, why each ended, its commits, and its
-        goodput."""
+        """Read the run's history: all attempts, why each ended, all commits, what became of them, the metrics of the
+        steps (`rows`, `curve`), and its goodput."""
         from raycheck.views.history import read_history
 
         return read_history(self._store, self._latest, now=self._now())
@@ -461,7 +486,8 @@ class Run:
         return self._changed(partial(rewind, key=self.at(at).key, progress=progress), dry_run=dry_run)
 
     def _changed(self, change: Callable[[Register], Latest], *, dry_run: bool) -> "Run":
-        return Run(self._store, change(Register(self._store, is_dry=dry_run)))
+        register = Register(self._store, is_dry=dry_run)
+        return Run(self._store, change(register), _pages=register.pages)
 
     def prune(
         self,
@@ -512,8 +538,8 @@ def open_run(uri: str, storage: StorageSettings | None = None) -> Run:
 
 def run_in(store: Store) -> Run:
     """Read the run in a store. Raises NotFoundError if there is none."""
-    body, at = read_latest_at(store)
-    return Run(store, body, at)
+    body, at = read_newest_at(store)
+    return Run(store, body, at, Pages(store))
 
 
 def open_checkpoint(pointer: Any) -> CommittedCheckpoint:
@@ -530,7 +556,7 @@ def open_checkpoint(pointer: Any) -> CommittedCheckpoint:
         # the settings with which the pointer was read, not those in it.
         raise ConfigError(f"{pointer}: it points to {shown_uri(found.uri)}, which is not the run that contains it")
     store = open_store(here)
-    stored = Checkpoint(store, entry_at(store, read_latest(store), found.key))
+    stored = Checkpoint(store, ask_latest(store, lambda body: entry_at(store, body, found.key)))
     metrics = stored.read_manifest().metrics  # `latest` may repeat only some of them
     return CommittedCheckpoint(replace(stored, entry=replace(stored.entry, metrics=metrics)))
 

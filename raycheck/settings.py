@@ -5,9 +5,9 @@ They are plain data, checked as a whole at construction. Each class documents it
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Final, Literal, Self, TypedDict
+from typing import TYPE_CHECKING, Final, Literal, Self, TypedDict, get_args
 
 from raycheck.errors import ConfigError
 
@@ -29,7 +29,12 @@ KEEP_LAST = 10
 
 
 class KeepBest(TypedDict):
-    """The best checkpoints that stay: by which metric, whether its lowest or highest values are best, and how many."""
+    """The best checkpoints that stay.
+
+    metric: the metric by which they are compared.
+    mode: whether its lowest ("min") or highest ("max") values are best.
+    count: how many stay.
+    """
 
     metric: str
     mode: Literal["min", "max"]
@@ -105,7 +110,10 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HFExport(ExportOptions):
-    """The Hugging Face directories that a training run writes. See AfterCommit.export."""
+    """The Hugging Face directories that a training run writes.
+
+    name, to, keep_last: see AfterCommit.export.
+    """
 
     name: str = "{checkpoint}"
     to: str | None = None
@@ -139,9 +147,11 @@ class AfterCommit:
     task: a function, called as `evaluate(uri, key)` with the run's URI and the checkpoint's key, or a Ray remote
         function with the resources that it needs. It runs in a Ray task; under torchrun it runs in a thread of rank 0's
         process. In it, `raycheck.open_run(uri)` gives access to the checkpoint and stores its scores. Ray may call it
-        twice for one checkpoint. If it raises, a warning is logged, and training continues.
+        twice for one checkpoint. If it raises, a warning is logged, and training continues. If it is an object with
+        a method `check`, rank 0 calls that before the first step: it raises what makes the task impossible.
     every_steps, every_s, every_epochs: save and run the task this often, as in SaveSettings; several may be
         given. None, the default of each: no such trigger.
+    every_save: also run it on every other checkpoint that is saved, except rolling ones. Default: False.
     at_end: also run it on the last checkpoint. Default: True.
     mode: whether training waits. "async": it continues; if the task is due again before it has started, the earlier
         checkpoint is skipped. "auto", the default: it continues, and waits only if the task is due again before it has
@@ -156,6 +166,7 @@ class AfterCommit:
     every_steps: int | None = None
     every_s: float | None = None
     every_epochs: int | None = None
+    every_save: bool = False
     at_end: bool = True
     mode: Literal["auto", "async", "sync"] = "auto"
 
@@ -163,6 +174,7 @@ class AfterCommit:
         if not isinstance(self.task, HFExport) and not callable(self.task):
             raise ConfigError(f"AfterCommit({self.task!r}): give a function of (uri, key), or use AfterCommit.export")
         check_triggers(self)
+        _check_choice(self, "every_save", False, True)
         _check_choice(self, "mode", "auto", "async", "sync")
 
     @classmethod
@@ -236,6 +248,57 @@ class AfterCommit:
         return replace(self, every_steps=None, every_s=None, every_epochs=None)
 
 
+AlertKind = Literal["attempt_died", "run_silent", "save_failed", "saves_failing", "run_finished"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alerts:
+    """Whom to tell what happens to a run, at most once for each thing that happens.
+
+    webhook: an http or https URL. It gets a POST of JSON, {"text": "..."}, as Slack's webhooks and compatible ones do.
+        It is a secret: raycheck shows and stores it nowhere. None: no webhook.
+    command: a program and its arguments, which the coordinator runs: on the driver's node, or under torchrun on rank
+        0's. It gets the alert as JSON in its standard input, and in the environment as RAYCHECK_ALERT, RAYCHECK_RUN and
+        RAYCHECK_TEXT. It has 30 s. None: no command.
+    on: the kinds to tell of; by default all. "attempt_died": an attempt has ended before the end of training, or the
+        driver has given up the run. "run_silent": there was no commit for long; only `raycheck watch` finds this out.
+        "save_failed": a save has failed. "saves_failing": the next failed save ends the training, by
+        `SaveSettings(max_failed_saves=...)`. "run_finished": the run has come to the end of training.
+
+    Raises ConfigError when a value cannot work.
+    """
+
+    webhook: str | None = field(default=None, repr=False)
+    command: Sequence[str] | None = field(default=None, repr=False)
+    on: Sequence[AlertKind] = get_args(AlertKind)
+
+    def __post_init__(self) -> None:
+        if self.webhook is None and self.command is None:
+            raise ConfigError("Alerts(): give webhook=..., command=..., or both")
+        if self.webhook is not None and not _WEBHOOK.fullmatch(str(self.webhook)):
+            raise ConfigError("Alerts(webhook=...): this is not an http or https URL; copy it again")  # a secret
+        command = self.command
+        if command is not None:
+            is_list = isinstance(command, Sequence) and not isinstance(command, str) and len(command) > 0
+            if not is_list or not all(isinstance(word, str) and word for word in command):
+                raise ConfigError('Alerts(command=...): give a program and its arguments: ["notify", "me"]')
+            object.__setattr__(self, "command", tuple(command))
+        kinds = (self.on,) if isinstance(self.on, str) else tuple(self.on)
+        unknown = [kind for kind in kinds if kind not in get_args(AlertKind)]
+        if unknown or not kinds:
+            wrong = repr(unknown[0]) if unknown else "nothing"
+            raise ConfigError(f"Alerts(on={wrong}): give some of {', '.join(get_args(AlertKind))}")
+        object.__setattr__(self, "on", kinds)
+
+    @property
+    def chosen(self) -> str:
+        """Return these settings as text, without what may be secret."""
+        ways = [name for name in ("webhook", "command") if getattr(self, name) is not None]
+        kinds = () if self.on == get_args(AlertKind) else (f"on={list(self.on)}",)
+        return f"Alerts({', '.join((*ways, *kinds))})"
+
+
+_WEBHOOK = re.compile(r"https?://[^\s/?#]+[^\s]*")
 _BEST_ADVICE = 'give a metric, "min" or "max", and a count: {"metric": "loss", "mode": "min", "count": 3}'
 _FIELD = re.compile(r"\{(?:checkpoint|(?:step|epoch|epoch_step)(?::0[1-9]d)?)\}")
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,199}")
@@ -313,6 +376,7 @@ class SaveSettings:
     save_timeout_s: seconds from the start of a save to its commit after which it counts as failed. Default: 600.
     max_failed_saves: training ends with SaveFailedError after this many failed saves in a row. Fewer only warn.
         Default: 3.
+    alerts: whom to tell when an attempt dies, saves fail, or the run finishes, see Alerts. Default: nobody.
 
     Raises ConfigError when a value cannot work.
     """
@@ -343,6 +407,7 @@ class SaveSettings:
     on_drift: Literal["refuse", "keep_first"] = "refuse"
     save_timeout_s: float = 600.0
     max_failed_saves: int = 3
+    alerts: Alerts | None = None
 
     def __post_init__(self) -> None:
         is_place = isinstance(self.base, str) and ("://" in self.base or self.base.startswith("/"))
@@ -369,6 +434,8 @@ class SaveSettings:
         object.__setattr__(self, "at_steps", _steps(self.at_steps))
         if self.when is not None and not callable(self.when):
             raise ConfigError(f"when={self.when!r}: give a function of (step, metrics) that returns True or False")
+        if self.alerts is not None and not isinstance(self.alerts, Alerts):
+            raise ConfigError("SaveSettings(alerts=...): give raycheck.Alerts(...)")
         object.__setattr__(self, "after_commit", _tasks(self.after_commit))
         _ = self.retention
 
@@ -443,6 +510,8 @@ def _chosen(settings: SaveSettings | AfterCommit | HFExport) -> tuple[str, ...]:
         value = getattr(settings, spec.name)
         if spec.name == "after_commit":
             texts += [f"{spec.name}={task.chosen}" for task in value]
+        elif isinstance(value, Alerts):
+            texts.append(f"{spec.name}={value.chosen}")
         elif callable(value):  # its repr differs between processes
             texts.append(f"{spec.name}={function_name(value)}")
         elif spec.name in ("base", "to") and isinstance(value, str):  # settings in a query are not for others to read
@@ -500,5 +569,6 @@ def _check_counts(settings: object, *names: str) -> None:
 def _check_seconds(settings: object, *names: str) -> None:
     for name in names:
         value = getattr(settings, name)
-        if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 < value < float("inf")):
             raise ConfigError(f"{name}={value!r}: give a number of seconds above 0")

@@ -17,10 +17,12 @@ from raycheck.errors import ConfigError
 class StorageSettings:
     """How to access a bucket. Never contains a secret: those come from the environment, a profile or a role.
 
-    endpoint: the store's URL, for stores other than the cloud's own. region: the bucket's region.
-    profile: a section of the AWS configuration files. role_arn: a role to assume with the credentials found, with
-        external_id where the role requires one.
-    anonymous: send no credentials. requester_pays: agree to pay for requests to someone else's bucket.
+    endpoint: the store's URL, for stores other than the cloud's own.
+    region: the bucket's region.
+    profile: a section of the AWS configuration files.
+    role_arn: a role to assume with the credentials found, with external_id where the role requires one.
+    anonymous: send no credentials.
+    requester_pays: agree to pay for requests to someone else's bucket.
     encryption: "AES256" or "aws:kms"; with the latter, kms_key_id names a key other than the account's default.
     ca_bundle: a file of PEM certificates to trust; every node must have it.
     path_style: put the bucket into the path (True) or into the host name (False). By default it is the path where an

@@ -24,6 +24,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 RINGS = (
     ("terminal", "errors", "settings", "storage_settings", "show_progress", "host", "public_names"),
     ("bucket", "log"),
+    ("alerts",),
     ("views",),
     ("transfer",),
     ("state",),
@@ -34,7 +35,7 @@ RINGS = (
     ("run",),
     ("catalog",),
     ("adapters", "values"),  # public names, loaded on first use
-    ("frameworks",),
+    ("frameworks", "loggers"),
     ("__init__",),  # the public names in front, loaded on first use
     ("http_server", "http_callers"),  # below both servers
     ("page", "tinker"),

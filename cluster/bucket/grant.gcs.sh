@@ -31,4 +31,5 @@ for folder in checkpoints exports holds; do
     grant sweeper deleter "resource.name.extract('$objects/$prefix/{run}/$folder/') != ''" "$folder"
 done
 grant sweeper reader "resource.name.extract('$objects/$prefix/{run}/holds/') != ''" holds
+grant sweeper writer "resource.name.extract('$objects/$prefix/{run}/pages/') != ''" pages
 grant sweeper lister

@@ -9,7 +9,9 @@ order:
 - reading.py, verify.py: read `latest` and a checkpoint's documents, and check whether all its objects are complete.
 - choice.py: finds the checkpoint that a person means.
 - protocol/: everything that writes `latest`, commits, or deletes.
+- diagnosis/: examines a place for runs, for `raycheck doctor` and `raycheck.fit`.
 - assembly/: turns the ranks' reports into one checkpoint.
 - stored_export.py: reads and deletes an exported directory of a run.
+- history/: what a run was, beyond what `latest` lists: every commit, attempt, and metric of a step. For people.
 - attempt_records.py, run_status.py: what each attempt was and cost; whether the run is still active.
 """

@@ -1,13 +1,18 @@
-"""Finds a committed checkpoint by what a person calls it: a step, a name or a key; None is the head."""
+"""Finds a committed checkpoint by what a person calls it: a step, a name, a key or "best"; None is the head."""
 
 from operator import index
 
 from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.name_and_score import names_in
+from raycheck.bucket.protocol.resume import AtName, Resume
+from raycheck.bucket.protocol.retention import best_by
+from raycheck.bucket.reading import Checkpoint, ask_latest
+from raycheck.bucket.recorded_rules import recorded_rules
 from raycheck.bucket.store import Store
-from raycheck.errors import NotFoundError
+from raycheck.errors import ConfigError, NotFoundError
 
+BEST = "best"
 MAX_DIGITS = 18
 """A longer number is not a step."""
 
@@ -15,8 +20,11 @@ MAX_DIGITS = 18
 def entry_at(store: Store, body: Latest, at: int | str | None) -> Entry:
     """Return the entry of a live checkpoint; of several with one step, the newest.
 
-    Raises NotFoundError, which says what there is.
+    at: "best" is the best one by the `keep_best` of the run's newest save. Raises NotFoundError, which says what there
+    is, and ConfigError for "best" of a run without that setting.
     """
+    if at == BEST:
+        return _best(store, body)
     if at is None:
         if body.head is None:
             raise NotFoundError(f"{store}: the run has no committed checkpoint")
@@ -35,6 +43,24 @@ def entry_at(store: Store, body: Latest, at: int | str | None) -> Entry:
     )
 
 
+def _best(store: Store, body: Latest) -> Entry:
+    """Return the best undamaged entry by the rule that the head's manifest states."""
+    live = [entry for entry in body.live if not entry.damaged]
+    settings = Checkpoint(store, entry_at(store, body, None)).read_manifest().settings
+    rule = recorded_rules(settings).rules.keep_best
+    if rule is None:
+        raise ConfigError(
+            f"{store}: the run has no metric by which a checkpoint is the best one. Train with "
+            'SaveSettings(keep_best={"metric": "loss", "mode": "min", "count": 1}), or give a step or a name'
+        )
+    found = best_by(live, rule["metric"], rule["mode"], 1)
+    if not found:
+        raise NotFoundError(
+            f"{store}: no checkpoint has a finite {rule['metric']}, by which the run chooses the best one"
+        )
+    return found[0]
+
+
 def _of_step(store: Store, body: Latest, step: int) -> Entry:
     found = [entry for entry in body.live if entry.step == step]
     if not found:
@@ -50,3 +76,10 @@ def _with_key(store: Store, body: Latest, key: str) -> Entry:
         why = "was dropped, by retention or by hand" if is_dropped else "is not listed: never committed, or dropped"
         raise NotFoundError(f"{store}: checkpoint {key} {why}. 'raycheck ls' lists those that exist")
     return entry
+
+
+def resolved(store: Store, wish: Resume) -> Resume:
+    """Return `wish` with "best" replaced by the key of the best checkpoint. Raises the errors of entry_at."""
+    if wish != AtName(BEST):
+        return wish
+    return AtName(ask_latest(store, lambda body: entry_at(store, body, BEST)).key)

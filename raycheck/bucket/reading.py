@@ -4,11 +4,11 @@ A reader needs no lease: if an object is missing, it reads `latest` again. A che
 list was evicted, and the reader starts again with the head. One that is still listed is damaged.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from raycheck.bucket.document_reading import again_if_corrupt, read_quickly
 from raycheck.bucket.format import object_keys
@@ -16,14 +16,17 @@ from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.index import Index
 from raycheck.bucket.format.index_codec import load_index
 from raycheck.bucket.format.latest import MAX_BYTES as MAX_LATEST
-from raycheck.bucket.format.latest import Entry, Latest, load_latest
+from raycheck.bucket.format.latest import Entry, Latest, PagesNeededError, load_latest
 from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
 from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.pages import Pages, read_whole
 from raycheck.bucket.store import Got, Store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer
 from raycheck.bucket.verify import Finding, verify
 from raycheck.errors import CorruptError, DamagedError, NotFoundError, RaycheckError, StoreError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,13 +180,37 @@ class Checkpoint:
 
 
 def read_latest(store: Store) -> Latest:
-    """Read the body of `latest`, and write nothing (I8). Raises NotFoundError, which says what exists instead, when
-    there is no run."""
+    """Read the whole body of `latest`, with its pages, and write nothing (I8).
+
+    Raises NotFoundError, which says what exists instead, when there is no run; CorruptError when a page is lost.
+    """
     return read_latest_at(store)[0]
 
 
 def read_latest_at(store: Store) -> tuple[Latest, float]:
-    """Read the body of `latest`, and the store's time, in unix seconds. Raises the errors of read_latest."""
+    """Read the whole body of `latest`, and the store's time, in unix seconds. Raises the errors of read_latest."""
+    try:
+        body, got = get_whole(store)
+    except NotFoundError:
+        raise no_run_error(store) from None
+    return body, got.at
+
+
+def get_whole(store: Store) -> tuple[Latest, Got]:
+    """Read the whole body of `latest`, and the response. Raises NotFoundError when there is no `latest`."""
+    return read_whole(lambda: again_if_corrupt(lambda: get_latest(store)), Pages(store))
+
+
+def read_newest(store: Store) -> Latest:
+    """Read `latest` alone, without its pages: enough for what concerns the newest checkpoints, owners and attempts.
+
+    Raises NotFoundError, which says what exists instead, when there is no run.
+    """
+    return read_newest_at(store)[0]
+
+
+def read_newest_at(store: Store) -> tuple[Latest, float]:
+    """Read what `read_newest` returns, and the store's time, in unix seconds. Raises its errors."""
     try:
         body, got = again_if_corrupt(lambda: get_latest(store))
     except NotFoundError:
@@ -191,8 +218,19 @@ def read_latest_at(store: Store) -> tuple[Latest, float]:
     return body, got.at
 
 
+def ask_latest(store: Store, question: Callable[[Latest], T]) -> T:
+    """Return the answer of the run's `latest` to a question; its pages are read if the answer depends on them.
+
+    Raises the errors of read_latest.
+    """
+    try:
+        return question(read_newest(store))
+    except PagesNeededError:
+        return question(read_latest(store))
+
+
 def get_latest(store: Store) -> tuple[Latest, Got]:
-    """GET `latest` once and parse it. Return the body and the response.
+    """GET `latest` once and parse it. Return the body, without its pages, and the response.
 
     All reads of `latest` use this, except a repair, which continues with a body that cannot be read. Raises
     NotFoundError, and CorruptError, on which no caller may act before a second reading (again_if_corrupt).
@@ -202,11 +240,12 @@ def get_latest(store: Store) -> tuple[Latest, Got]:
 
 
 def peek_latest(store: Store) -> Latest:
-    """Read the body of `latest` in the store's cheapest way, without the store's time.
+    """Read the whole body of `latest` in the store's cheapest way, without the store's time.
 
     Raises the errors of get_latest, but CorruptError only after a second reading.
     """
-    return read_quickly(store, object_keys.LATEST_KEY, load_latest, max_bytes=MAX_LATEST)
+    body = read_quickly(store, object_keys.LATEST_KEY, load_latest, max_bytes=MAX_LATEST)
+    return read_latest(store) if body.pages or body.evicted_pages else body
 
 
 def no_run_error(store: Store) -> NotFoundError:
@@ -251,8 +290,8 @@ def missing_error(store: Store, name: str, key: str) -> NotFoundError | CorruptE
     It is a NotFoundError when the checkpoint was dropped, a CorruptError when the run whose directory it uses is not
     where it was, and otherwise a DamagedError. key: the object's key, or a text that contains it.
     """
-    body = read_latest(store)
-    if body.entry(name) is None:
+    entry, body = ask_latest(store, lambda body: (body.entry(name), body))
+    if entry is None:
         return NotFoundError(f"{store}: checkpoint {name} was dropped by retention; open the run again")
     if moved := _moved(store, body, name, key):
         return CorruptError(moved)

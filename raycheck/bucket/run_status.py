@@ -68,7 +68,7 @@ def status_of(body: Latest, record: AttemptRecord | None, *, now: float) -> Stat
     if record is not None:
         text = f"died {ago(now - record.ended_at)} ago, its driver gave up: {record.cause}"
         return Status(state="died", text=text, at=record.ended_at, is_final=record.is_final, now=now)
-    commits = [entry.committed_at for entry in body.live if _attempt_of(entry.key) == attempt.number]
+    commits = [entry.committed_at for entry in body.newest if _attempt_of(entry.key) == attempt.number]
     signs = [attempt.claimed_at, *sorted(commits)]
     silent_s = now - signs[-1]
     last = f"{'last commit' if commits else 'it was claimed'} {ago(silent_s)} ago"

@@ -13,6 +13,7 @@
 - importing/ creates a run from a checkpoint that another program wrote: `raycheck import`.
 - copy.py copies a run, or one checkpoint into a new run, to another place: `raycheck cp`.
 - follow.py keeps a copy of a run up to date while it is trained.
+- doctor/ examines a bucket: `raycheck doctor`.
 - copier.py makes a mirror show what its source has; both of the above use it.
 """
 
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 from raycheck.public_names import on_first_use
 
 if TYPE_CHECKING:
+    from raycheck.bucket.diagnosis.finding import BucketFinding
     from raycheck.bucket.protocol.removal.delete import DeletedRun
     from raycheck.bucket.protocol.sharing.fork import Forked
     from raycheck.catalog.archive.layout import Archived
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from raycheck.catalog.archive.unpack import unpack
     from raycheck.catalog.copy import CopiedRun, copy_run
     from raycheck.catalog.deletes import delete_checkpoint, delete_run
+    from raycheck.catalog.doctor.examine import examine_bucket
+    from raycheck.catalog.doctor.plan import SavePlan
     from raycheck.catalog.download_checkpoint import Downloaded, download
     from raycheck.catalog.follow import FollowNews, follow_run
     from raycheck.catalog.forks import fork_run
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Archived",
+    "BucketFinding",
     "CopiedRun",
     "DeletedRun",
     "Downloaded",
@@ -47,11 +52,13 @@ __all__ = [
     "ImportedEntryReport",
     "PrunedRun",
     "RunFolder",
+    "SavePlan",
     "TarStream",
     "copy_run",
     "delete_checkpoint",
     "delete_run",
     "download",
+    "examine_bucket",
     "follow_run",
     "fork_run",
     "import_checkpoint",
@@ -63,6 +70,7 @@ __all__ = [
 __getattr__, __dir__ = on_first_use(
     __name__,
     {
+        "raycheck.bucket.diagnosis.finding": ("BucketFinding",),
         "raycheck.bucket.protocol.removal.delete": ("DeletedRun",),
         "raycheck.bucket.protocol.sharing.fork": ("Forked",),
         "raycheck.catalog.archive.layout": ("Archived",),
@@ -71,6 +79,8 @@ __getattr__, __dir__ = on_first_use(
         "raycheck.catalog.archive.unpack": ("unpack",),
         "raycheck.catalog.copy": ("CopiedRun", "copy_run"),
         "raycheck.catalog.deletes": ("delete_checkpoint", "delete_run"),
+        "raycheck.catalog.doctor.examine": ("examine_bucket",),
+        "raycheck.catalog.doctor.plan": ("SavePlan",),
         "raycheck.catalog.download_checkpoint": ("Downloaded", "download"),
         "raycheck.catalog.follow": ("FollowNews", "follow_run"),
         "raycheck.catalog.forks": ("fork_run",),

@@ -16,6 +16,7 @@ from raycheck.bucket.attempt_records import load_record, load_resume
 from raycheck.bucket.document_reading import read_document
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Entry, Latest
+from raycheck.bucket.history.segments import copy_segments
 from raycheck.bucket.protocol.object_copy import (
     LOOK_EVERY_S,
     CopiedCheckpoint,
@@ -93,6 +94,7 @@ class MirrorCopier:
         self._done: set[str] = set()  # keys of objects that are complete in the target
         self._begun: set[str] = set()  # directories in the target that may contain a part of a checkpoint
         self._records: set[str] = set()  # keys of attempts' records that are in the target or cannot be read
+        self._segments: frozenset[str] = frozenset()  # keys of the history's segments that were copied
 
     def read_source(self) -> SourceBody:
         """Read the source. Raises NotFoundError without a run, ConfigError for one that cannot be copied: a mirror that
@@ -119,7 +121,8 @@ class MirrorCopier:
         if mine is not None:
             check_mirror(self.objects.target.uri, mine, body)
             check_forward(self.objects.target.uri, mine, body)
-        return body, [entry for entry in _head_first(body) if mine is None or mine.entry(entry.key) is None]
+        listed = set() if mine is None else {entry.key for entry in mine.live}
+        return body, [entry for entry in _head_first(body) if entry.key not in listed]
 
     def run(self) -> Latest:
         """Go through rounds until the mirror shows a state of the source. Returns the mirror's body.
@@ -144,7 +147,7 @@ class MirrorCopier:
         elif state.body.head is None:
             raise NotFoundError(f"{self.objects.source}: the run has no committed checkpoint to copy")
         self._begun |= {str(name) for name in names}
-        return open_mirror(self._target, state.body, uri=self._uri), state
+        return self._target.pages.whole(open_mirror(self._target, state.body, uri=self._uri)), state
 
     def _copy_round(self, mine: Latest, body: Latest) -> Latest | None:
         """Copy what the mirror lacks of `body`. Returns the mirror's body, or None if the source's head is gone."""
@@ -220,11 +223,14 @@ class MirrorCopier:
     def _show(self, body: Latest, *, coming: set[str] | tuple[()]) -> Latest:
         whole = {*self.report.copied, *self.report.present}
         shown = show(self._target, body, uri=self._uri, whole=whole, coming=coming, directories=self._begun)
+        shown = self._target.pages.whole(shown)
         self._begun -= {item.key for item in shown.evicted}
         return shown
 
     def copy_records(self) -> None:
-        """Copy the records of attempts that the mirror lacks. Records that cannot be read are left out."""
+        """Copy the records of attempts and the segments of the history that the mirror lacks. What cannot be read is
+        left out."""
+        self._segments = copy_segments(self.objects.source, self.objects.target, self._segments)
         source, target = self.objects.source, self.objects.target
         number = self._target.read_existing()[0].attempt.number
         wanted = {item.key for item in source.list_objects(object_keys.ATTEMPTS_PREFIX)} - self._records

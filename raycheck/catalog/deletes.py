@@ -33,9 +33,10 @@ def delete_checkpoint(
     store = open_store(uri, storage)
     key = entry_at(store, read_latest(store), at).key
     register = Register(store, is_dry=dry_run)
-    body = delete.delete_checkpoint(register, key)
+    delete.delete_checkpoint(register, key)
     if not grace_s and not dry_run:
-        others = frozenset(item.key for item in body.evicted) - {key}  # whose readers keep their grace period
+        evicted = register.read_existing()[0].evicted
+        others = frozenset(item.key for item in evicted) - {key}  # whose readers keep their grace period
         prune(register, grace_s=0.0, spare=others, tally=ProgressTally(progress))
     return key
 

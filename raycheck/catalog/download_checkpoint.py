@@ -18,7 +18,7 @@ from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import MANIFEST
-from raycheck.bucket.reading import Checkpoint, missing_error, read_latest
+from raycheck.bucket.reading import Checkpoint, ask_latest, missing_error
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.interface import Buffer
 from raycheck.catalog.local_files import PARTIAL, appear, check_room, file_crc32, opened_partial, partial_of, write_file
@@ -74,7 +74,7 @@ def download(
     if format == "safetensors" and components is not None:
         raise ConfigError("download: components= chooses directories of format dcp; leave it out with safetensors")
     store = open_store(source, storage)
-    checkpoint = checkpoint_at(store, read_latest(store), at)
+    checkpoint = ask_latest(store, lambda body: checkpoint_at(store, body, at))
     data, manifest = checkpoint.read_manifest_bytes(), checkpoint.read_manifest()
     known = {component.name for component in manifest.components}
     if missing := sorted(set(components or ()) - known):

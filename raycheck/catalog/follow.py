@@ -138,7 +138,7 @@ class Follower:
             return
         self._said.add(entry.key)
         lag_s = max(0.0, state.at + self._monotonic() - state.read_at - entry.committed_at)
-        text = f"step {entry.step} is here, {lag_s:.1f} s after its commit; {len(shown.live)} checkpoints"
+        text = f"step {entry.step} is here, {lag_s:.1f} s after its commit; {shown.num_live} checkpoints"
         self._news(FollowNews(text=text, step=entry.step, lag_s=lag_s))
 
     def _pause_s(self, failures: int) -> float:

@@ -18,13 +18,13 @@ from typing import Literal, get_args
 
 from raycheck.bucket.attempt_records import MAX_BYTES as MAX_RECORD
 from raycheck.bucket.attempt_records import AttemptRecord, load_record
-from raycheck.bucket.document_reading import again_if_corrupt, read_quickly
+from raycheck.bucket.document_reading import read_quickly
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import NewerFormatError
 from raycheck.bucket.format.latest import MAX_METRICS_LISTED, Entry, Latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.sharing.fork import origin_of
-from raycheck.bucket.reading import get_latest, lost_run_error, peek_latest
+from raycheck.bucket.reading import get_whole, lost_run_error, peek_latest
 from raycheck.bucket.run_status import State, Status, status_of
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import parse_uri
@@ -256,7 +256,7 @@ class _Search:
     def _read(self, store: Store) -> tuple[Latest, float]:
         """Return the body of `latest` and the store's time, which is the same moment for all runs but the first."""
         if self._now is None:
-            body, got = again_if_corrupt(lambda: get_latest(store))
+            body, got = get_whole(store)
             self._now = got.at
             return body, got.at
         return peek_latest(store), self._now
@@ -298,7 +298,7 @@ def _record(store: Store, number: int) -> AttemptRecord | None:
 
 def _summarize(folder: _Folder, body: Latest, status: Status, parent: str | None) -> RunSummary:
     head = None if body.head is None else body.entry(body.head)
-    committed_at = max((entry.committed_at for entry in body.live), default=None)
+    committed_at = max((entry.committed_at for entry in body.newest), default=None)
     state: RunState = status.state
     text = status.text
     if head is None and state not in ("running", "finished", "deleted"):
@@ -316,7 +316,7 @@ def _summarize(folder: _Folder, body: Latest, status: Status, parent: str | None
         age_s=None if committed_at is None else max(0.0, status.now - committed_at),
         idle_s=max(0.0, status.now - max(status.at, body.attempt.claimed_at, committed_at or 0.0)),
         metrics=_metrics(head),
-        num_checkpoints=len(body.live),
+        num_checkpoints=body.num_live,
         size_bytes=least,
         max_size_bytes=most,
         goodput=_goodput(body, head),

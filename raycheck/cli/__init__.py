@@ -7,8 +7,9 @@
 - submit.py runs a training script as a Ray job, watch_node.py forwards a cloud's preemption notice, export.py writes
   Hugging Face directories, tinker.py serves the tinker SDK, demo.py runs a demo, docs.py prints the guides.
 - catalog/ works with many runs in one bucket: `runs`, `fork`, `delete`, `delete-run`, `pack`, `unpack`, `download`,
-  `import`, `prune-runs`, `cp`.
-- views/ looks into checkpoints: `tensors`, `diff`; watches a run: `top`; and serves the `page`.
+  `import`, `prune-runs`, `cp`; and examines a bucket: `doctor`.
+- views/ looks into checkpoints: `tensors`, `diff`; shows what a run was: `history`; watches a run: `top`; alerts:
+  `watch`; and serves the `page`.
 - options.py has the shared arguments, their shell completion, and the printing functions.
 
 To add a command, write a function in the file of its topic and add it to GROUPS below. The function's name, with
@@ -17,8 +18,8 @@ Import torch and Ray inside the function, since browsing must load neither. Prin
 `print_json` of options.py, which make text from a bucket harmless for a terminal. Raise a RaycheckError if the command
 fails; `name=` in its message is shown to the user as `--name`.
 
-Exit codes: 0 success, 1 something is damaged (or a submitted training failed), 2 the command failed for the reason in
-its message, 141 the reader of the output has gone (closed_pipe.py).
+Exit codes: 0 success, 1 something is damaged or wrong (or a submitted training failed), 2 the command failed for the
+reason in its message, 141 the reader of the output has gone (closed_pipe.py).
 """
 
 import sys
@@ -30,11 +31,11 @@ from typer.core import TyperGroup
 
 import raycheck
 from raycheck.cli import browse, data, demo, docs, export, manage, names, submit, tinker, watch_node
-from raycheck.cli.catalog import archives, delete, fork, import_command, policy, runs
+from raycheck.cli.catalog import archives, delete, doctor, fork, import_command, policy, runs
 from raycheck.cli.catalog import copy as copies
 from raycheck.cli.closed_pipe import end_with_the_reader
 from raycheck.cli.options import Text, out, with_flags
-from raycheck.cli.views import page, tensors, top
+from raycheck.cli.views import history, page, tensors, top, watch
 from raycheck.errors import RaycheckError
 from raycheck.terminal import printable_lines
 
@@ -43,7 +44,9 @@ GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
         runs.runs,
         browse.ls,
         browse.show,
+        history.history,
         top.top,
+        watch.watch,
         tensors.tensors,
         tensors.diff,
         data.data,
@@ -75,7 +78,7 @@ GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
         import_command.import_,
     ),
     "Run": (submit.submit, watch_node.watch_node, tinker.tinker, demo.demo),
-    "Diagnose": (browse.verify, manage.repair),
+    "Diagnose": (doctor.doctor, browse.verify, manage.repair),
 }
 """Every command, in the groups and the order in which --help shows them."""
 

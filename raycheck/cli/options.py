@@ -63,6 +63,15 @@ def yaml_of(file: Path, *, option: str) -> dict[str, Any]:
     return found
 
 
+def bytes_of(text: str, *, option: str) -> int:
+    """Return a size such as 50GB or 128MiB in bytes. option: the flag that gave it, for errors. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)(i?)B?", text.strip())
+    count = round(float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2] or " ")) if match else 0
+    if count < 1:
+        raise ConfigError(f"{option} {text}: give a size above 0, such as 50GB or 128MiB")
+    return count
+
+
 def complete_uri(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the folders in a bucket that complete the URI being typed. The shell completes plain paths."""
     base, slash, begun = incomplete.rpartition("/")

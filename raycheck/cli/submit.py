@@ -24,7 +24,7 @@ import typer
 
 import raycheck
 from raycheck.bucket.format.latest import Entry
-from raycheck.bucket.reading import read_latest
+from raycheck.bucket.reading import read_newest
 from raycheck.bucket.run_status import read_status
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import shown_uri
@@ -313,7 +313,7 @@ def _client(address: str | None) -> Any:
 def _newest(store: Store) -> Entry | None:
     """Return the entry of the newest commit, or None if there is none."""
     try:
-        live = read_latest(store).live
+        live = read_newest(store).newest
     except NotFoundError:
         return None
     return live[-1] if live else None  # in commit order; commit times are whole seconds
@@ -322,7 +322,7 @@ def _newest(store: Store) -> Entry | None:
 def _attempt(store: Store) -> int:
     """Return the number of the live attempt, or 0 if there is none."""
     try:
-        return read_latest(store).attempt.number
+        return read_newest(store).attempt.number
     except NotFoundError:
         return 0
 

@@ -11,7 +11,8 @@ from raycheck.cli.closed_pipe import continue_without_reader
 from raycheck.cli.options import AllowHost, Host, Port, Storage, Text, out, settings_of
 from raycheck.errors import ConfigError
 
-KEY_VARIABLE = "RAYCHECK_TINKER_API_KEY"  # an argument would appear in the process list
+KEY_VARIABLE = "RAYCHECK_TINKER_API_KEY"
+"""The environment variable with the key: an argument would appear in the process list."""
 BaseModel = Annotated[
     str, typer.Option(help="The model that clients train adapters of: a folder, or a name on the hub.")
 ]

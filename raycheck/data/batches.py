@@ -35,16 +35,21 @@ class Batches(SampleStream):
     Put it into the Checkpointer's state: then training resumes with the next sample, even with another world size.
 
     dataset: has `__len__` and `__getitem__`, or is an IterableDataset of torch or Hugging Face that yields its samples
-    in a fixed order. global_batch: samples per batch, over all ranks together; each rank takes a nearly equal share of
-    each batch (shares differ by at most one sample). The last len(dataset) % global_batch samples of an epoch's order
-    are left out of that epoch. seed: what the order depends on, together with the epoch. shuffle: True for a different
-    random order in each epoch, False for the dataset's order. order: your own order, such as by length: a function that
-    is called with an epoch's number and returns the indices of its samples. It must return the same indices on all
-    ranks and after every restart, and the same number of them for each epoch; an index may occur more than once. It
-    replaces shuffle, and its length replaces the dataset's length above. rank, world_size: this rank and the number of
-    ranks; by default those of Ray Train, otherwise of torch.distributed, otherwise 0 and 1. skip: batches to leave out,
-    as (epoch, first batch, last batch + 1), counted from 0; you may change it at a restart without moving other
-    batches. prove: whether Checkpointer.restore first reads some samples as a trial, see `prove`.
+        in a fixed order.
+    global_batch: samples per batch, over all ranks together; each rank takes a nearly equal share of each batch (shares
+        differ by at most one sample). The last len(dataset) % global_batch samples of an epoch's order are left out of
+        that epoch.
+    seed: what the order depends on, together with the epoch.
+    shuffle: True for a different random order in each epoch, False for the dataset's order.
+    order: your own order, such as by length: a function that is called with an epoch's number and returns the indices
+        of its samples. It must return the same indices on all ranks and after every restart, and the same number of
+        them for each epoch; an index may occur more than once. It replaces shuffle, and its length replaces the
+        dataset's length above.
+    rank, world_size: this rank and the number of ranks; by default those of Ray Train, otherwise of torch.distributed,
+        otherwise 0 and 1.
+    skip: batches to leave out, as (epoch, first batch, last batch + 1), counted from 0; you may change it at a restart
+        without moving other batches.
+    prove: whether Checkpointer.restore first reads some samples as a trial, see `prove`.
 
     Every rank reads all of an IterableDataset and takes its part. batches_per_epoch, for an IterableDataset only: an
     epoch has that many batches, and the data starts over whenever it ends. The ranks then share the shards of a dataset

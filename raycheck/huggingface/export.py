@@ -15,7 +15,7 @@ from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.object_keys import EXPORT_ENDS, EXPORT_RECORD, export_key
 from raycheck.bucket.protocol.removal.exported_directories import ExportRecord
 from raycheck.bucket.protocol.write_once import put_once
-from raycheck.bucket.reading import Checkpoint, read_latest
+from raycheck.bucket.reading import Checkpoint, read_newest
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.address import join_uri, kind_of
 from raycheck.bucket.store.interface import MAX_CONDITIONAL_BYTES
@@ -151,7 +151,7 @@ def _with_record(laid_out: ExportFiles, checkpoint: Checkpoint, *, by_training: 
     if EXPORT_RECORD in laid_out.files or EXPORT_RECORD in laid_out.texts:
         raise ConfigError(f"the export has a file named {EXPORT_RECORD}, the name of raycheck's own record; rename it")
     record = ExportRecord(
-        run_id=read_latest(checkpoint.store).run_id,
+        run_id=read_newest(checkpoint.store).run_id,
         checkpoint=checkpoint.entry.key,
         by_training=by_training,
         last=laid_out.last,

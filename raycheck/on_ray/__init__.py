@@ -8,6 +8,7 @@
 - actors/: ActorCheckpointer, the same for groups of Ray actors, without Ray Train.
 - nodes/: an actor on each node that uploads for its ranks, and keeps memory checkpoints.
 - reports/: reports to Ray: its Results, and its metrics.
+- node_findings.py: what `raycheck doctor` finds out on each node.
 - ray_tasks.py: runs the tasks that follow a commit.
 - data/: RayData, positions in a Ray Dataset.
 - watch_node/: `raycheck watch-node`, which turns a cloud's preemption notice into Ray's drain of the node.

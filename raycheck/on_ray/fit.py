@@ -1,6 +1,7 @@
 """`fit` runs trainer.fit() with a coordinator in the driver, sensible retries, and errors as they were raised."""
 
 import os
+import socket
 from contextlib import suppress
 from typing import Any
 from uuid import uuid4
@@ -9,9 +10,11 @@ import ray
 from ray.exceptions import ActorDiedError
 from ray.train import FailureConfig, Result, TrainingFailedError
 
+from raycheck.bucket.choice import resolved
+from raycheck.bucket.diagnosis.checks import refuse_wrong
 from raycheck.bucket.protocol.resume import AUTO, Fork, Resume, key_to_restore, parse_resume
 from raycheck.bucket.protocol.sharing.fork import fork
-from raycheck.bucket.reading import read_latest
+from raycheck.bucket.reading import ask_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri, kind_of, with_settings
 from raycheck.errors import NotFoundError
@@ -54,11 +57,12 @@ def fit(
     that at most 30 s plus three times the last save. FailureConfig(max_failures=0), Ray's default, becomes 3. A dead
     controller is restarted up to 3 times.
 
-    Raises ConfigError before anything starts, for a run that could never resume and for a place that Ray's own file
-    system does not reach, where Ray would hang. Raises FencedError when another driver has taken over the run. A bug in
-    the program (`failure_causes.MISTAKES`: AttributeError, TypeError, ImportError and the like) fails the run
-    immediately with the original exception, if this call has not completed a step by then: another attempt would fail
-    in the same way. Everything else that ends a run is Ray's TrainingFailedError.
+    Raises ConfigError before anything starts, for a run that could never resume, for a place that Ray's own file system
+    does not reach, where Ray would hang, and for one that `raycheck doctor` calls wrong, in its words. Raises
+    FencedError when another driver has taken over the run. A bug in the program (`failure_causes.MISTAKES`:
+    AttributeError, TypeError, ImportError and the like) fails the run immediately with the original exception, if this
+    call has not completed a step by then: another attempt would fail in the same way. Everything else that ends a run
+    is Ray's TrainingFailedError.
     """
     show_log()
     if not enabled:
@@ -76,8 +80,8 @@ def _fit_run(trainer: Any, where: str, resume: str | int, storage: StorageSettin
     config = trainer.run_config
     uri = join_uri(where, config.name)
     store = open_store(uri)
+    store.both(lambda: refuse_wrong(store, node=socket.gethostname()), lambda: check_ray_storage(config, where, store))
     wish = settle_resume(resume, store, storage)
-    check_ray_storage(config, where, store)
     _settle_failures(config)
     # Ray's collectives wait forever by default; a rank that left the loop must not block the others (I9).
     os.environ.setdefault("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", str(COLLECTIVE_TIMEOUT_S))
@@ -137,10 +141,9 @@ def settle_resume(resume: str | int, store: Store, storage: StorageSettings | No
         fork(open_store(wish.uri, storage if is_alike else None), store, run_id=uuid4().hex)
         return AUTO
     try:
-        body = read_latest(store)
+        ask_latest(store, lambda body: key_to_restore(store.uri, body, resolved(store, wish)))
     except NotFoundError:
-        body = None
-    key_to_restore(store.uri, body, wish)
+        key_to_restore(store.uri, None, wish)
     return wish
 
 

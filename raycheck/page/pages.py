@@ -126,7 +126,7 @@ def run_view(place: PageScope, name: str) -> dict[str, Any]:
         "reasons": {item.key: item for item in kept.decisions},
         "shares": {item.key: item.shares_with for item in run.checkpoints},
         "freed": sum(item.size_bytes for item in kept.decisions if not item.is_kept),
-        "commits": tuple(reversed(history.commits)),
+        "commits": tuple(commit for commit in reversed(history.commits) if commit.is_live),
         "goodput": goodput_text(history.goodput, history.goodput_limit),
         "parent": None if history.parent is None else place.shown(history.parent),
         "users": [place.shown(_beside(place.uri(name), way)) for way in sorted(run.lent)],

@@ -1,7 +1,8 @@
 """Saves and sets the random state of a rank: Python's, NumPy's, torch's on the CPU and on every accelerator device.
 
 Every rank keeps its own. With another world size, a rank that existed takes its own state, and a new rank gets seeds
-derived from rank 0's saved state and its own number, so that the same resize always gives the same run. With another
+derived from rank 0's saved state and its own number, so that the same resize always gives the same run. An engine whose
+ranks must have equal states in groups chooses these numbers (StateEntry.random_rank). With another
 number of devices, the first ones are set, and always the one on which the rank trains. State that is not in a
 checkpoint is left unchanged.
 """
@@ -46,13 +47,16 @@ def rng_values() -> Any:
 
 def apply_rng(rank_values: Sequence[Any], rank: int) -> str:
     """Set this process's random state from the saved states of all ranks. Return what was done, for the restore
-    report."""
+    report.
+
+    rank: whose saved state to take. A number that no rank had gives a new state, which is equal for equal numbers.
+    """
     if not rank_values:
         raise CorruptError("the checkpoint has no random state")
     if rank >= len(rank_values):
         digest = hashlib.blake2b(json.dumps(rank_values[0]).encode() + rank.to_bytes(8, "big"), digest_size=8)
         _seed_all(int.from_bytes(digest.digest(), "big") >> 1)
-        return f"derived for new rank {rank} from rank 0's saved state"
+        return f"derived from rank 0's saved state and the number {rank}"
     saved = decode(rank_values[rank], _no_tensor)
     if "python" in saved:
         random.setstate(saved["python"])

@@ -7,6 +7,7 @@ passed.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -77,6 +78,13 @@ class CheckpointMatcher:
             with corrupt_if_odd(key):  # again: only now do the tensors to read into have memory
                 match = self._match_entries(index, selection, there, strict=strict, cast=cast)
         return match
+
+    def random_states(self, key: str, index: Index) -> tuple[Sequence[Mapping[str, Any]], int]:
+        """Return what each rank saved for itself, and the number of the one whose random state this rank takes."""
+        saved, (own, _) = self._role.random_states(index.rank_values)
+        with corrupt_if_odd(key):
+            chosen = (entry.random_rank([values.get(entry.name) for values in saved]) for entry in self._entries)
+            return saved, next((number for number in chosen if number is not None), own)
 
     def _advice(self, match: CheckpointMatch) -> list[str]:
         """Return what to do about the differences."""

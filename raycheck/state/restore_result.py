@@ -44,9 +44,9 @@ class RestoreReport:
 class Restored:
     """What a restore did on this rank. Random state is applied separately, as late as possible.
 
-    rng_values: the saved random state of each rank; empty if it is not to be restored. rng_rank: this rank's number
-    among them. lineage: the partial restores that the state now descends from. is_whole: the ranks have exactly what
-    the checkpoint has; equal on every rank.
+    rng_values: the saved random state of each rank; empty if it is not to be restored. rng_rank: the number among them
+    of the one to take; see apply_rng. lineage: the partial restores that the state now descends from. is_whole: the
+    ranks have exactly what the checkpoint has; equal on every rank.
     """
 
     manifest: Manifest

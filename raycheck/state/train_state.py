@@ -269,6 +269,7 @@ class TrainState:
             match = self._matcher.match(
                 checkpoint.entry.key, index, selection, strict=strict, cast=cast, touched_before=self._touched
             )
+            by_rank, rng_rank = self._matcher.random_states(checkpoint.entry.key, index)
         self._touched |= match.touched
         shared_by = place if share else None
         fetched = read_tensors(checkpoint, manifest, index, match.boxes, shared_by=shared_by)
@@ -276,7 +277,6 @@ class TrainState:
         in_bucket = replace(manifest, components=tuple(there))
         self.components.restored(in_bucket, index, match.boxes)  # before the objects can change the tensors
         load_objects(match)
-        by_rank, (rng_rank, _) = self._role.random_states(index.rank_values)
         return Restored(
             manifest=manifest,
             progress=match.progress,

@@ -245,7 +245,8 @@ async def _save(context: Context, request: LoggedRequest, asked: SaveRequest, pa
 async def _commit(context: Context, order: SaveOrder) -> None:
     """Save the model in its current state, and return when the save is committed.
 
-    Raises EngineGoneError if the engine was restarted in the meantime, possibly after the commit.
+    The engine's part of it is in engine/commits.py. Raises EngineGoneError if the engine was restarted in the meantime,
+    possibly after the commit.
     """
     await context.call("save", order)
     context.on_staged()

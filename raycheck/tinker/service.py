@@ -46,12 +46,13 @@ MAX_AHEAD = 1000
 class ServerSettings:
     """The settings of the server.
 
-    base_model: the clients' name for the base model. hold_s: how long a request waits for a missing earlier one; the
-    SDK itself retries a request for five minutes. recovery_steps: how many steps after its newest save a model gets a
-    recovery save. session_timeout_s: how long a session may be silent before it ends and its models are unloaded; None:
-    forever. cleanup_s: how often that is checked. direct_downloads: files are downloaded from the bucket by URLs signed
-    with its credentials. max_models: how many models may be loaded at a time; each has a process that commits its
-    checkpoints.
+    base_model: the clients' name for the base model.
+    hold_s: how long a request waits for a missing earlier one; the SDK itself retries a request for five minutes.
+    recovery_steps: how many steps after its newest save a model gets a recovery save.
+    session_timeout_s: how long a session may be silent before it ends and its models are unloaded; None: forever.
+    cleanup_s: how often that is checked.
+    direct_downloads: files are downloaded from the bucket by URLs signed with its credentials.
+    max_models: how many models may be loaded at a time; each has a process that commits its checkpoints.
     """
 
     base_model: str

@@ -9,7 +9,8 @@ from raycheck.bucket.format.index import Index
 from raycheck.bucket.format.label import NoteValue
 from raycheck.bucket.format.manifest import Manifest, RankRecord
 
-_PER_RANK = re.compile(r"\.rank\d+\..*")  # FORMAT.md: <entry>.rank<r>.<path>
+_PER_RANK = re.compile(r"\.rank\d+\..*")
+"""The names of values per rank are <entry>.rank<r>.<path>, as FORMAT.md says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,15 +4,13 @@ The rules are the user's settings, which the head's manifest stores as text. A s
 its default and is listed in `unread`.
 """
 
-import ast
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.protocol.retention import decide_retention
-from raycheck.errors import ConfigError
-from raycheck.settings import Retention, SaveSettings
+from raycheck.bucket.recorded_rules import recorded_rules
+from raycheck.settings import Retention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,25 +38,8 @@ class KeptCheckpoints:
 
 def why_kept(body: Latest, settings: Sequence[str], *, now: float) -> KeptCheckpoints:
     """Decide which checkpoints in `body` to keep. settings: those in the newest manifest. now: the bucket's time."""
-    defaults = SaveSettings().retention
-    names = {spec.name for spec in fields(Retention)}
-    chosen: dict[str, Any] = {name: getattr(defaults, name) for name in names}
-    rules, unread = [], []
-    for text in settings:
-        name, _, value = text.partition("=")
-        name = {"keep_every_seconds": "keep_every_s"}.get(name, name)  # as earlier versions wrote it
-        if name not in names:
-            continue
-        try:
-            chosen[name] = ast.literal_eval(value)
-            if name == "keep_best" and isinstance(chosen[name], tuple):  # likewise
-                chosen[name] = dict(zip(("metric", "mode", "count"), chosen[name], strict=True))
-            Retention(**{name: chosen[name]})
-            rules.append(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError, ConfigError):
-            chosen[name] = getattr(defaults, name)
-            unread.append(text)
-    return replace(kept_by(body, Retention(**chosen), now=now), rules=tuple(rules), unread=tuple(unread))
+    found = recorded_rules(settings)
+    return replace(kept_by(body, found.rules, now=now), rules=found.stated, unread=found.unread)
 
 
 def kept_by(body: Latest, rules: Retention, *, now: float) -> KeptCheckpoints:

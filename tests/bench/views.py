@@ -101,7 +101,7 @@ def a_run(checkpoints: int) -> Mapping[str, bytes]:
         assert name is not None
         more = (replace(name, save=save, step=name.step + save) for save in range(2, checkpoints // attempts + 1))
         live += [entry, *(replace(entry, key=str(other), step=other.step, metrics={}) for other in more)]
-    return dict(store.objects) | {object_keys.LATEST_KEY: dump_latest(replace(body, live=tuple(live)))}
+    return dict(store.objects) | {object_keys.LATEST_KEY: dump_latest(replace(body, newest=tuple(live)))}
 
 
 def views(key: str, other: str | None) -> dict[str, View]:

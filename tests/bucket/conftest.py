@@ -1,7 +1,7 @@
-"""Replaces the shared `store` by one whose client all tests of this folder share, one per cloud.
+"""Replaces the shared `store` fixture: in this folder, all tests share one client per cloud.
 
-A botocore client costs 0.1 to 0.2 s of CPU, more than most tests here do with it, an Azure client not much less. Roots
-differ, so nothing else is shared.
+Creating a botocore client costs 0.1 to 0.2 s of CPU, more than most tests here need for anything else, and an Azure
+client costs nearly as much. Each test has a different root, so the tests share nothing else.
 """
 
 from collections.abc import Iterator

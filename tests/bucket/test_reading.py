@@ -1,4 +1,4 @@
-"""Tests reading: every kind of damage is found and named, dropped is told from damaged, and nothing is written."""
+"""Tests reading: all damage is found and named, a dropped checkpoint is not damage, and nothing is written."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from tests.support.samples.sample_checkpoints import (
 
 @pytest.fixture
 def saved(store) -> Manifest:
-    """Makes a run with two checkpoints, the newer one of two ranks. Returns the manifest of that one."""
+    """Make a run with two checkpoints, the newer one of two ranks. Returns the manifest of that one."""
     ann = Driver(store)
     ann.claim("g1", world_size=2)
     ann.save(1, 1, world_size=2)
@@ -255,7 +255,7 @@ def test_an_index_that_is_none_is_corrupt(store, saved, body):
 
 
 class edited_latest:  # noqa: N801  reads as a verb: with edited_latest(...)
-    """Change fields of the newest entry in `latest`, and put it back afterwards."""
+    """Change fields of the newest entry in `latest`, and restore them afterwards."""
 
     def __init__(self, store: Store, entry: dict[str, object]) -> None:
         self.store = store
@@ -264,7 +264,7 @@ class edited_latest:  # noqa: N801  reads as a verb: with edited_latest(...)
     def __enter__(self) -> None:
         self.before = latest_tree(self.store)
         after = json.loads(json.dumps(self.before))
-        after["live"][-1].update(self.entry)
+        after["newest"][-1].update(self.entry)
         put_latest_tree(self.store, after)
 
     def __exit__(self, *_: object) -> None:
@@ -275,7 +275,7 @@ class edited_latest:  # noqa: N801  reads as a verb: with edited_latest(...)
 
 
 class LongAgo(Around):
-    """Sets the bucket's clock past the grace."""
+    """A store that moves the bucket's clock past the grace period."""
 
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES):
         got = self.inner.get(key, max_bytes)
@@ -409,7 +409,7 @@ def test_two_runs_in_one_bucket_do_not_see_each_other(uri):
 
 
 class ReadsOnly(Around):
-    """Remembers which verbs were used, and has only those that read."""
+    """A store that has only the verbs that read, and records which of them were used."""
 
     VERBS = ("get", "get_range", "head", "list_objects", "list_names")
 

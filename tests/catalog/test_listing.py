@@ -319,7 +319,7 @@ def test_what_a_hostile_latest_holds_is_not_kept_without_bound(uri) -> None:
         store.put(key, data)
     tree = latest_tree(store)
     tree["run_id"] = "x" * 50_000
-    tree["live"][-1]["metrics"] = {f"{number}" * 100: 1.0 for number in range(200)} | {"y" * 50_000: 1.0}
+    tree["newest"][-1]["metrics"] = {f"{number}" * 100: 1.0 for number in range(200)} | {"y" * 50_000: 1.0}
     put_latest_tree(store, tree)
 
     (run,) = list_runs(uri)

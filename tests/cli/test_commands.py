@@ -320,7 +320,7 @@ def test_prune_has_a_rule_for_rolling_checkpoints(run) -> None:
 
     def rolled(body: Latest, now: float) -> Latest:
         del now
-        return replace(body, live=tuple(replace(entry, rolling=True) for entry in body.live))
+        return replace(body, newest=tuple(replace(entry, rolling=True) for entry in body.live))
 
     Register(store).edit(rolled, what="a test")
     save_state(store, {"model": torch.nn.Linear(40, 30)}, save_number=3, step=9)

@@ -30,6 +30,7 @@ CALLS: dict[str, list[Callable[..., object]]] = {
     "Batches": [raycheck.Batches],
     "Checkpointer": [raycheck.Checkpointer],
     "AfterCommit": [raycheck.AfterCommit],
+    "Alerts": [raycheck.Alerts],
     "FailureConfig": [ray.train.FailureConfig],
     "Group": [raycheck.adapters.Group],
     "Periodic": [raycheck.adapters.Periodic],

@@ -81,7 +81,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     data = dump(replace(manifest, components=tuple(parts)))
     store.put(object_keys.manifest_key(saved.entry.key), data)
     tree = latest_tree(store)
-    tree["live"][0]["manifest_crc32"] = crc32(data)
+    tree["newest"][0]["manifest_crc32"] = crc32(data)
     put_latest_tree(store, tree)
     for key in ("attempts/000001.json", "ray/pointer.json", "exports/step-000000001-a1-s1/config.json"):
         store.put(key, bomb)

@@ -132,7 +132,7 @@ class Documents:
         data = as_body(tree)
         self._put("manifest", data)
         latest = tree_of(self._whole["latest"])
-        latest["live"][-1]["manifest_crc32"] = crc32(data)
+        latest["newest"][-1]["manifest_crc32"] = crc32(data)
         self._put("latest", sealed(latest))
 
     def _put(self, name: str, data: bytes) -> None:
@@ -291,8 +291,8 @@ def test_a_time_that_no_calendar_has_is_shown_as_none(
 ) -> None:
     def edit(tree: Any) -> Any:
         tree["attempts"][-1]["claimed_at"] = at
-        tree["evicted"] = [{"key": "step-000000001-a1-s9", "at": at}]
-        for entry in tree["live"]:
+        tree["newest_evicted"] = [{"key": "step-000000001-a1-s9", "at": at}]
+        for entry in tree["newest"]:
             entry["committed_at"] = at
         return tree
 

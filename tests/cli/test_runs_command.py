@@ -57,6 +57,22 @@ def test_runs_gives_programs_exact_numbers(bucket: str) -> None:
     assert done.returncode == 1
 
 
+def test_runs_of_one_state_are_shown_alone_and_a_lost_run_still_counts(bucket: str) -> None:
+    done = raycheck("runs", bucket, "--state", "died", "--state", "lost", "--sort", "name")
+    none = raycheck("runs", join_uri(bucket, "ann"), "--state", "died", "--depth", "1")
+    unknown = raycheck("runs", bucket, "--state", "dead")
+
+    wanted = sorted(name for name, state in STATES.items() if state in ("died", "lost"))
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:] if line and line[0] != " "][
+        : len(wanted)
+    ] == wanted
+    assert f"\n{len(wanted)} runs, " in done.stdout
+    assert done.returncode == 1
+    assert "none of the 2 runs here is died" in none.stdout
+    assert unknown.returncode == 2
+    assert "--state dead: give one of" in unknown.stderr
+
+
 def test_runs_lists_one_run_and_is_content(bucket: str) -> None:
     done = raycheck("runs", join_uri(bucket, "ann"), "--depth", "1")
     none = raycheck("runs", join_uri(bucket, "nobody"))

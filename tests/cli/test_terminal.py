@@ -139,7 +139,7 @@ def uri(tmp_path: Path) -> str:
     record_resume(store, resume)
     Register(store).edit(
         lambda body, _: replace(
-            body, live=tuple(replace(item, metrics=dict.fromkeys(HOSTILE.values(), 1.0)) for item in body.live)
+            body, newest=tuple(replace(item, metrics=dict.fromkeys(HOSTILE.values(), 1.0)) for item in body.live)
         ),
         what="a test",
     )

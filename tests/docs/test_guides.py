@@ -53,13 +53,15 @@ BUCKET = "s3://bucket"
 KINDS = {"python", "sh", "console", "diff", "text"}
 OPERATORS = {"aws", "gcloud", "helm", "kubectl", "ray", "sed", "zip", "export"}
 """Programs of other people, which only those who set up a cluster are told to run."""
-NOT_RUN = {"demo", "page", "submit", "tinker", "watch-node"}
+NOT_RUN = {"demo", "page", "submit", "tinker", "watch", "watch-node"}
 """Commands that take minutes, serve until they are ended, or need a cluster. What is given to them is parsed."""
 USERS_OWN = {"train.py", "script.py"}
 NOT_OURS = {
     *USERS_OWN,
     "storage.yaml",
     "holds/",
+    "pages/",
+    "alerts/",
     "policy.yaml",
     "exports/",
     "probes/",
@@ -237,7 +239,9 @@ def test_the_buckets_that_the_texts_show_have_the_keys_of_the_format() -> None:
         *(object_keys.shard_key(name, "train", rank) for rank in (0, 1)),
         object_keys.attempt_key(2),
         object_keys.resume_key(3),
+        object_keys.alert_key("attempt_died-000002"),
         object_keys.pointer_key(name),
+        object_keys.page_key(123, "3f9a0c51"),
     }
     files = {key.rpartition("/")[2] for key in keys}
     folders = {part for key in keys for part in key.split("/")[:-1]} | {object_keys.EXPORTS_PREFIX.rstrip("/")}
@@ -368,7 +372,7 @@ def test_every_attribute_that_a_guide_names_is_there() -> None:
 
 def test_every_setting_error_and_public_name_is_in_a_guide() -> None:
     text = "\n".join(path.read_text() for path in GUIDES)
-    settings = (raycheck.SaveSettings, raycheck.AfterCommit, HFExport, raycheck.StorageSettings)
+    settings = (raycheck.SaveSettings, raycheck.AfterCommit, raycheck.Alerts, HFExport, raycheck.StorageSettings)
 
     for name in (*PUBLIC_MODULE, *(field.name for kind in settings for field in fields(kind))):
         assert re.search(rf"\b{name}\b", text), f"no guide names {name}"

@@ -48,6 +48,7 @@ resumed = partial(engine_runs.resumed, step=4)
 def check(found: dict[str, Any], before: dict[str, Any], *, tolerance: float = 0.0) -> None:
     assert found["start"] == 4
     assert found["digests"] == before["digests"]
+    assert found["client"] == before["client"] != ""
     assert found["losses"] == pytest.approx(before["losses"][4:], abs=tolerance, rel=0.0)
     assert found["scale"] == before["scale"] or None in (found["scale"], before["scale"])
 

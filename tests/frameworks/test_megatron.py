@@ -26,6 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "tp-pp": {"tp": 2, "pp": 2, "kind": "plain", "dtype": "bf16", "is_tied": True},
     "dp": {"dp": 2, "dtype": "fp16", "has_overlap": True},
     "plain": {"dp": 2, "kind": "plain", "is_gated": False},
+    "dropout": {"dp": 2, "dropout": 0.1},
     "experts": {"dp": 2, "ep": 2, "has_experts": True, "dtype": "bf16"},
 }
 
@@ -65,7 +66,7 @@ def test_the_same_degrees_resume_as_if_nothing_had_happened(kind: str, saved: An
     found = resumed(training, tmp_path)
 
     check(found, before)
-    assert found["scale"] == before["scale"]
+    assert (found["scale"], found["random"]) == (before["scale"], before["random"])
     # With overlap, the training before the save has gathered its low-precision weights only at the next forward.
     assert training.has_overlap or found["low"] == before["low"]
 
@@ -74,8 +75,11 @@ def test_the_same_degrees_resume_as_if_nothing_had_happened(kind: str, saved: An
     ("kind", "degrees"),
     [
         ("tp", {"tp": 1}),
-        ("tp", {"dp": 2, "skip": ["rng"]}),
+        ("tp", {"dp": 2}),
         ("tp", {"tp": 1, "pp": 2}),
+        ("dropout", {"tp": 2, "dp": 1}),
+        ("dropout", {"tp": 2, "pp": 2, "dp": 1}),
+        ("dropout", {"dp": 3}),
         ("tp-dp", {"dp": 1}),
         ("tp-dp", {"tp": 1, "pp": 2, "dp": 1}),
         ("tp-dp", {"tp": 1, "dp": 3}),
@@ -107,8 +111,22 @@ def test_other_degrees_have_every_weight_and_moment_to_the_bit(
 
     assert found["start"] == 3
     assert found["digests"] == before["digests"]
-    if not training.dropout:
+    if training.dropout:
+        check_random(found["random"], before["random"], training, degrees)
+    else:
         assert found["losses"] == pytest.approx(before["losses"][3:], abs=2e-2, rel=0.0)
+
+
+def check_random(found: list[str], before: list[str], training: Training, degrees: dict[str, Any]) -> None:
+    """Check that a tensor-parallel group has the states of torch's generator that the group at its place had, or one
+    that no other group has."""
+    here = Training(**{**vars(training), **degrees})
+    groups = [found[rank : rank + here.tp] for rank in range(0, len(found), here.tp)]  # dp before pp
+    own = {divmod(number, here.dp): set(states) for number, states in enumerate(groups)}
+    saved = {(0, number): set(before[number * training.tp :][: training.tp]) for number in range(training.dp)}
+    assert all(len(states) == 1 for states in (*own.values(), *saved.values()))
+    assert all(own[place] == saved[place] for place in own.keys() & saved.keys())
+    assert len({*map(min, own.values())}) == len(own)
 
 
 @pytest.mark.parametrize(("kind", "other"), [("tp-dp", "plain"), ("tp-pp", "distributed")])

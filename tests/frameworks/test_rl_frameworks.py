@@ -3,7 +3,7 @@
 What replaces the framework's saving and loading is the code that the guide shows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,23 @@ UNTIL = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """A framework's training. policy: what it calls that model. refuses: what its own checkpoints say at another number
-    of workers. tolerance: how much losses may differ there, where another split rounds differently."""
+    """A framework's training.
+
+    policy: what it calls that model. refuses: what its own checkpoints say at another number of workers. tolerance: how
+    much losses may differ there, where another split rounds differently. equal: what is equal after a resume. kept: the
+    steps that are kept of a whole training. options: of all trainings that are killed or resumed. before, elsewhere: of
+    those with raycheck before and after the numbers of workers change.
+    """
 
     name: str
     policy: str
     refuses: str
     tolerance: float = 1e-5
+    equal: tuple[str, ...] = ("losses", "drawn")
+    kept: tuple[int, ...] = (3, 6, 9)
+    options: dict[str, Any] = field(default_factory=dict)
+    before: dict[str, Any] = field(default_factory=dict)
+    elsewhere: dict[str, Any] = field(default_factory=dict)
 
     def asked(self, way: str, folder: str, *, policies: int = 2, critics: int = 1, **options: Any) -> dict[str, Any]:
         """Return what to ask of `train`. way: "own" checkpoints, or raycheck's."""
@@ -38,7 +48,18 @@ class Framework:
 
 
 VERL = Framework(name="verl", policy="actor", refuses="model_world_size_1_rank_0.pt")
-each_framework = pytest.mark.parametrize("framework", [VERL], ids=lambda framework: framework.name)
+OPENRLHF = Framework(
+    name="OpenRLHF",
+    policy="actor",
+    refuses="DP world size of 2",
+    tolerance=2e-2,
+    equal=("losses", "drawn", "ema"),
+    kept=(6, 8, 9, 10),  # the best evaluation, and the last three of those by the interval or for an evaluation
+    options={"has_ema": True},
+    before={"sleeps": True},
+    elsewhere={"sleeps": True, "stage": 3},
+)
+each_framework = pytest.mark.parametrize("framework", [VERL, OPENRLHF], ids=lambda framework: framework.name)
 
 
 def after(step: int, found: dict[str, Any], what: str = "losses") -> dict[str, Any]:
@@ -51,16 +72,16 @@ def test_a_killed_worker_costs_the_steps_after_the_last_save(framework: Framewor
     uri = f"file://{tmp_path}/run"
 
     undisturbed, died, again = framework.train(
-        framework.asked("own", str(tmp_path / "own")),
-        framework.asked("raycheck", uri, dies_at=8),
-        framework.asked("raycheck", uri, seed=7),
+        framework.asked("own", str(tmp_path / "own"), **framework.options),
+        framework.asked("raycheck", uri, dies_at=8, **framework.options),
+        framework.asked("raycheck", uri, seed=7, **framework.options),
     )
 
     assert (died.get("error"), died["start"], died["died"]) == (None, 0, True)
     assert (again.get("error"), again["start"], again["died"]) == (None, 6, False)
-    assert after(6, again) == after(6, undisturbed)
-    assert after(6, again, "drawn") == after(6, undisturbed, "drawn")
-    assert [item.step for item in raycheck.open_run(uri).checkpoints] == [3, 6, 9]
+    for what in framework.equal:
+        assert after(6, again, what) == after(6, undisturbed, what), what
+    assert tuple(item.step for item in raycheck.open_run(uri).checkpoints) == framework.kept
     assert_invariants(open_store(uri))
 
 
@@ -72,8 +93,8 @@ def test_each_group_may_have_another_number_of_workers_where_the_framework_needs
 
     undisturbed, _, changed, refused = framework.train(
         framework.asked("own", own),
-        framework.asked("raycheck", uri, until=6),
-        framework.asked("raycheck", uri, policies=1, critics=2, seed=7),
+        framework.asked("raycheck", uri, until=6, **framework.before),
+        framework.asked("raycheck", uri, policies=1, critics=2, seed=7, **framework.elsewhere),
         framework.asked("own", own, policies=1, until=12),
     )
 
@@ -95,3 +116,10 @@ def test_verl_s_models_on_shared_workers_continue_on_separate_ones(tmp_path: Pat
     assert (died["died"], again["start"]) == (True, 6)
     for step, losses in after(6, again).items():
         assert losses == pytest.approx(undisturbed["losses"][step], rel=1e-5)
+
+
+def test_openrlhf_s_moving_average_is_refused_where_zero_3_keeps_its_elements(tmp_path: Path) -> None:
+    (refused,) = OPENRLHF.train(OPENRLHF.asked("raycheck", f"file://{tmp_path}/run", has_ema=True, stage=3))
+
+    assert "state['actor.ema']" in refused["error"]
+    assert not refused["losses"]

@@ -1,26 +1,33 @@
-"""Writes `tests/golden/v3/run` with the code as it is: `python -m tests.golden.make`. No test runs it.
+"""Writes `tests/golden/v4/run` with the code as it is: `python -m tests.golden.make`. No test runs it.
 
 Once a format version is released its run is never written again: it stands for what lies in people's buckets. A
 later version gets a folder beside `v1`, and readers must read both.
 """
 
+import math
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from raycheck.bucket.format.latest import Latest
+from raycheck.bucket.history.attempt_facts import facts_of
+from raycheck.bucket.history.facts import DropRecord, Facts
+from raycheck.bucket.history.metric_rows import TIME, MetricRows
+from raycheck.bucket.history.segments import record_facts
 from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol import pin_and_evict
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.store import open_store
+from raycheck.bucket.store import Store, open_store
 from tests.golden import state
+from tests.support.histories.small_pages import small_pages
 from tests.support.processes.gloo_ranks import Ranks
 from tests.support.processes.save_without_ray import ME, claimed, committed
 
-VERSION = "v3"
+VERSION = "v4"
 
 
 def make(folder: Path) -> None:
-    """Two ranks, two checkpoints, the older one pinned, and the end of the run put down."""
+    """Two ranks, two checkpoints, the older one pinned and in a page, and the end of the run put down."""
     shutil.rmtree(folder, ignore_errors=True)
     store = open_store(f"file://{folder}")
     names = []
@@ -34,10 +41,27 @@ def make(folder: Path) -> None:
         finally:
             ranks.stop()
     pin_and_evict.pin(Register(store), names[0], pinned=True)
-    protocol.finish(Register(store), ME, group=f"group-of-{state.WORLD_SIZE}")
+    body = protocol.finish(Register(store), ME, group=f"group-of-{state.WORLD_SIZE}")
+    write_history(store, body)
     for lock in folder.glob(".raycheck-*"):
         lock.unlink()
 
 
+def write_history(store: Store, body: Latest) -> None:
+    """Write one segment: what `body` lists itself, a checkpoint that was dropped, and metrics of each width."""
+    name = "step-000000001-a1-s9"
+    rows = MetricRows(
+        series={
+            (1, "loss"): {1: 1.0, 2: 0.5, 3: 1 / 3, 4: 0.25},
+            (1, "lr"): {1: 0.5, 2: math.nan, 3: math.inf, 4: 0.125},
+            (1, TIME): {step: 1_700_000_000.125 + step for step in range(1, 5)},
+            (1, "eval"): {4: 1e300},
+        }
+    )
+    facts = facts_of(body).joined(Facts(drops={name: DropRecord(key=name, at=5.0, why="expired")}, rows=rows))
+    record_facts(store, facts, run_id=body.run_id, counter=body.counter)
+
+
 if __name__ == "__main__":
-    make(Path(__file__).parent / VERSION / "run")
+    with small_pages():
+        make(Path(__file__).parent / VERSION / "run")

@@ -165,7 +165,7 @@ def save(rank: int, world_size: int, uri: str, name: str, step: int) -> Uploaded
     saver = settled(state, rank, world_size)
     head = open_run(uri).head if step > STEPS[0] else None
     if head is not None:  # so that this checkpoint refers to what that one has
-        saver.apply(head)
+        saver.apply(head._stored)
         fill(state, rank, step)
     random.seed(SEED + rank)
     np.random.seed(SEED + rank)  # noqa: NPY002  the global state is what is saved

@@ -45,8 +45,8 @@ def run() -> Store:
 
     def latest_with_new(data: bytes) -> bytes:
         tree = json.loads(data)
-        tree["live"][-1]["manifest_crc32"] = crc32(manifest)
-        tree["live"][-1]["size_bytes"] = sum(
+        tree["newest"][-1]["manifest_crc32"] = crc32(manifest)
+        tree["newest"][-1]["size_bytes"] = sum(
             item.size_bytes
             for item in store.list_objects(object_keys.checkpoint_prefix(name))
             if item.key != object_keys.manifest_key(name)

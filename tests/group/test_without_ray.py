@@ -1,6 +1,6 @@
-"""The group knows no Ray: where Ray is not installed, a training of torchrun's saves, dies, and is restored.
+"""Tests that a group needs no Ray: where Ray is not installed, a torchrun training saves, dies, and is restored.
 
-The environment has every package of this one but Ray.
+The environment has every package of this one except Ray.
 """
 
 import os
@@ -52,7 +52,7 @@ with raycheck.Checkpointer(state, settings, group=raycheck.torchrun_group(sys.ar
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Makes the environment: links to the packages of this one. Returns its interpreter."""
+    """Make the environment: links to the packages of this one. Returns its interpreter."""
     folder = tmp_path_factory.mktemp("without-ray")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
     (packages,) = folder.glob("lib/python*/site-packages")

@@ -18,6 +18,8 @@ from tests.examples import (
     accelerate_bert_with_raycheck,
     ddp,
     ddp_with_raycheck,
+    deepspeed_bert,
+    deepspeed_bert_with_raycheck,
     fsdp,
     fsdp_with_raycheck,
     hf_trainer,
@@ -43,6 +45,7 @@ PAIRS = {
     "trl": (trl_sft, trl_sft_with_raycheck),
     "lightning": (lightning_ddp, lightning_ddp_with_raycheck),
     "accelerate": (accelerate_bert, accelerate_bert_with_raycheck),
+    "deepspeed": (deepspeed_bert, deepspeed_bert_with_raycheck),
     "torchtitan": (torchtitan_llama, torchtitan_llama_with_raycheck),
 }
 of_ray = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns

@@ -3,6 +3,7 @@ between must be noticed: a save of a used TrainState equals that of one just bui
 
 import gc
 import io
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from torch import nn
 
 from raycheck.bucket.format.index import Index
 from raycheck.errors import ConfigError
+from raycheck.state.entries.deepspeed_engine import ParameterRange
+from raycheck.state.entries.engine_model import EngineModel, EngineModelEntry, EngineOptimizer
 from raycheck.state.train_state import Progress, TrainState
 from tests.support.processes.save_without_ray import shard_bytes
 
@@ -43,6 +46,43 @@ def live() -> Live:
     live = Live(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2))
     live.step()
     return live
+
+
+class FlatModel(EngineModel):
+    """Parameters that share one flat memory, as an engine's do."""
+
+    entry = EngineModelEntry
+    cure = "put it back"
+
+    def __init__(self, memory: nn.Parameter) -> None:
+        super().__init__("the engine")
+        for name, shape, at in (("weight", (4, 3), 0), ("bias", (4,), 12), ("empty", (0,), 16)):
+            size = math.prod(shape)
+            item = ParameterRange(torch.empty(shape), memory, at, size, 0)
+            self.add_parameter(name, self.view(memory, item, item.of))
+
+    def refresh(self) -> None: ...
+
+
+class Engine:
+    """The flat memory of an engine, and the optimizer that trains it."""
+
+    def __init__(self) -> None:
+        self.memory = nn.Parameter(torch.arange(18.0))
+        self.base = torch.optim.AdamW([self.memory], lr=0.1)
+        self.model = FlatModel(self.memory)
+        self.optimizer = EngineOptimizer([self.base], self.model, [list(self.model.of)])
+
+    @property
+    def slots(self) -> dict[str, Any]:
+        return self.base.state[self.memory]
+
+    def state(self) -> TrainState:
+        return TrainState({"model": self.model, "optimizer": self.optimizer}, rank=0, world_size=1)
+
+    def step(self) -> None:
+        self.memory.grad = torch.ones(18)
+        self.base.step()
 
 
 def saved_by(state: TrainState) -> tuple[bytes, Index, list[Any]]:
@@ -283,3 +323,54 @@ def test_memory_that_is_let_go_between_saves_is_free(live: Live, move: str) -> N
 
     assert gone() is None
     assert saved_by(used) == saved_by(live.state())
+
+
+ENGINE_CHANGES: dict[str, Callable[[Engine], Any]] = {
+    "nothing": lambda _: None,
+    "a step": Engine.step,
+    "a slot is another tensor": lambda engine: engine.slots.update(exp_avg=torch.full((18,), 7.0)),
+    "a slot is moved": lambda engine: setattr(engine.slots["exp_avg"], "data", torch.full((18,), 8.0)),
+    "all memory is moved": lambda engine: [
+        setattr(tensor, "data", tensor.data + 1) for tensor in (engine.memory, *engine.slots.values())
+    ],
+    "a slot comes": lambda engine: engine.slots.update(more=torch.ones(18)),
+    "a slot is a number": lambda engine: engine.slots.update(step=7),
+    "a slot is of another dtype": lambda engine: engine.slots.update(exp_avg=torch.ones(18).double()),
+    "a slot is not laid out like the memory": lambda engine: engine.slots.update(exp_avg=torch.ones(2)),
+    "the memory has no slots": lambda engine: engine.base.state.clear(),
+    "a learning rate changes": lambda engine: engine.base.param_groups[0].update(lr=0.5),
+    "a learning rate is a tensor": lambda engine: engine.base.param_groups[0].update(lr=torch.tensor(0.25)),
+}
+
+
+@pytest.mark.parametrize("name", ENGINE_CHANGES)
+@pytest.mark.parametrize("is_trained", [True, False], ids=["trained", "fresh"])
+def test_a_save_of_an_engine_after_a_change_equals_that_of_a_state_just_built(name: str, is_trained: bool) -> None:
+    engine = Engine()
+    if is_trained:
+        engine.step()
+    used = engine.state()
+    for _ in range(2):
+        saved_by(used)
+    assert (used._entries[1]._gather_by_cache() is not None) == is_trained
+
+    if is_trained or "slot" not in name:
+        ENGINE_CHANGES[name](engine)
+
+    for _ in range(2):
+        assert saved_by(used) == saved_by(engine.state())
+
+
+def test_an_engine_s_slots_that_are_let_go_between_saves_are_free() -> None:
+    engine = Engine()
+    engine.step()
+    used = engine.state()
+    for _ in range(2):
+        saved_by(used)
+    gone = weakref.ref(engine.slots["exp_avg"].untyped_storage())
+
+    engine.slots["exp_avg"].data = engine.slots["exp_avg"].data.clone()
+    gc.collect()
+
+    assert gone() is None
+    assert saved_by(used) == saved_by(engine.state())

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 import raycheck
-from raycheck import adapters, catalog, errors, values
+from raycheck import adapters, catalog, errors, loggers, values
 
 PUBLIC: dict[str, frozenset[str]] = {
     "raycheck": frozenset(raycheck.__all__),
     "raycheck.adapters": frozenset(adapters.__all__),
     "raycheck.catalog": frozenset(catalog.__all__),
+    "raycheck.loggers": frozenset(loggers.__all__),
     "raycheck.values": frozenset(values.__all__),
     "raycheck.errors": frozenset(name for name, value in vars(errors).items() if isinstance(value, type)),
 }

@@ -15,6 +15,8 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import put_all_once
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
+from raycheck.catalog import SavePlan
+from raycheck.catalog.doctor.plan import requests_of
 from raycheck.settings import Retention
 from raycheck.state.train_state import Progress, TrainState
 from tests.support.histories.invariants import assert_invariants
@@ -50,7 +52,7 @@ def test_a_save_sends_the_requests_that_are_counted(s3, elements: int) -> None:
         store = open_store(join_uri(proxy.uri, uuid4().hex))
         older = save_state(store, {"own": {"a": torch.zeros(4)}})
         name = claimed(store, world_size=WORLD_SIZE, step=2)
-        reports = []
+        reports, puts = [], 0
         for rank in range(WORLD_SIZE):
             state = {"own": raycheck.PerRank({"part": torch.zeros(elements)})}
             staged = TrainState(state, rank=rank, world_size=WORLD_SIZE).stage(Progress(step=2))
@@ -60,7 +62,9 @@ def test_a_save_sends_the_requests_that_are_counted(s3, elements: int) -> None:
 
             size = uploaded.records[0].size_bytes
             parts = -(-size // store.part_bytes(size))
-            assert sent(proxy) == Requests(puts=1 if parts == 1 else parts + 2)  # an upload in parts is begun and ended
+            upload_requests = sent(proxy)
+            assert upload_requests == Requests(puts=1 if parts == 1 else parts + 2)  # in parts: begun and ended
+            puts += upload_requests.puts
             attempt = int(name.split("-a")[1].split("-")[0])
             reports.append(
                 Report(
@@ -86,3 +90,5 @@ def test_a_save_sends_the_requests_that_are_counted(s3, elements: int) -> None:
         prune_and_sweep._delete_checkpoint(store, older.entry.key, is_held=False)
         assert sent(proxy) == Requests(puts=1, deletes=4)  # a listing; manifest, index, .metadata and the shard
         assert [entry.key for entry in assert_invariants(store).live] == [name]
+        counted = requests_of(SavePlan(size_bytes=WORLD_SIZE * size, world_size=WORLD_SIZE), store.part_bytes(size))
+        assert counted.puts == puts + 4 + 1, "what raycheck doctor says that a save costs"

@@ -121,7 +121,7 @@ def test_a_run_without_a_begin_has_no_goodput_and_its_latest_says_nothing_of_it(
     driver.save(1, 1)
 
     assert not {"trained"} & latest_tree(store).keys()
-    assert not {"by_notice"} & latest_tree(store)["live"][0].keys(), "what was written before has the same bytes"
+    assert not {"by_notice"} & latest_tree(store)["newest"][0].keys(), "what was written before has the same bytes"
     assert listed(store).goodput is None
 
 
@@ -153,7 +153,7 @@ def test_a_raycheck_that_knows_neither_field_keeps_both() -> None:
     """As a writer preserves what it does not know: here fields that a later raycheck may add."""
     store, driver = trained()
     tree = latest_tree(store)
-    tree["later"], tree["live"][0]["later"] = {"a": 1}, True
+    tree["later"], tree["newest"][0]["later"] = {"a": 1}, True
     put_latest_tree(store, tree)
     driver.look()
     driver.save(1, 3, began_at=store.at - 100.0, trained_s=90.0)

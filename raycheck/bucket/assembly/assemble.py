@@ -22,7 +22,7 @@ from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.manifest import Blob, Component, Manifest, RankRecord
 from raycheck.bucket.protocol.object_copy import Job, copy_objects
-from raycheck.bucket.reading import Checkpoint, read_latest
+from raycheck.bucket.reading import Checkpoint, read_newest
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, SaveFailedError
 
@@ -207,6 +207,6 @@ def _is_in_head(store: Store, component: Component, plans: PlanCache) -> bool:
     """
     if component in plans.components:
         return True
-    body = read_latest(store)
+    body = read_newest(store)
     head = body.entry(body.head or "")
     return head is not None and component in Checkpoint(store, head).read_manifest().components

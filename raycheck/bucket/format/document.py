@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, ge
 from raycheck.bucket.format.checksum import crc32
 from raycheck.errors import CorruptError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 FIRST_SEALED_VERSION = 2
 _SEAL = re.compile(rb'"crc32"\s*:\s*"([0-9a-f]{8})"\s*\}\s*\Z')
 _SEAL_BYTES = 64
@@ -39,11 +39,13 @@ class Document:
     """The base class of all documents.
 
     unknown: the fields that a newer writer added. is_long: the document has records of every rank, so it is written on
-    one line, not with a line per field. when_true: fields that are omitted while they are False or None.
+    one line, not with a line per field. when_true: fields that are omitted while they are False or None. renamed: the
+    names that fields had in older format versions, and their names now.
     """
 
     is_long: ClassVar[bool] = False
     when_true: ClassVar[frozenset[str]] = frozenset()
+    renamed: ClassVar[Mapping[str, str]] = {}
     unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
@@ -178,6 +180,8 @@ def _checked(value: object, path: str) -> object:
 
 def _parse_document(cls: type[D], value: dict[str, object], path: str) -> D:
     known: dict[str, Any] = {}
+    if cls.renamed:
+        value = {cls.renamed.get(name, name): item for name, item in value.items()}
     for name, expected, harmless, is_required in _expected(cast("Any", cls)):
         item = value.get(name, MISSING)
         if type(item) in harmless:  # most fields: it takes longer to write the path of one than to look at it

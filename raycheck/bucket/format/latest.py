@@ -1,26 +1,53 @@
 """Defines the body of `latest`, the run's only mutable object, as a value.
 
-One GET of it shows who owns the run, which attempt is live, and which checkpoints exist. It names only committed
-checkpoints (I3). It is replaced by compare-and-swap only, in protocol/swap.py; this module does not access any store.
+One GET of it shows who owns the run, which attempt is live, and which checkpoints are the newest. It names only
+committed checkpoints (I3). It is replaced by compare-and-swap only, in protocol/swap.py; this module does not access
+any store.
+
+A body lists its newest checkpoints itself, and refers to pages for the others (40). Whoever asks it for something that
+may be in a page gets a PagesNeededError. A *whole* body is one whose pages have been read: it lists every checkpoint.
+Reading and swapping make a body whole when it is needed (pages.py, protocol/swap.py), so nobody can mistake a part of
+the list for all of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from raycheck.bucket.format.document import FORMAT_VERSION, Document, NewerFormatError, dump, load
 from raycheck.bucket.format.label import is_name
-from raycheck.bucket.format.object_keys import CheckpointName, is_directory, is_way, split_directory
+from raycheck.bucket.format.object_keys import CheckpointName, is_directory, is_page_key, is_way, split_directory
 from raycheck.errors import ConfigError, CorruptError
 
 MAX_BYTES = 256 * 1024
-"""Room for more than a thousand checkpoints."""
-COMMIT_BYTES = MAX_BYTES * 7 // 8
-"""Commits stop at 7/8 of the limit so that a claim always fits; otherwise the run could not be resumed."""
-CROWDED_BYTES = MAX_BYTES * 3 // 4
-"""Above this size old entries lose metrics, and each save checks for room before it uploads anything."""
+ROOMY_BYTES = MAX_BYTES * 3 // 4
+"""Nothing that may be refused, such as a hold, is added above this size, so that claims and commits always fit."""
+MAX_PAGE_BYTES = 256 * 1024 * 1024
 MAX_ATTEMPTS_LISTED = 50
 MAX_METRICS_LISTED = 32
+
+
+class PagesNeededError(Exception):
+    """A body that refers to pages was asked for something that may be in one of them. It never leaves the package."""
+
+
+def _check_directories(*directories: str) -> None:
+    """Raise CorruptError for what is not a checkpoint's directory, of this run or of another one."""
+    for text in directories:
+        if not is_directory(text):
+            raise CorruptError(f"latest names {text!r}, which is not a checkpoint's name")
+
+
+def _check_names(*names: str) -> None:
+    """Raise CorruptError for what is not the name of a checkpoint of a run."""
+    for text in names:
+        if CheckpointName.parse(text) is None:
+            raise CorruptError(f"latest names {text!r}, which is not a checkpoint's name")
+
+
+def _check_way(way: str) -> None:
+    if not is_way(way):
+        raise CorruptError(f"latest names the run {way!r}, which is not a path to another run")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,11 +55,11 @@ class Entry(Document):
     """A live checkpoint.
 
     refs: the directories that it uses in addition to its own: those of other checkpoints, and borrowed ones of other
-    runs. committed_at, expires_at: by the bucket's time. metrics: the first 32 of its manifest's, or fewer in older
-    entries when `latest` is nearly full. damaged: what a restore found wrong with it, None for nothing; a damaged entry
-    is neither restored nor counted by retention. rolling: see Retention. name: its user-given name, which no other live
-    entry of the run has. scores: what was measured after its commit, at most 32; retention prefers a score to a metric
-    of the same name. by_notice: it was saved because a node was about to be removed. drifted: see Manifest.
+    runs. committed_at, expires_at: by the bucket's time. metrics: the first 32 of its manifest's, or fewer in entries
+    of a body that an older raycheck wrote. damaged: what a restore found wrong with it, None for nothing; a damaged
+    entry is neither restored nor counted by retention. rolling: see Retention. name: its user-given name, which no
+    other live entry of the run has. scores: what was measured after its commit, at most 32; retention prefers a score
+    to a metric of the same name. by_notice: it was saved because a node was about to be removed. drifted: see Manifest.
     """
 
     when_true: ClassVar[frozenset[str]] = frozenset({"rolling", "name", "scores", "by_notice", "drifted"})
@@ -53,6 +80,12 @@ class Entry(Document):
     by_notice: bool = False
     drifted: bool = False
 
+    def __post_init__(self) -> None:
+        _check_names(self.key)
+        _check_directories(*self.refs)
+        if self.name is not None and not is_name(self.name):
+            raise CorruptError(f"latest calls a checkpoint {self.name!r}, which cannot be a name")
+
     def is_kept_by_name(self, now: float) -> bool:
         """Return whether it has a name and has not expired. now: the bucket's time."""
         return self.name is not None and (self.expires_at is None or now < self.expires_at)
@@ -63,14 +96,68 @@ class Evicted(Document):
     """A checkpoint that left the live list permanently, at `at` (bucket time).
 
     Its objects may be deleted after a grace period for readers. borrowed: the directories of other runs that it used;
-    they are needed until then.
+    they are needed until then. why: the reason, for people; "" if it is not known.
     """
 
-    when_true: ClassVar[frozenset[str]] = frozenset({"borrowed"})
+    when_true: ClassVar[frozenset[str]] = frozenset({"borrowed", "why"})
 
     key: str
     at: float
     borrowed: tuple[str, ...] = ()
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        _check_names(self.key)
+        _check_directories(*self.borrowed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageRef(Document):
+    """A reference to a page: an immutable object that lists checkpoints which `latest` does not list itself. Step 40.
+
+    key: the page's object. crc32, size_bytes: of its bytes. count: how many checkpoints it lists. first, last: the keys
+    of the first and the last of them, between which are those of all live ones.
+    """
+
+    key: str
+    crc32: int
+    size_bytes: int
+    count: int
+    first: str
+    last: str
+
+    def __post_init__(self) -> None:
+        _check_names(self.first, self.last)
+        if not is_page_key(self.key):
+            raise CorruptError(f"latest names the page {self.key!r}, which is not the key of a page")
+
+    def may_list(self, name: CheckpointName | None) -> bool:
+        """Return whether the page may list the checkpoint `name`."""
+        first, last = CheckpointName.parse(self.first), CheckpointName.parse(self.last)
+        return name is None or first is None or last is None or first <= name <= last
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PastPage(Document):
+    """A page that no body names any more since the one with the counter `since`. Its object stays for some writes."""
+
+    key: str
+    since: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Page(Document):
+    """A page: live checkpoints of a run in the order of their commits, or evicted ones in that of their evictions.
+
+    Step 40.
+    """
+
+    is_long: ClassVar[bool] = True
+
+    format_version: int = FORMAT_VERSION
+    run_id: str
+    live: tuple[Entry, ...] = ()
+    evicted: tuple[Evicted, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +180,10 @@ class Hold(Document):
     is_confirmed: bool = False
     renewals: int = 0
 
+    def __post_init__(self) -> None:
+        _check_way(self.holder)
+        _check_directories(*self.directories)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loan(Document):
@@ -105,6 +196,10 @@ class Loan(Document):
     source: str
     run_id: str
     directories: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        _check_way(self.source)
+        _check_names(*self.directories)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +230,9 @@ class Finished(Document):
     attempt: int
     key: str | None
     at: float
+
+    def __post_init__(self) -> None:
+        _check_names(*([self.key] if self.key else []))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,14 +268,21 @@ class Latest(Document):
     """The body of `latest`.
 
     counter: one higher at every write. owners: all owners ever. attempts: the newest 50, the live one last. head: what
-    the next start restores. proven: the highest attempt whose claim was answered, None before the first. A group saves
-    only after that answer, so a directory of a higher attempt means that `latest` was lost (step 10). finished: the end
-    of training, until the run continues or goes back (step 33). holds, loans: what other runs use of this one, and what
-    this one uses of others (step 30). deleted_at: when someone deleted the run, whose objects may still exist (step
-    37). mirror: what the run is a copy of; see is_mirror. trained: the newest commit's, None when it is not known.
+    the next start restores. newest: the newest live checkpoints in the order of their commits, with the head and what
+    the live attempt restored; all of them in a whole body. pages: where the other ones are listed.
+    newest_evicted, evicted_pages: the same of evicted checkpoints. past_pages: the pages that bodies before this one
+    named. proven: the highest attempt whose claim was answered, None before the
+    first. A group saves only after that answer, so a directory of a higher attempt means that `latest` was lost (step
+    10). finished: the end of training, until the run continues or goes back (step 33). holds, loans: what other runs
+    use of this one, and what this one uses of others (step 30). deleted_at: when someone deleted the run, whose objects
+    may still exist (step 37). mirror: what the run is a copy of; see is_mirror. trained: the newest commit's, None when
+    it is not known.
     """
 
-    when_true: ClassVar[frozenset[str]] = frozenset({"finished", "holds", "loans", "deleted_at", "mirror", "trained"})
+    when_true: ClassVar[frozenset[str]] = frozenset(
+        {"finished", "holds", "loans", "deleted_at", "mirror", "pages", "evicted_pages", "past_pages", "trained"}
+    )
+    renamed: ClassVar[Mapping[str, str]] = {"live": "newest", "evicted": "newest_evicted"}  # since version 4
 
     format_version: int = FORMAT_VERSION
     run_id: str
@@ -186,8 +291,11 @@ class Latest(Document):
     owners: tuple[str, ...]
     attempts: tuple[Attempt, ...]
     head: str | None
-    live: tuple[Entry, ...] = ()
-    evicted: tuple[Evicted, ...] = ()
+    newest: tuple[Entry, ...] = ()
+    pages: tuple[PageRef, ...] = ()
+    newest_evicted: tuple[Evicted, ...] = ()
+    evicted_pages: tuple[PageRef, ...] = ()
+    past_pages: tuple[PastPage, ...] = ()
     finished: Finished | None = None
     holds: tuple[Hold, ...] = ()
     loans: tuple[Loan, ...] = ()
@@ -196,36 +304,15 @@ class Latest(Document):
     trained: Trained | None = None
 
     def __post_init__(self) -> None:
-        keys = [entry.key for entry in self.live]
-        names = [
-            *keys,
-            *(item.key for item in self.evicted),
-            *(name for loan in self.loans for name in loan.directories),
-            *((self.finished.key,) if self.finished and self.finished.key else ()),
-        ]
-        directories = [
-            *(ref for entry in self.live for ref in entry.refs),
-            *(ref for item in self.evicted for ref in item.borrowed),
-            *(directory for hold in self.holds for directory in hold.directories),
-        ]
-        bad = [name for name in names if CheckpointName.parse(name) is None]
-        bad += [text for text in directories if not is_directory(text)]
-        if bad:
-            raise CorruptError(f"latest names {bad[0]!r}, which is not a checkpoint's name")
-        ways = [*(hold.holder for hold in self.holds), *(loan.source for loan in self.loans)]
-        lost = [way for way in ways if not is_way(way)]
-        if lost:
-            raise CorruptError(f"latest names the run {lost[0]!r}, which is not a path to another run")
-        if len(set(keys)) < len(keys):
+        keys = {entry.key for entry in self.newest}
+        if len(keys) < len(self.newest):
             raise CorruptError("latest lists a checkpoint twice")
-        given = [entry.name for entry in self.live if entry.name is not None]
-        if odd := [name for name in given if not is_name(name)]:
-            raise CorruptError(f"latest calls a checkpoint {odd[0]!r}, which cannot be a name")
+        given = [entry.name for entry in self.newest if entry.name is not None]
         if len(set(given)) < len(given):
             raise CorruptError("latest gives one name to two checkpoints")
         if self.head is not None and self.head not in keys:
             raise CorruptError(f"latest has head {self.head}, which it does not list")
-        if any(entry.damaged and entry.key == self.head for entry in self.live):
+        if any(entry.damaged and entry.key == self.head for entry in self.newest):
             raise CorruptError(f"latest has head {self.head}, which it marks as damaged")
         if not self.attempts:
             raise CorruptError("latest names no attempt")
@@ -255,17 +342,63 @@ class Latest(Document):
         """
         return self.finished is not None and self.finished.key == self.head == key
 
+    @property
+    def live(self) -> tuple[Entry, ...]:
+        """Return every live checkpoint, in the order of their commits. Raises PagesNeededError unless it is whole."""
+        if self.pages:
+            raise PagesNeededError
+        return self.newest
+
+    @property
+    def evicted(self) -> tuple[Evicted, ...]:
+        """Return every evicted checkpoint that is not forgotten, in the order of the evictions.
+
+        Raises PagesNeededError unless it is whole.
+        """
+        if self.evicted_pages:
+            raise PagesNeededError
+        return self.newest_evicted
+
+    @property
+    def num_live(self) -> int:
+        """Return the number of live checkpoints, also of a body that is not whole."""
+        return len(self.newest) + sum(page.count for page in self.pages)
+
     def entry(self, key: str) -> Entry | None:
-        """Return the live entry `key`, None when it is not live (evicted, or never committed)."""
-        return next((entry for entry in self.live if entry.key == key), None)
+        """Return the live entry `key`, None when it is not live (evicted, or never committed).
+
+        Raises PagesNeededError when a page may list it.
+        """
+        found = next((entry for entry in self.newest if entry.key == key), None)
+        if (
+            found is None
+            and key not in self.kept_newest
+            and any(page.may_list(CheckpointName.parse(key)) for page in self.pages)
+        ):
+            raise PagesNeededError
+        return found
+
+    @property
+    def kept_newest(self) -> frozenset[str]:
+        """Return the keys that no page may list: the head's, and that of what the live attempt restores."""
+        return frozenset(key for key in (self.head, self.attempt.restore_key) if key)
 
     def named(self, name: str) -> Entry | None:
-        """Return the live entry with this user-given name, None when there is none."""
-        return next((entry for entry in self.live if entry.name == name), None)
+        """Return the live entry with this user-given name, None when there is none.
+
+        Raises PagesNeededError when a page may list it.
+        """
+        found = next((entry for entry in self.newest if entry.name == name), None)
+        return found or next((entry for entry in self.live if entry.name == name), None)
 
     def with_entry(self, changed: Entry) -> "Latest":
-        """Return this body with `changed` in place of the live entry of its key."""
-        return replace(self, live=tuple(changed if entry.key == changed.key else entry for entry in self.live))
+        """Return this body with `changed` in place of the live entry of its key.
+
+        Raises PagesNeededError when it does not list that entry itself.
+        """
+        if all(entry.key != changed.key for entry in self.newest):
+            raise PagesNeededError
+        return replace(self, newest=tuple(changed if entry.key == changed.key else entry for entry in self.newest))
 
     def has_answered(self, name: CheckpointName) -> bool:
         """Return whether the claim of the attempt that wrote directory `name` was answered, so that the directory may
@@ -274,13 +407,21 @@ class Latest(Document):
         A body that lists checkpoints and has no `proven` was written before that field existed: then the live attempt
         counts as answered.
         """
-        proven = self.attempt.number if self.proven is None and self.live else self.proven
+        proven = self.attempt.number if self.proven is None and self.newest else self.proven
         return proven is not None and name.attempt <= proven
 
     def held(self) -> set[str]:
-        """Return the directories held by a live entry, as its own or by reference, or by a hold of another run."""
+        """Return the directories held by a live entry, as its own or by reference, or by a hold of another run.
+
+        Raises PagesNeededError unless it is whole.
+        """
         own = {name for entry in self.live for name in (entry.key, *entry.refs)}
         return own | {directory for hold in self.holds for directory in hold.directories}
+
+    def not_held(self, directories: Iterable[str]) -> set[str]:
+        """Return which of these directories it does not hold. Raises PagesNeededError when that depends on a page."""
+        missing = set(directories) - replace(self, pages=()).held()
+        return missing and missing - self.held()
 
     def borrowed(self, source: str) -> set[str]:
         """Return the checkpoints of the run at `source` whose directories this run still needs.
@@ -292,31 +433,40 @@ class Latest(Document):
         return {name for way, name in map(split_directory, directories) if way == source}
 
 
+def in_order(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """Return entries in the order of their commits, which is that of their attempts and saves."""
+
+    def order(entry: Entry) -> tuple[int, int]:
+        name = CheckpointName.parse(entry.key)
+        assert name is not None, "an entry has checked its key"
+        return name.attempt, name.save
+
+    return tuple(sorted(entries, key=order))
+
+
 def dump_latest(body: Latest) -> bytes:
     data = dump(body)
     if len(data) > MAX_BYTES:
-        raise _full(body, len(data), MAX_BYTES)
+        raise _full(body, len(data))
     return data
 
 
-def _full(body: Latest, size: int, bound: int) -> ConfigError:
+def _full(body: Latest, size: int) -> ConfigError:
     return ConfigError(
-        f"latest would have {size} bytes, more than {bound}: it lists {len(body.live)} checkpoints and "
-        f"{len(body.evicted)} dropped ones. 'raycheck prune --keep-last N' makes room at once, also while the run is "
-        "active: what is neither pinned nor named is dropped. Then set SaveSettings(keep_last=...) to keep it small"
+        f"latest would have {size} bytes, and may have {MAX_BYTES}: {len(body.holds)} other runs use checkpoints of "
+        f"this one, {len(body.attempts)} attempts are listed, and {len(body.owners)} drivers have "
+        "started it. 'raycheck prune' deletes what was dropped; a fork with --copy uses nothing of its source"
     )
 
 
 def check_room(body: Latest) -> None:
-    """Refuse a body that would leave no room for commits, even though they remove the metrics of old entries.
+    """Refuse a body that would leave no room for claims and commits.
 
-    Call it before a swap that adds names or scores: commits drop old metrics to make room, but never these. Raises
-    ConfigError, which says how to make room.
+    Call it before a swap that adds holds or loans: only these are not limited in another way. Raises ConfigError.
     """
-    bare = replace(body, live=tuple(replace(entry, metrics={}) for entry in body.live))
-    for size, bound in ((len(dump(bare)), CROWDED_BYTES), (len(dump(body)), COMMIT_BYTES)):
-        if size > bound:
-            raise _full(body, size, bound)
+    size = len(dump(body))
+    if size > ROOMY_BYTES:
+        raise _full(body, size)
 
 
 def listed_metrics(metrics: Mapping[str, float], *, needed: str | None) -> dict[str, float]:
@@ -326,28 +476,6 @@ def listed_metrics(metrics: Mapping[str, float], *, needed: str | None) -> dict[
     """
     names = sorted(metrics, key=lambda name: name != needed)
     return {name: metrics[name] for name in names[:MAX_METRICS_LISTED]}
-
-
-def shrink_metrics(body: Latest, *, needed: str | None) -> Latest:
-    """Remove metrics from the oldest entries when `body` is nearly full; their manifests still have all of them.
-
-    needed: the metric by which retention ranks, which stays. Raises ConfigError, which says how to make room, when that
-    is not enough.
-    """
-    excess = len(dump(body)) - CROWDED_BYTES
-    if excess <= 0:
-        return body
-    live = list(body.live)
-    for place, entry in enumerate(live):
-        live[place] = replace(entry, metrics={name: value for name, value in entry.metrics.items() if name == needed})
-        excess -= len(dump(entry)) - len(dump(live[place]))
-        if excess <= 0:
-            break
-    slim = replace(body, live=tuple(live))
-    size = len(dump(slim))
-    if size > COMMIT_BYTES:
-        raise _full(body, size, COMMIT_BYTES)
-    return slim
 
 
 def load_latest(data: bytes, *, what: str) -> Latest:
@@ -361,3 +489,8 @@ def load_latest(data: bytes, *, what: str) -> Latest:
             f"{error}. If nobody has edited it: put an earlier version back (bucket versioning), or rebuild it with "
             "'raycheck repair'"
         ) from None
+
+
+def load_page(data: bytes, *, what: str) -> Page:
+    """Parse a page. Raises CorruptError."""
+    return load(Page, data, what=what, max_bytes=MAX_PAGE_BYTES)

@@ -19,6 +19,8 @@ _NAME = re.compile(r"step-(\d{9,18})-a(\d{1,9})-s(\d{1,9})")
 _ATTEMPT = re.compile(r"attempts/\d{6,9}\.json")
 _WAY = re.compile(r"(?:\.\./)+([^\0]{1,900})")
 _RECORD = re.compile(r"attempts/(\d{6,9})(?:\.start)?\.json")
+_PAGE = re.compile(r"pages/(\d{12,19})-[0-9a-f]{8}\.json")
+_SEGMENT = re.compile(r"history/\d{12,19}-[0-9a-f]{8}\.json")
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
@@ -172,6 +174,11 @@ def resume_key(number: int) -> str:
     return f"{ATTEMPTS_PREFIX}{number:06d}.start.json"
 
 
+def alert_key(happening: str) -> str:
+    """Return the key of the mark that people are told of something that happened to the run."""
+    return f"alerts/{happening}.json"
+
+
 def pointer_prefix(name: str) -> str:
     """Return the directory of a checkpoint's pointer, which is reported to Ray and which Ray may delete. It has no
     shards."""
@@ -187,6 +194,37 @@ def pointed_by(path: str) -> CheckpointName | None:
     """Return the checkpoint whose pointer directory `path` is, in any run; None when it is not such a directory."""
     parent, _, name = path.rstrip("/").rpartition("/")
     return CheckpointName.parse(name) if parent.rpartition("/")[2] == "ray" else None
+
+
+PAGES_PREFIX = "pages/"
+
+
+def page_key(counter: int, token: str) -> str:
+    """Return the key of a page. counter: that of the body of `latest` for which it is written. token: 8 hex digits."""
+    return f"{PAGES_PREFIX}{counter:012d}-{token}.json"
+
+
+def is_page_key(key: str) -> bool:
+    return bool(_PAGE.fullmatch(key))
+
+
+def counter_of_page(key: str) -> int | None:
+    """Return the counter of the body for which a page was written; None for an object that is not a page."""
+    match = _PAGE.fullmatch(key)
+    return None if match is None else int(match[1])
+
+
+HISTORY_PREFIX = "history/"
+
+
+def segment_key(counter: int, token: str) -> str:
+    """Return the key of a segment of the history. counter: that of the newest body of `latest` that its writer knew.
+    token: 8 hex digits."""
+    return f"{HISTORY_PREFIX}{counter:012d}-{token}.json"
+
+
+def is_segment_key(key: str) -> bool:
+    return bool(_SEGMENT.fullmatch(key))
 
 
 EXPORTS_PREFIX = "exports/"

@@ -2,6 +2,7 @@
 of its steps:
 
 - swap.py: the compare-and-swap of `latest`, steps 1 to 5. Nothing else writes `latest`, except repair.py.
+- paging.py: moves what is not the newest out of `latest`, step 40.
 - preflight.py: the test on a scratch object that the store honors conditional writes, step 6.
 - claim.py: a group becomes the live attempt and fences the older ones, steps 8 to 12 and 28.
 - resume.py: what `resume` requests, and the checkpoint that a new owner's first attempt restores, step 9.
@@ -18,5 +19,5 @@ of its steps:
 - sharing/: forks, borrowed directories, bases and mirrors, steps 30, 38 and 39.
 
 Other modules implement steps 7, 13 to 15 and 18 (group/coordinator/), 16 (assembly/), 24, 25 and 27 (reading.py,
-group/), 35 and 36 (catalog/archive/).
+group/), reading pages, 40 (pages.py), 35 and 36 (catalog/archive/).
 """

@@ -186,7 +186,7 @@ def refuse_lost(register: Register, *, mine: Attempt | None = None) -> tuple[Lat
 
     def look() -> tuple[Latest, Got] | None:
         names = list_directories(register.store)
-        found = register.read()  # after the listing: otherwise a claim in between would look like a loss
+        found = register.read_newest()  # after the listing: otherwise a claim in between would look like a loss
         if is_known(names, found):
             return found
         if found and mine:
@@ -194,7 +194,7 @@ def refuse_lost(register: Register, *, mine: Attempt | None = None) -> tuple[Lat
         what = "does not know" if found else "is missing, but there is"
         raise lost_error(register.store.uri, f"{what} the checkpoint {names[-1]}")
 
-    names, found = register.store.both(lambda: list_directories(register.store), register.read)
+    names, found = register.store.both(lambda: list_directories(register.store), register.read_newest)
     return found if is_known(names, found) else again_if_corrupt(look)
 
 

@@ -6,17 +6,15 @@ replaced the body, so the older coordinator's swap is refused, and when it reads
 does not depend on any clock.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from raycheck.bucket.format.checksum import crc32
-from raycheck.bucket.format.latest import Entry, Finished, Latest, Trained, listed_metrics, shrink_metrics
+from raycheck.bucket.format.latest import Entry, Finished, Latest, Trained, listed_metrics
 from raycheck.bucket.format.manifest import Manifest
-from raycheck.bucket.format.object_keys import MAX_STEP, CheckpointName
 from raycheck.bucket.protocol.claim import Identity, check_current, check_owner, claimed_body
 from raycheck.bucket.protocol.name_and_score import with_name_of_save
 from raycheck.bucket.protocol.pin_and_evict import with_evicted
-from raycheck.bucket.protocol.retention import dropped_keys
+from raycheck.bucket.protocol.retention import dropped
 from raycheck.bucket.protocol.sharing.base_run import without_reservation
 from raycheck.bucket.protocol.swap import Register
 from raycheck.errors import SaveFailedError, SupersededError
@@ -55,53 +53,31 @@ def commit(
             )
         if manifest.save <= current.last_save:
             raise _TooLateError
-        missing = set(manifest.refs) - body.held()
+        missing = body.not_held(manifest.refs)
         if missing:
             raise SaveFailedError(f"{manifest.key} refers to {min(missing)}, which is no longer held")
         new = replace(
             body,
             head=manifest.key,
             finished=None,
-            live=(*body.live, _entry(manifest, data, rules, now)),
+            newest=(*body.newest, _entry(manifest, data, rules, now)),
             attempts=(*body.attempts[:-1], replace(current, last_save=manifest.save)),
             trained=_trained(manifest),
         )
         new = without_reservation(register.store, new, manifest.refs)
         if manifest.name is not None:
             new = with_name_of_save(new, manifest.key, manifest.name, may_move=may_move_name, now=now)
-        new = with_evicted(new, _replaced(body, manifest), now=now)
-        return _by_rules(new, rules, now)
+        # Of a part of the entries the rules drop no more than of all of them, so this needs no page. A prune does the
+        # rest.
+        why = f"replaced by {manifest.key}, a later save of its step"
+        new = with_evicted(new, dict.fromkeys(_replaced(body, manifest), why), now=now)
+        return with_evicted(new, dropped(replace(new, pages=()), rules, now=now), now=now)
 
     try:
-        return register.swap(decide, what=f"commit of {manifest.key}", at=at).entry(manifest.key)
+        body = register.swap(decide, what=f"commit of {manifest.key}", at=at)
     except _TooLateError:
         return None
-
-
-def _by_rules(body: Latest, rules: Retention, now: float) -> Latest:
-    """Return the body after evicting what the rules drop. Raises ConfigError when it is still too large."""
-    return shrink_metrics(with_evicted(body, dropped_keys(body, rules, now=now), now=now), needed=rules.metric)
-
-
-def check_room_for_save(body: Latest, rules: Retention, now: float, *, metrics: Mapping[str, float]) -> None:
-    """Refuse a save for which `latest` has no room, before anything of it is uploaded. Step 17.
-
-    metrics: the save's; if it has none, the head's are used. now: the bucket's time. Raises ConfigError, which says how
-    to make room.
-    """
-    current = body.attempt
-    key = CheckpointName(step=MAX_STEP, attempt=current.number, save=current.last_save + 1)
-    head = body.entry(body.head or "")
-    entry = Entry(
-        key=str(key),
-        refs=head.refs if head else (),
-        step=MAX_STEP,
-        committed_at=now,
-        size_bytes=2**63,
-        metrics=listed_metrics(metrics or (head.metrics if head else {}), needed=rules.metric),
-        manifest_crc32=2**32 - 1,
-    )
-    _by_rules(replace(body, head=entry.key, live=(*body.live, entry)), rules, now)
+    return register.pages.ask(body, lambda body: body.entry(manifest.key))
 
 
 def _entry(manifest: Manifest, data: bytes, rules: Retention, now: float) -> Entry:

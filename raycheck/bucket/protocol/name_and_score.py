@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from raycheck.bucket.format.label import MAX_SCORES, Label, check_name, check_scores
-from raycheck.bucket.format.latest import Entry, Latest, check_room
+from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.protocol.swap import Register, refuse_mirror
 from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import ConfigError, NotFoundError
@@ -69,8 +69,7 @@ def unname(register: Register, old: str) -> Latest:
 def score(register: Register, key: str, scores: Mapping[str, float]) -> Latest:
     """Attach scores to the live checkpoint `key`; a score with an existing name replaces the old one.
 
-    Raises ConfigError for more than 32 scores, or when `latest` is too full; NotFoundError when the checkpoint is not
-    live.
+    Raises ConfigError for more than 32 scores; NotFoundError when the checkpoint is not live.
     """
 
     def change(body: Latest, now: float) -> Latest | None:
@@ -92,7 +91,7 @@ def with_name(uri: str, body: Latest, key: str, label: Label, *, now: float) -> 
         )
     expires_at = None if label.expire_after_s is None else now + label.expire_after_s
     body = _released(uri, body, entry, label.name, may_move=label.may_move, now=now)
-    return _with_room(body.with_entry(replace(entry, name=label.name, expires_at=expires_at)))
+    return body.with_entry(replace(entry, name=label.name, expires_at=expires_at))
 
 
 def with_new_name(uri: str, body: Latest, old: str, new: str, *, now: float) -> Latest:
@@ -100,7 +99,7 @@ def with_new_name(uri: str, body: Latest, old: str, new: str, *, now: float) -> 
     check_name(new)
     entry = named_entry(uri, body, old)
     body = _released(uri, body, entry, new, may_move=False, now=now)
-    return _with_room(body.with_entry(replace(entry, name=new)))
+    return body.with_entry(replace(entry, name=new))
 
 
 def without_name(uri: str, body: Latest, old: str) -> Latest:
@@ -117,7 +116,7 @@ def with_scores(uri: str, body: Latest, key: str, scores: Mapping[str, float]) -
         raise ConfigError(
             f"{shown_uri(uri)}: {key} would have {len(both)} scores; a checkpoint has at most {MAX_SCORES}"
         )
-    return _with_room(body.with_entry(replace(entry, scores=both)))
+    return body.with_entry(replace(entry, scores=both))
 
 
 def with_name_of_save(body: Latest, key: str, name: str, *, may_move: bool, now: float) -> Latest:
@@ -170,11 +169,6 @@ def _released(uri: str, body: Latest, entry: Entry, name: str, *, may_move: bool
 
 def _gives_way(holder: Entry, entry: Entry, *, may_move: bool, now: float) -> bool:
     return may_move or holder.step == entry.step or not holder.is_kept_by_name(now)
-
-
-def _with_room(body: Latest) -> Latest:
-    check_room(body)
-    return body
 
 
 def _unless_equal(new: Latest, body: Latest) -> Latest | None:

@@ -6,6 +6,7 @@ run needs.
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from uuid import uuid4
 
 from raycheck.bucket.format import object_keys
@@ -55,22 +56,34 @@ def probe_node(store: Store, *, node: str) -> None:
     when the network or the store failed.
     """
     key = object_keys.probe_key(uuid4().hex)
-
-    def create_again() -> None:
-        _must_refuse(store, lambda: store.put_if_absent(key, b"two"), _CREATES_OVER)
-
+    rights = rights_on(store, key, node=node)
     try:
-        _on_node(node, "put", lambda: store.put(key, b"probe"))
-        store.together(
-            lambda: _on_node(node, "get", lambda: store.get(key)),
-            lambda: _on_node(node, "conditional put", create_again),
-            lambda: _on_node(node, "list", lambda: store.list_names(object_keys.CHECKPOINTS_PREFIX)),
-        )
-        _on_node(node, "delete", lambda: store.delete(key))
+        rights["put"]()
+        store.together(rights["get"], rights["conditional put"], rights["list"])
+        rights["delete"]()
     except RaycheckError:
         with suppress(RaycheckError):  # the first error is more informative
             store.delete(key)
         raise
+
+
+def rights_on(store: Store, key: str, *, node: str) -> dict[str, Callable[[], None]]:
+    """Return a call for each thing that `node` must be allowed to do, by its verb. Each raises as `probe_node` does.
+
+    key: of a scratch object, which the first call makes and the last one deletes.
+    """
+
+    def create_again() -> None:
+        _must_refuse(store, lambda: store.put_if_absent(key, b"two"), _CREATES_OVER)
+
+    calls: dict[str, Callable[[], object]] = {
+        "put": lambda: store.put(key, b"probe"),
+        "get": lambda: store.get(key),
+        "conditional put": create_again,
+        "list": lambda: store.list_names(object_keys.CHECKPOINTS_PREFIX),
+        "delete": lambda: store.delete(key),
+    }
+    return {verb: partial(_on_node, node, verb, call) for verb, call in calls.items()}
 
 
 def _on_node(node: str, verb: str, call: Callable[[], object]) -> None:

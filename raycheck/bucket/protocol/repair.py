@@ -14,13 +14,14 @@ from raycheck.bucket.attempt_records import load_record
 from raycheck.bucket.document_reading import again_if_corrupt, read_document
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
-from raycheck.bucket.format.document import NewerFormatError, dump
+from raycheck.bucket.format.document import NewerFormatError
 from raycheck.bucket.format.latest import (
-    COMMIT_BYTES,
     MAX_BYTES,
     Attempt,
     Entry,
     Latest,
+    Loan,
+    PastPage,
     dump_latest,
     listed_metrics,
     load_latest,
@@ -28,8 +29,11 @@ from raycheck.bucket.format.latest import (
 from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
 from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.pages import PageMissingError, Pages
+from raycheck.bucket.protocol.paging import fold
 from raycheck.bucket.protocol.rewind import attempt_by_hand
 from raycheck.bucket.protocol.sharing.holds import borrow_again, recorded_holds
+from raycheck.bucket.protocol.write_once import put_all_once
 from raycheck.bucket.reading import Checkpoint, list_directories
 from raycheck.bucket.store import Got, Store
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
@@ -51,28 +55,16 @@ def repair(store: Store) -> Repaired:
     Raises ConfigError when `latest` is sound, NotFoundError when there is nothing from which to rebuild it,
     ConflictError when someone else has written it in the meantime.
     """
-    old, got = _old(store)
+    stored, got = _old(store)
+    pages = Pages(store)
+    old, lost = (None, 0) if stored is None else _with_readable_pages(stored, pages)
     one, other = set(list_directories(store)), set(list_directories(store))  # a name may be corrupted on the way
     names = sorted(one | other)
-    if old is not None and all(old.has_answered(name) for name in one & other) and _has_its_head(store, old):
+    is_sound = old is not None and not lost and all(old.has_answered(name) for name in one & other)
+    if old is not None and is_sound and _has_its_head(store, old):
         raise ConfigError(f"{store}: latest is sound (attempt {old.attempt.number}); there is nothing to repair")
-    gone = {item.key for item in old.evicted} if old else set()
     run_id = old.run_id if old else uuid4().hex
-    loans = old.loans if old else ()
-    live: list[Entry] = []
-    left_out: list[tuple[str, str]] = []
-    now = 0.0
-    for name in reversed(names):
-        if str(name) in gone:
-            continue
-        try:
-            entry, now = _verified(store, name, old, is_head=not live)
-            loans = borrow_again(store, entry.refs, loans, run_id=run_id)
-            live.insert(0, _with_own_name(entry, live, old))
-        except NewerFormatError:
-            raise
-        except (NotFoundError, CorruptError) as error:  # a store that fails proves nothing
-            left_out.append((str(name), str(error)))
+    live, left_out, loans, now = _listed_again(store, names, old, run_id)
     if not live:
         raise NotFoundError(f"{store}: no whole checkpoint was found to rebuild latest from{_reasons(left_out)}")
     records = list(_ended_attempts(store))
@@ -90,19 +82,46 @@ def repair(store: Store) -> Repaired:
         attempts=(attempt_by_hand(owner, number, restore_key=head, now=now),),
         head=head,
         finished=old.finished if old and old.ends_with(head) else None,
-        live=tuple(live),
-        evicted=old.evicted if old else (),
+        newest=tuple(live),
+        newest_evicted=old.evicted if old else (),
         holds=old.holds if old else recorded_holds(store, now=now),
         loans=loans,
+        past_pages=_past_pages(stored) if stored else (),
     )
-    crowded = _crowded(new)
-    left_out += [(key, "latest is full") for key in crowded]
-    new = replace(new, live=tuple(entry for entry in new.live if entry.key not in crowded))
+    data = _stored(store, new, pages)
     if got is None:
-        store.put_if_absent(object_keys.LATEST_KEY, dump_latest(new))
+        store.put_if_absent(object_keys.LATEST_KEY, data)
     else:
-        store.put_if_match(object_keys.LATEST_KEY, dump_latest(new), got.version)
+        store.put_if_match(object_keys.LATEST_KEY, data, got.version)
     return Repaired(latest=new, left_out=tuple(left_out))
+
+
+def _listed_again(
+    store: Store, names: list[CheckpointName], old: Latest | None, run_id: str
+) -> tuple[list[Entry], list[tuple[str, str]], tuple[Loan, ...], float]:
+    """Return the entries of the whole directories among `names`, in their order, and the others with their reasons.
+
+    Also return the loans of all of them, for which holds are taken again, and the bucket's time.
+    """
+    gone = {item.key for item in old.evicted} if old else set()
+    before = {entry.key: entry for entry in old.live} if old else {}
+    names_of = {entry.name: entry.key for entry in before.values() if entry.name is not None}
+    loans = old.loans if old else ()
+    live: list[Entry] = []
+    left_out: list[tuple[str, str]] = []
+    now = 0.0
+    for name in reversed(names):
+        if str(name) in gone:
+            continue
+        try:
+            entry, now = _verified(store, name, before.get(str(name)), is_head=not live)
+            loans = borrow_again(store, entry.refs, loans, run_id=run_id)
+            live.append(_with_own_name(entry, names_of))
+        except NewerFormatError:
+            raise
+        except (NotFoundError, CorruptError) as error:  # a store that fails proves nothing
+            left_out.append((str(name), str(error)))
+    return live[::-1], left_out, loans, now
 
 
 def _old(store: Store) -> tuple[Latest | None, Got | None]:
@@ -127,6 +146,35 @@ def _old(store: Store) -> tuple[Latest | None, Got | None]:
         return None, answers[-1]
 
 
+def _with_readable_pages(body: Latest, pages: Pages) -> tuple[Latest, int]:
+    """Return the body with the entries of those pages that can be read, as a whole body, and the number of the others.
+
+    A store that fails proves nothing: that raises StoreError.
+    """
+    lost = set()
+    for page in (*body.pages, *body.evicted_pages):
+        try:
+            pages.read([page])
+        except (PageMissingError, CorruptError):
+            lost.add(page.key)
+    live, evicted = (tuple(page for page in refs if page.key not in lost) for refs in (body.pages, body.evicted_pages))
+    return pages.whole(replace(body, pages=live, evicted_pages=evicted)), len(lost)
+
+
+def _past_pages(old: Latest) -> tuple[PastPage, ...]:
+    """Return the pages that stay for a while although the rebuilt body does not name them."""
+    left = (PastPage(key=page.key, since=old.counter + 1) for page in (*old.pages, *old.evicted_pages))
+    return (*old.past_pages, *left)
+
+
+def _stored(store: Store, body: Latest, pages: Pages) -> bytes:
+    """Write the pages of a whole body. Return the bytes of its `latest`."""
+    folded, written = fold(body, None, pages)
+    if written:
+        put_all_once(store, written)
+    return dump_latest(folded)
+
+
 def _has_its_head(store: Store, old: Latest) -> bool:
     """Return whether the head's objects exist.
 
@@ -136,19 +184,19 @@ def _has_its_head(store: Store, old: Latest) -> bool:
     return head is None or not any(finding.problem for finding in Checkpoint(store, head).verify(reads=False))
 
 
-def _verified(store: Store, name: CheckpointName, old: Latest | None, *, is_head: bool) -> tuple[Entry, float]:
+def _verified(store: Store, name: CheckpointName, before: Entry | None, *, is_head: bool) -> tuple[Entry, float]:
     """Verify a directory. Return its entry, with pin and expiry as in the old body, and the bucket's time.
 
-    Raises NotFoundError or CorruptError when it is not whole.
+    before: its entry in the old body. Raises NotFoundError or CorruptError when it is not whole.
     """
-    entry, now = again_if_corrupt(lambda: _entry(store, name, old, is_head=is_head))
+    entry, now = again_if_corrupt(lambda: _entry(store, name, before, is_head=is_head))
     for finding in Checkpoint(store, entry).verify(reads=is_head):
         if finding.problem:
             raise CorruptError(f"{finding.key}: {finding.problem}")
     return entry, now
 
 
-def _entry(store: Store, name: CheckpointName, old: Latest | None, *, is_head: bool) -> tuple[Entry, float]:
+def _entry(store: Store, name: CheckpointName, before: Entry | None, *, is_head: bool) -> tuple[Entry, float]:
     """Make a directory's entry from its manifest, which is read twice. Returns it with the bucket's time."""
     key = object_keys.manifest_key(str(name))
     try:
@@ -156,7 +204,6 @@ def _entry(store: Store, name: CheckpointName, old: Latest | None, *, is_head: b
     except NotFoundError:
         raise NotFoundError("it has no manifest: its save was never finished, or it was being deleted") from None
     manifest = load_manifest(got.data, what=key)
-    before = old.entry(str(name)) if old else None
     entry = Entry(
         key=manifest.key,
         refs=manifest.refs,
@@ -180,14 +227,16 @@ def _entry(store: Store, name: CheckpointName, old: Latest | None, *, is_head: b
     return entry, got.at
 
 
-def _with_own_name(entry: Entry, newer: list[Entry], old: Latest | None) -> Entry:
+def _with_own_name(entry: Entry, names_of: dict[str, str]) -> Entry:
     """Remove the name of an entry if a newer one has it, or if the old body gives it to another one.
+
+    names_of: which checkpoint has each name; a new name is added.
 
     A manifest states only which name its save requested: the same step may have been saved twice under that name, and a
     person may have moved the name since.
     """
-    taken = {item.name for item in newer} | {item.name for item in (old.live if old else ()) if item.key != entry.key}
-    return replace(entry, name=None) if entry.name in taken else entry
+    has_own = entry.name is None or names_of.setdefault(entry.name, entry.key) == entry.key
+    return entry if has_own else replace(entry, name=None)
 
 
 def _expires_at(manifest: Manifest, now: float) -> float | None:
@@ -223,17 +272,6 @@ def _head(live: list[Entry], records: list[Attempt]) -> str:
     if last is None or name is None or last.world_size or last.number <= name.attempt:
         return newest
     return next((entry.key for entry in live if entry.key == last.restore_key and not entry.damaged), newest)
-
-
-def _crowded(body: Latest) -> list[str]:
-    """Return the oldest entries that must be dropped to keep `latest` within its limit, never the head."""
-    excess = len(dump(body)) - COMMIT_BYTES
-    found = []
-    for entry in body.live:
-        if excess > 0 and entry.key != body.head:
-            excess -= len(dump(entry))
-            found.append(entry.key)
-    return found
 
 
 def _number(old: Latest | None) -> list[int]:

@@ -41,7 +41,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class AtName:
-    """Return to the checkpoint with this user-given name or key, unless it is damaged."""
+    """Return to the checkpoint with this user-given name or key, unless it is damaged. "best" is resolved first."""
 
     name: str
 
@@ -74,10 +74,10 @@ def parse_resume(given: str | int | None, call: str = "fit(resume={!r})") -> Res
         return WORDS[given]
     if isinstance(given, str) and ("://" in given or given.startswith("/")):
         return Fork(given)
-    if isinstance(given, str) and (is_name(given) or CheckpointName.parse(given)):
+    if isinstance(given, str) and (given == "best" or is_name(given) or CheckpointName.parse(given)):
         return AtName(given)
     raise ConfigError(
-        f"{call.format(given)}: give 'auto', 'never', 'must', a step, a checkpoint's name, or another run's URI"
+        f"{call.format(given)}: give 'auto', 'never', 'must', 'best', a step, a checkpoint's name, or another run's URI"
     )
 
 
@@ -95,16 +95,16 @@ def key_to_restore(uri: str, body: Latest | None, resume: Resume) -> str | None:
 
     uri: the run's root, for errors. Raises ConfigError when the run does not allow what `resume` requests.
     """
-    live = () if body is None else body.live
     head = None if body is None else body.head
     match resume:
-        case Never() if live:
+        case Never() if body is not None and body.num_live:
             raise ConfigError(
-                f"{shown_uri(uri)}: resume='never', but the run has {len(live)} checkpoints. Use another run name"
+                f"{shown_uri(uri)}: resume='never', but the run has {body.num_live} checkpoints. Use another run name"
             )
         case Must() if head is None:
             raise ConfigError(f"{shown_uri(uri)}: resume='must', but the run has no committed checkpoint")
         case Step(step):
+            live = () if body is None else body.live
             keys = [entry.key for entry in live if entry.step == step and not entry.damaged]
             if not keys:
                 steps = ", ".join(f"{entry.step}{' (damaged)' if entry.damaged else ''}" for entry in live) or "none"
@@ -113,7 +113,7 @@ def key_to_restore(uri: str, body: Latest | None, resume: Resume) -> str | None:
                 )
             return keys[-1]
         case AtName(name):
-            found = next((entry for entry in live if name in (entry.name, entry.key)), None)
+            found = None if body is None else body.named(name) or body.entry(name)
             if found is None:
                 names = "none" if body is None else names_in(body)
                 words = ", ".join(map(repr, WORDS))

@@ -2,7 +2,7 @@
 
 All writes of `latest` are made here, except in repair.py, which replaces a body that cannot be read. The caller passes
 a function that computes the new body. It is called with each body that was read, and also decides whether that body
-already has the wanted effect.
+already has the wanted effect. If it asks the body for what is in a page, it is called again with the whole body.
 """
 
 import threading
@@ -13,6 +13,9 @@ from dataclasses import replace
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Latest, dump_latest
+from raycheck.bucket.pages import PageMissingError, Pages, lost_page_error, read_whole
+from raycheck.bucket.protocol.paging import fold
+from raycheck.bucket.protocol.write_once import put_all_once
 from raycheck.bucket.reading import get_latest, no_run_error
 from raycheck.bucket.store import Got, Store
 from raycheck.bucket.store.address import shown_uri
@@ -33,7 +36,7 @@ class Register:
 
     is_crowded: hundreds of processes may be swapping it right now, so pauses are random and the deadline is later.
     is_dry: decide and check as always, but write nothing. Use it for one swap: what that returns is not in the bucket.
-    size_bytes: the size of the `latest` that this process last read or wrote.
+    pages: the pages of this run that this process has read.
     """
 
     def __init__(
@@ -52,14 +55,31 @@ class Register:
         self._seen = (0, 0)  # attempt, counter
         self._newest: tuple[Latest, Got] | None = None  # what this process has read or written last
         self._run_id: str | None = None
-        self.size_bytes = 0
+        self.pages = Pages(store)
 
     def read(self) -> tuple[Latest, Got] | None:
-        """Read the body and the store's response. Return None when there is no `latest` and this process has never seen
-        one.
+        """Read the whole body and the store's response. Return None when there is no `latest` and this process has
+        never seen one.
 
-        Raises CorruptError when `latest` existed before and is missing, is of an older attempt, or is another run's: it
-        was lost or rolled back, and nothing may be based on it (step 4). Each such error needs two readings.
+        Raises the errors of `read_newest`, and CorruptError when a page is lost or damaged.
+        """
+        try:
+            return read_whole(self._newest_existing, self.pages)
+        except _NoRunError:
+            return None
+
+    def _newest_existing(self) -> tuple[Latest, Got]:
+        found = self.read_newest()
+        if found is None:
+            raise _NoRunError
+        return found
+
+    def read_newest(self) -> tuple[Latest, Got] | None:
+        """Read `latest` alone, without its pages: enough for what concerns the newest checkpoints, owners and attempts.
+
+        Return None when there is no `latest` and this process has never seen one. Raises CorruptError when `latest`
+        existed before and is missing, is of an older attempt, or is another run's: it was lost or rolled back, and
+        nothing may be based on it (step 4). Each such error needs two readings.
         """
         return again_if_corrupt(self._read)
 
@@ -79,11 +99,10 @@ class Register:
         self._run_id = body.run_id
         self._seen = max(self._seen, now)
         self._newest = body, got
-        self.size_bytes = len(got.data)
         return body, got
 
     def read_existing(self) -> tuple[Latest, Got]:
-        """Read the body and the store's response as `read` does. Raises NotFoundError when there is no run."""
+        """Read the whole body and the store's response as `read` does. Raises NotFoundError when there is no run."""
         found = self.read()
         if found is None:
             raise no_run_error(self.store)
@@ -91,6 +110,8 @@ class Register:
 
     def swap(self, decide: Decide, *, what: str, at: float | None = None) -> Latest:
         """Replace the body by what `decide` computes from it, and return the body that has the effect. Steps 1 to 5.
+
+        The body that is returned may have pages; `pages.whole` reads them.
 
         A response that is lost, late or repeated decides nothing: `latest` is read again and shows whether the swap was
         applied (I5). at: the store's time, from a response that has just arrived. With it, the first try starts from
@@ -100,18 +121,22 @@ class Register:
         """
         patience_s = CROWDED_DEADLINE_S if self._is_crowded else SWAP_DEADLINE_S
         deadline = self._monotonic() + patience_s
-        pause, is_unknown = 0.05, False
+        pause, is_unknown, missing_page = 0.05, False, ""
         with self._lock:
             if at is not None and self._newest is not None and (new := self._replace_newest(decide, at)) is not None:
                 return new
             while True:
                 try:
-                    body, got = self.read() or (None, None)  # 1
-                    new = decide(body, got.at if got else time.time())  # 2; also judges by effect, 4
+                    body, got = self.read_newest() or (None, None)  # 1
+                    new = self._decide(decide, body, got.at if got else time.time())  # 2; also judges by effect, 4
                     if new is None:
                         assert body is not None, "only a body can have the effect already"
                         return body
                     return self._replace(body, new, got)  # 3
+                except PageMissingError as error:  # the body was read long ago, or the page was lost
+                    if error.key == missing_page:
+                        raise lost_page_error(self.pages, error.key) from None
+                    missing_page = error.key
                 except (StoreError, _NotSwappedError) as error:  # 4: unknown; read again and judge by effect
                     if isinstance(error, DeniedError) and not is_unknown:
                         raise  # a missing permission would be refused again
@@ -123,6 +148,16 @@ class Register:
                         ) from error
                     time.sleep(pause * CHANCE.uniform(0.2, 1.8) if self._is_crowded else pause)
                     pause = min(pause * 2, 2.0)
+
+    def _decide(self, decide: Decide, body: Latest | None, now: float) -> Latest | None:
+        """Return what `decide` computes from `body`, or from the whole body if it asks for what is in a page."""
+        return decide(None, now) if body is None else self.pages.ask(body, lambda body: decide(body, now))
+
+    @property
+    def newest(self) -> Latest | None:
+        """Return the body that this process last read or wrote, perhaps with pages; None before that. Sends no
+        request."""
+        return None if self._newest is None else self._newest[0]
 
     def edit(self, change: Callable[[Latest, float], Latest | None], *, what: str, at: float | None = None) -> Latest:
         """Swap as `swap` does, but raise NotFoundError when there is no run."""
@@ -144,7 +179,7 @@ class Register:
         body, got = self._newest
         self._newest = None
         try:
-            new = decide(body, at)
+            new = self._decide(decide, body, at)
             return None if new is None else self._replace(body, new, got)
         except Exception:  # noqa: BLE001  the caller reads, and decides again
             return None
@@ -152,6 +187,11 @@ class Register:
     def _replace(self, body: Latest | None, new: Latest, got: Got | None) -> Latest:
         """Write `new` in place of `body`, which came with `got`. Return what was written."""
         new = replace(new, counter=body.counter + 1 if body else 1)
+        if self.is_dry:
+            return new
+        new, pages = fold(new, body, self.pages)
+        if pages:
+            put_all_once(self.store, pages)
         written = self._write(new, got)
         self._run_id = new.run_id
         self._seen = max(self._seen, (new.attempt.number, new.counter))
@@ -160,8 +200,6 @@ class Register:
 
     def _write(self, new: Latest, got: Got | None) -> Written:
         data = dump_latest(new)
-        if self.is_dry:
-            return Written(version="", at=got.at if got else time.time())
         try:
             if got is None:
                 written = self.store.put_if_absent(object_keys.LATEST_KEY, data)
@@ -169,8 +207,11 @@ class Register:
                 written = self.store.put_if_match(object_keys.LATEST_KEY, data, got.version)
         except ConflictError as error:
             raise _NotSwappedError(str(error)) from error
-        self.size_bytes = len(data)
         return written
+
+
+class _NoRunError(Exception):
+    """There is no `latest`, and this process has never seen one."""
 
 
 class _NotSwappedError(Exception):

@@ -16,6 +16,7 @@ from posixpath import relpath
 from typing import TypeVar, cast
 
 from raycheck.bucket.store.address import folder_uri, shown_uri, uri_beside
+from raycheck.bucket.store.bucket_rules import BucketRules
 from raycheck.errors import ConfigError, CorruptError
 
 MAX_CONDITIONAL_BYTES = 1024 * 1024
@@ -238,6 +239,15 @@ class Store(ABC):
         del key
         return False
 
+    def unchecked_writes(self, key: str) -> tuple[str, ...]:
+        """Return which writes the store does not compare with the checksum that is sent along: "objects", "parts".
+
+        It is tried with other bytes than the checksum's, at `key`, where nothing may be left to lose. Nothing stays
+        there but an object that was accepted, which the caller deletes.
+        """
+        del key
+        return ()
+
     @abstractmethod
     def put_if_absent(self, key: str, data: bytes) -> Written:
         """Create the object, or raise ConflictError when it exists. Sends one PUT of at most 1 MiB, in one part."""
@@ -273,6 +283,14 @@ class Store(ABC):
         del prefix
         return iter(())
 
+    def begin_upload(self, key: str) -> Upload | None:
+        """Begin a multipart upload that nobody continues, as a writer that is killed leaves one behind.
+
+        Return None where unfinished uploads are not listed.
+        """
+        del key
+        return None
+
     def upload_bytes(self, upload: Upload) -> int:
         """Return how many bytes an unfinished upload has stored; 0 when it no longer exists."""
         del upload
@@ -281,6 +299,19 @@ class Store(ABC):
     def abort_upload(self, upload: Upload) -> None:
         """End one of `list_uploads` permanently, and free its storage. It is not an error if it no longer exists."""
         del upload
+
+    @property
+    def endpoint(self) -> str:
+        """Return where requests are sent, in words; "" for a store without a network."""
+        return ""
+
+    def bucket_rules(self, key: str) -> BucketRules:
+        """Return what the bucket does on its own, as far as the credentials may know it. Sends a few small requests.
+
+        key: of a scratch object that may be written and deleted. Raises ConfigError if there is no such bucket.
+        """
+        del key
+        return BucketRules()
 
 
 def check_process(uri: str, opened_in: int) -> None:

@@ -35,7 +35,8 @@ from raycheck.bucket.store.interface import (
 )
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, StoreError
 
-_HIDDEN = ".raycheck-"  # temporaries and locks: never listed as objects
+_HIDDEN = ".raycheck-"
+"""How the names of temporaries and locks begin. They are never listed as objects."""
 _LOCK = f"{_HIDDEN}lock"
 CHECKPOINTS = "checkpoints"
 

@@ -3,7 +3,7 @@ client."""
 
 import importlib.util
 
-from raycheck.bucket.store.address import Address, parse_uri, path_uri, with_settings
+from raycheck.bucket.store.address import Address, kind_of, parse_uri, path_uri, with_settings
 from raycheck.bucket.store.interface import Store
 from raycheck.storage_settings import StorageSettings
 
@@ -35,6 +35,16 @@ def open_store(uri: str, storage: StorageSettings | None = None) -> Store:
     from raycheck.bucket.store.local import LocalStore
 
     return LocalStore(uri if "://" in uri else path_uri(uri), at.prefix)
+
+
+def open_near(to: str, uri: str) -> Store:
+    """Return the store at `to`, for what a run at `uri` writes there.
+
+    If both are of the same kind, the store gets the settings that `to` leaves out from `uri`.
+    """
+    if kind_of(to) != kind_of(uri):
+        return open_store(to)
+    return open_store(to, parse_uri(to).said.over(parse_uri(uri).said))
 
 
 def _open_s3(uri: str, at: Address) -> Store:

@@ -26,6 +26,7 @@ CLEAN_UP_S = 10.0
 """How long cleanup requests may take after a deadline has passed."""
 T = TypeVar("T")
 _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
+_repeats: ContextVar[list[str] | None] = ContextVar("repeats", default=None)
 
 
 class Repeat(Enum):
@@ -53,6 +54,20 @@ def ends_by(at: float) -> Iterator[None]:
 def deadline() -> float:
     """Return this thread's deadline as a time of time.monotonic; it is infinite where none is set."""
     return _deadline.get()
+
+
+@contextmanager
+def noting_repeats() -> Iterator[list[str]]:
+    """Yield a list to which is added why each request had to be sent again that this thread starts inside the block.
+
+    Requests that obstore repeats on its own are not in it.
+    """
+    noted: list[str] = []
+    token = _repeats.set(noted)
+    try:
+        yield noted
+    finally:
+        _repeats.reset(token)
 
 
 def retry(call: Callable[[], T], *, on: type[Exception], pauses_s: Iterable[float]) -> T:
@@ -91,5 +106,7 @@ async def send_with_retries(
             may_repeat = repeat is Repeat.EVERYTHING or (repeat is Repeat.UNCONDITIONAL and not is_conditional)
             if not may_repeat or attempt == attempts or time.monotonic() + pause_s > until:
                 raise typed from error
+            if (noted := _repeats.get()) is not None:
+                noted.append(str(typed))
         await asyncio.sleep(pause_s)
     raise AssertionError("unreachable: the last attempt returns or raises")

@@ -3,17 +3,19 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Annotated, cast
+from typing import Annotated, cast, get_args
 
 import typer
 from rich.console import Console
 
 from raycheck.bucket.run_status import ago
 from raycheck.bucket.store.address import shown_uri
-from raycheck.catalog.listing import DEPTH, RunSummary, Sort, list_runs
+from raycheck.catalog.listing import DEPTH, RunState, RunSummary, Sort, list_runs
 from raycheck.cli.options import Json, Price, Storage, Text, out, print_json, print_table, settings_of
+from raycheck.errors import ConfigError
 from raycheck.views.in_words import PRICE, monthly_cost, short_number, size
 
+STATES = tuple(name for literal in get_args(RunState) for name in get_args(literal))
 IN_TROUBLE = ("lost", "damaged", "newer", "unreadable")
 
 
@@ -22,6 +24,10 @@ def runs(
     *,
     depth: Annotated[int, typer.Option(help="How many folders deep a run may be below it.")] = DEPTH,
     sort: Annotated[str, typer.Option(help="age (newest commit first), name or size (largest first).")] = "age",
+    state: Annotated[
+        list[str] | None,
+        typer.Option(metavar="STATE", help=f"Only these: {', '.join(STATES)}. Repeatable."),
+    ] = None,
     price_per_gib_month: Price = PRICE,
     as_json: Json = False,
     storage: Storage = None,
@@ -31,8 +37,11 @@ def runs(
     Nothing in a run is listed; only its pointer `latest` and the record of its attempt are read. The exit code is 1 if
     a run's `latest` is lost or damaged.
     """
+    if unknown := set(state or ()) - set(STATES):
+        raise ConfigError(f"--state {min(unknown)}: give one of {', '.join(STATES)}")
     with _progress() as on_look:
-        found = list_runs(prefix, settings_of(storage), depth=depth, sort=cast("Sort", sort), on_look=on_look)
+        every = list_runs(prefix, settings_of(storage), depth=depth, sort=cast("Sort", sort), on_look=on_look)
+    found = [run for run in every if not state or run.state in state]
     if as_json:
         print_json(
             {
@@ -41,11 +50,13 @@ def runs(
                 "runs": [asdict(run) | _costs(run, price_per_gib_month) for run in found],
             }
         )
+    elif every and not found:
+        out.print(Text(f"{shown_uri(prefix)}: none of the {len(every)} runs here is {' or '.join(state or ())}"))
     elif not found:
         out.print(Text(f"{shown_uri(prefix)}: no runs here or in the folders under it (--depth {depth})"))
     else:
         _print_table(found, price_per_gib_month)
-    if any(run.state in ("lost", "damaged") for run in found):
+    if any(run.state in ("lost", "damaged") for run in every):
         raise typer.Exit(1)
 
 

@@ -37,6 +37,7 @@ class CheckpointManager(BaseCheckpointManager):
         Train, Ray determines the run; keep the default.
         """
 
+        # torchtitan's command line prints the strings below the fields, so these two are not described above.
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
         """Whether training waits for each commit ("disabled"), or only for the copy into host memory."""
 

@@ -11,7 +11,8 @@ from transformers.trainer_utils import SaveStrategy
 
 from raycheck.frameworks.transformers.trainer_run import TrainerRun
 
-_Trainer: Any = Trainer  # its methods are untyped
+_Trainer: Any = Trainer
+"""The base class as Any, because its methods are untyped."""
 
 
 class ResumableTrainer(_Trainer):

@@ -27,6 +27,7 @@ from raycheck.group.coordinator.background_deletes import BackgroundDeletes
 from raycheck.group.coordinator.base_calls import BaseCalls
 from raycheck.group.coordinator.cluster import Cluster
 from raycheck.group.coordinator.commit_tasks import CommitTasks
+from raycheck.group.coordinator.history_writer import HistoryWriter
 from raycheck.group.coordinator.memory_checkpoints import MemoryCheckpoints
 from raycheck.group.coordinator.messages import (
     Arrival,
@@ -43,14 +44,16 @@ from raycheck.group.coordinator.messages import (
     RankProof,
     RankRestore,
     RestoreDecision,
+    SaveFailure,
 )
 from raycheck.group.coordinator.node_agents import NodeAgents
 from raycheck.group.coordinator.protocol_calls import ProtocolCalls
 from raycheck.group.coordinator.rendezvous import WAIT_S, Kind, Rendezvous, RendezvousTable
 from raycheck.group.coordinator.requested_saves import RequestedSaves
+from raycheck.group.coordinator.run_alerts import RunAlerts
 from raycheck.group.coordinator.run_log import RunLog
 from raycheck.log import event, logger, show_log
-from raycheck.settings import HFExport
+from raycheck.settings import Alerts, HFExport
 
 LAST_COMMITS_S = 30.0
 """How long a claim waits for commits of the previous attempt."""
@@ -71,6 +74,7 @@ class Coordinator:
         show_log()
         self._store: Store = open_store(uri)
         register = Register(self._store)
+        me = Identity(owner=owner, coordinator=uuid4().hex[:16])
         self._lock = asyncio.Lock()
         self._claims: dict[str, Claim] = {}
         self._asked: dict[str, Resume] = {}  # by group, where its ranks want to start
@@ -81,18 +85,22 @@ class Coordinator:
         # Asks for the save that cures a lost object. It is held here, since asyncio does not hold it.
         self._next_save: asyncio.Task[bool] | None = None
         self._run_log = RunLog(self._store, cluster.metrics(uri))
+        self._alerts = RunAlerts(self._store)
         self._plans = PlanCache()
         self._tasks = CommitTasks(self._store, uri, cluster.run_task)
-        self._deletes = BackgroundDeletes(register, self._tasks)
+        self._deletes = BackgroundDeletes(register, me, self._tasks)
+        self._history = HistoryWriter(register)
         self._protocol = ProtocolCalls(
             register,
-            Identity(owner=owner, coordinator=uuid4().hex[:16]),
+            me,
             resume=resume,
             plans=self._plans,
             cluster=cluster,
             tasks=self._tasks,
             deletes=self._deletes,
+            history=self._history,
             run_log=self._run_log,
+            alerts=self._alerts,
         )
         self._base = BaseCalls(register, self._protocol.me, self._table)
         self._node_agents = NodeAgents(cluster)
@@ -144,7 +152,16 @@ class Coordinator:
                 self._table.claimed(group)
                 self._plans.forget_senders()
                 self._deletes.claimed()
+                self._history.claimed()
             return self._claims[group]
+
+    async def alert_by(self, alerts: Alerts) -> None:
+        """Tell people by these settings what happens to the run. Raises ConfigError if that cannot work here."""
+        self._alerts.send_by(alerts)
+
+    async def save_failed(self, failure: SaveFailure) -> None:
+        """Record that a save has failed, as rank 0 counts it."""
+        self._alerts.save_failed(failure)
 
     async def rank_failed(self, failure: RankFailure) -> None:
         """Record that a rank has failed, and report its error to all ranks that wait for it, now or later."""
@@ -235,6 +252,8 @@ class Coordinator:
         size = report.world_size
         rendezvous = self._table.meet(report.group, *_which(report), world_size=size, awaited="reported")
         rendezvous.arrive(report.rank, report)
+        if rendezvous.is_open and not report.is_in_memory:
+            self._history.reported(report, self._run_log.now)
         if rendezvous.is_open and (report.failure or rendezvous.is_complete):
             rendezvous.decide_later(self._conclude(dict(rendezvous.arrivals)))
         outcome = await rendezvous.answer(patience_s)
@@ -247,14 +266,6 @@ class Coordinator:
             # Not the sum: an upload in slices is part of the time for which training is blocked.
             self._requested.committed(report.progress.step, save_s=max(report.blocked_s, report.upload_s))
         return outcome
-
-    async def check_room(self, report: Report, is_first: bool) -> None:
-        """Raise ConfigError when `latest` has no room for the save of this report. Called before an upload.
-
-        is_first: called before the first save of the attempt.
-        """
-        await self._adopt(report.group)
-        await asyncio.to_thread(self._protocol.check_room, report, is_first=is_first)
 
     async def node_agent(self, kind: type, node: str) -> Any:
         """Return the actor, of this class, that uploads for the ranks on `node`."""
@@ -287,12 +298,13 @@ class Coordinator:
         rendezvous = self._table.meet(group, "end", world_size=world_size, awaited="come to the end of training")
         rendezvous.arrive(rank, None)
         if rendezvous.is_due:
-            rendezvous.decide_later(asyncio.to_thread(self._protocol.finish, group))
+            rendezvous.decide_later(self._finish(group))
         return None if rank else await rendezvous.answer(patience_s)
 
     async def heartbeat(self, group: str, message: HeartbeatMessage) -> bool:
         """Record how far rank 0 is. Return whether it should save soon, because somebody has requested a save."""
         self._run_log.heartbeat(group, message)
+        self._alerts.send_by(message.alerts)
         return self._requested.note_step(message.step, begun=message.begun, step_s=message.step_s)
 
     async def check_live(self, group: str) -> None:
@@ -318,10 +330,13 @@ class Coordinator:
     async def group_failed(self, causes: list[str]) -> None:
         """Record what Ray Train's controller saw happen to the live group, one line for each cause."""
         self._run_log.group_failed(causes)
+        self._alerts.group_failed(self._run_log.attempt, causes)
 
     async def give_up(self, cause: str, is_final: bool) -> None:
         """Record that the driver gives up the run. is_final: the same script would fail in the same way again."""
         await asyncio.to_thread(self._protocol.record_failure, cause, is_final=is_final)
+        self._history.claimed()
+        await self._history.finish()
 
     # --- how decisions are made ---
 
@@ -427,11 +442,18 @@ class Coordinator:
                 self._memory.note_problem(outcome.message, step=first.progress.step)
             return outcome
         self._deletes.start()
+        self._history.start()
         if outcome.is_cured_by_next:
             self._next_save = asyncio.create_task(self._requested.wait())
         if outcome.kind == "committed":
             self._memory.committed(outcome.key, first.progress.step)
         return outcome
+
+    async def _finish(self, group: str) -> None:
+        """Step 33, and the last writes of the history."""
+        await asyncio.to_thread(self._protocol.finish, group)
+        self._history.claimed()
+        await self._history.finish()
 
     async def _adopt(self, group: str) -> None:
         """Step 12: take over the attempt at the first call of a group that this start of the actor does not know."""

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 
 from raycheck.bucket.format.progress import Progress
-from raycheck.bucket.reading import read_latest
+from raycheck.bucket.reading import ask_latest
 from raycheck.bucket.store import Store
 from raycheck.group.coordinator.export_task import Note
 from raycheck.group.coordinator.task_run import TaskRun
@@ -36,8 +36,8 @@ class CommitTasks:
         self._run = run
         self._lock = Lock()
         self._lines: dict[str, SimpleQueue[tuple[TaskRun, Future[None]]]] = {}  # by task
+        # By task and checkpoint: its end, and the other directories that the checkpoint refers to.
         self._begun: dict[tuple[str, str], tuple[Future[None], tuple[str, ...]]] = {}
-        """By task and checkpoint: its end, and the other directories that the checkpoint refers to."""
 
     def start(self, key: str, progress: Progress, tasks: Mapping[str, HFExport | bytes]) -> None:
         """Run tasks on a committed checkpoint, each after its current run and in place of a run that still waits.
@@ -48,7 +48,7 @@ class CommitTasks:
             return
         entry, problem = None, "it is no longer in latest"
         try:
-            entry = read_latest(self._store).entry(key)
+            entry = ask_latest(self._store, lambda body: body.entry(key))
         except Exception as error:  # noqa: BLE001  the checkpoint is committed, whatever becomes of its tasks
             problem = str(error)
         for name, task in tasks.items():

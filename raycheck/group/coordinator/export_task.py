@@ -16,7 +16,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.protocol.removal.exported_directories import prune_exports
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.address import kind_of, parse_uri
+from raycheck.bucket.store.open import open_near
 from raycheck.errors import NotFoundError, RaycheckError
 from raycheck.settings import HFExport
 
@@ -58,15 +58,8 @@ class ExportTask:
 
     @property
     def dest(self) -> Store:
-        """Open the store that the files go to.
-
-        If it is of the same kind as the run's store, it gets the settings that its own URI leaves out from the run's
-        store.
-        """
-        to = self.settings.to
-        if to is None or kind_of(to) != kind_of(self.uri):
-            return open_store(to or self.uri)
-        return open_store(to, parse_uri(to).said.over(parse_uri(self.uri).said))
+        """Open the store that the files go to."""
+        return open_store(self.uri) if self.settings.to is None else open_near(self.settings.to, self.uri)
 
     def run(self, write: "WriteFiles | None" = None) -> list[Note]:
         """Write the directory unless it is there already, then delete older ones by `keep_last`.

@@ -38,6 +38,11 @@ class LostWork:
         self._failures: list[str] = []
 
     @property
+    def attempt(self) -> int | None:
+        """Return the number of the live attempt, as far as this process knows it."""
+        return None if self._attempt is None else self._attempt.number
+
+    @property
     def now(self) -> float:
         """Return the store's time in unix seconds: the claim's time plus the time that has passed on this process's
         clock."""

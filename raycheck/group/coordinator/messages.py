@@ -14,6 +14,7 @@ from raycheck.bucket.format.manifest import Component
 from raycheck.bucket.protocol.sharing.base_run import BaseOffer, Wanted
 from raycheck.data.proof_agreement import SourceProof
 from raycheck.errors import RaycheckError
+from raycheck.settings import Alerts
 from raycheck.transfer.stage.shared_memory import MemoryPlace
 
 OnCorrupt = Literal["previous", "raise"]
@@ -70,8 +71,7 @@ class Claim:
     attempts began, in unix seconds by the store's clock; this attempt's comes last. resume: what the end of the
     previous attempt cost, if nothing is restored; a restore gets it in its RestoreDecision. is_finished: the run had
     ended with that checkpoint. refused: newer checkpoints that a rank of this attempt has found damaged, each with the
-    proof. memory: the memory checkpoint that is restored in place of `restore`; None for none. is_crowded: `latest` is
-    so full that each save has to ask for room before it uploads anything.
+    proof. memory: the memory checkpoint that is restored in place of `restore`; None for none.
     """
 
     attempt: int
@@ -82,7 +82,6 @@ class Claim:
     is_finished: bool = False
     refused: tuple[str, ...] = ()
     memory: MemoryOffer | None = None
-    is_crowded: bool = False
 
     @property
     def entry(self) -> Entry | None:
@@ -100,8 +99,7 @@ class Outcome:
     committed checkpoint did not get the name that its save asked for; "" when it did, or asked for none.
     forgets_references: the save failed because it referred to components that not all ranks refer to, or that are no
     longer held or have disappeared; the next save uploads them. is_cured_by_next: an object to which it referred has
-    disappeared. Until the next save has uploaded it again, it may be that no checkpoint can be restored. is_crowded:
-    see Claim.
+    disappeared. Until the next save has uploaded it again, it may be that no checkpoint can be restored.
     """
 
     kind: Literal["committed", "superseded", "failed"]
@@ -112,7 +110,6 @@ class Outcome:
     unnamed: str = ""
     forgets_references: bool = False
     is_cured_by_next: bool = False
-    is_crowded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,6 +254,7 @@ class HeartbeatMessage:
     step: completed steps. trained_s: seconds of training that these steps took, without those that were lost. step_s:
     seconds of the last step. began_at: when the run began, in unix seconds by the store's clock. begun: the step of the
     newest save that rank 0 has begun; -1 for none. failed, skipped: how many saves of this attempt were.
+    alerts: the settings, which a coordinator that was started again does not know.
     """
 
     step: int
@@ -266,3 +264,19 @@ class HeartbeatMessage:
     begun: int = -1
     failed: int = 0
     skipped: int = 0
+    alerts: Alerts | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveFailure:
+    """A failed save of rank 0, as all ranks count it.
+
+    save: its number in its attempt. in_a_row: how many saves in a row have failed. limit: how many end the training.
+    """
+
+    attempt: int
+    save: int
+    step: int
+    message: str
+    in_a_row: int
+    limit: int

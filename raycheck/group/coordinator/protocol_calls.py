@@ -7,7 +7,6 @@ deletes.
 
 import threading
 import time
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -15,7 +14,8 @@ from uuid import uuid4
 from raycheck.bucket.assembly.assemble import Assembled, assemble
 from raycheck.bucket.assembly.plan_cache import PlanCache
 from raycheck.bucket.assembly.save_report import Report
-from raycheck.bucket.format.latest import COMMIT_BYTES, CROWDED_BYTES, Entry
+from raycheck.bucket.choice import resolved
+from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol.claim import Identity
@@ -39,7 +39,9 @@ from raycheck.errors import (
 from raycheck.group.coordinator.background_deletes import BackgroundDeletes
 from raycheck.group.coordinator.cluster import Cluster
 from raycheck.group.coordinator.commit_tasks import CommitTasks
+from raycheck.group.coordinator.history_writer import HistoryWriter
 from raycheck.group.coordinator.messages import Claim, Outcome, RankRestore
+from raycheck.group.coordinator.run_alerts import RunAlerts
 from raycheck.group.coordinator.run_log import RunLog
 from raycheck.log import event, logger
 
@@ -59,7 +61,9 @@ class ProtocolCalls:
         cluster: Cluster,
         tasks: CommitTasks,
         deletes: BackgroundDeletes,
+        history: HistoryWriter,
         run_log: RunLog,
+        alerts: RunAlerts,
     ) -> None:
         """resume: applies only to this owner's first claim."""
         self._register = register
@@ -70,7 +74,9 @@ class ProtocolCalls:
         self._cluster = cluster
         self._tasks = tasks
         self._deletes = deletes
+        self._history = history
         self._run_log = run_log
+        self._alerts = alerts
         self._referred = ReferredObjects(register.store)
         self._is_probed = False
         self._said_drift = ""
@@ -94,7 +100,7 @@ class ProtocolCalls:
             self.me,
             group=group,
             world_size=world_size,
-            resume=self._resume if at == AUTO else at,
+            resume=resolved(self._store, self._resume if at == AUTO else at),
             run_id=uuid4().hex,
             read_ahead=read_ahead,
         )
@@ -104,32 +110,14 @@ class ProtocolCalls:
         ended = past[-1] if past and past[-1].number < attempt.number else None
         had_finished = ended is not None and before is not None and before[0].is_finished
         self._run_log.claimed(ended, attempt, entry, had_finished=had_finished)
-        if before is not None and len(before[1].data) > COMMIT_BYTES * 9 // 10:
-            logger.warning(event("latest is nearly full: keep fewer checkpoints (raycheck prune)", run=self._store.uri))
+        self._alerts.claimed(ended, self._run_log.cause)
         return Claim(
             attempt=attempt.number,
             restore=entry,
             documents=documents[entry.key] if entry else [],
             claims=(*(item.claimed_at for item in past if item.number < attempt.number), attempt.claimed_at),
             is_finished=claimed.body.ends_with(attempt.restore_key),
-            is_crowded=self._is_crowded,
         )
-
-    @property
-    def _is_crowded(self) -> bool:
-        """Return whether a commit may find no room in `latest`, so that each save has to ask."""
-        return self._register.size_bytes > CROWDED_BYTES
-
-    def check_room(self, report: Report, *, is_first: bool) -> None:
-        """Step 17, before an upload: raise ConfigError when `latest` has no room for the save of this report.
-
-        is_first: called before the first save of the attempt. Names that are evicted do not count then: the prune that
-        follows a claim forgets them.
-        """
-        found = self._register.read()
-        if found is not None:
-            body = replace(found[0], evicted=()) if is_first else found[0]
-            protocol.check_room_for_save(body, report.retention, found[1].at, metrics=report.metrics)
 
     def take_over(self, group: str) -> tuple[int, Entry | None]:
         """Step 12: continue the attempt of `group`, which an earlier start of this coordinator has claimed.
@@ -137,9 +125,10 @@ class ProtocolCalls:
         Returns the number of the attempt's last save that is committed, and the run's newest checkpoint, if any.
         """
         attempt = claims.take_over(self._register, self.me, group=group)
-        body, got = self._register.read_existing()
-        head = body.entry(body.head or "")
-        self._run_log.adopted(attempt, head, now=got.at)
+        found = self._register.read_newest()
+        assert found is not None, "this process has just swapped latest"
+        head = found[0].entry(found[0].head or "")
+        self._run_log.adopted(attempt, head, now=found[1].at)
         return attempt.last_save, head
 
     def conclude(self, reports: dict[int, Report]) -> Outcome:
@@ -173,7 +162,8 @@ class ProtocolCalls:
             self._said_drift = checkpoint.drift
             text = f"{name} holds one replica of several that have drifted apart: {checkpoint.drift}"
             logger.warning(event(text, run=self._store.uri))
-        self._deletes.committed()
+        self._deletes.committed(reports[0].retention)
+        self._history.committed()
         self._run_log.committed(manifest, seconds=time.monotonic() - began)
         self._tasks.nodes = [reports[rank].node for rank in sorted(reports)]
         self._tasks.start(name, first.progress, reports[0].tasks)
@@ -187,14 +177,11 @@ class ProtocolCalls:
             agree_anew=checkpoint.has_copies,
             places=places,
             unnamed=unnamed,
-            is_crowded=self._is_crowded,
         )
 
     def _write(self, reports: dict[int, Report]) -> tuple[Assembled, float | None]:
         """Step 16: write the documents of a save. Return them, and the store's time of the last response."""
         made = assemble(self._store, [reports[rank] for rank in sorted(reports)], self._plans)
-        if self._is_crowded:  # with a manifest, what a failed commit leaves would never be swept
-            self.check_room(next(iter(reports.values())), is_first=False)
         at, _ = self._store.both(
             partial(put_all_once, self._store, made.documents), partial(self._referred.refuse_lost, made.manifest)
         )
@@ -212,7 +199,6 @@ class ProtocolCalls:
             message=f"{type(error).__name__}: {error}",
             forgets_references=forgets or is_lost,
             is_cured_by_next=is_lost,
-            is_crowded=self._is_crowded,
         )
 
     def past_outcome(self, report: Report) -> Outcome:
@@ -263,7 +249,7 @@ class ProtocolCalls:
 
     def check_live(self, group: str) -> None:
         """Step 28: raise FencedError or SupersededError when `latest` says that the attempt of `group` is over."""
-        found = self._register.read()
+        found = self._register.read_newest()
         assert found is not None, "a group has claimed, so this process has seen latest"
         claims.check_current(self._register, found[0], self.me)
         if found[0].attempt.group != group:
@@ -271,13 +257,16 @@ class ProtocolCalls:
 
     def finish(self, group: str) -> None:
         """Step 33: write into `latest` that the run has ended."""
-        self._run_log.finished(protocol.finish(self._register, self.me, group=group))
+        body = protocol.finish(self._register, self.me, group=group)
+        self._run_log.finished(body)
+        self._alerts.finished(body)
 
     def record_failure(self, cause: str, *, is_final: bool) -> None:
         """Write into the live attempt's record why this driver gives up the run, if the driver still owns the run."""
-        found = self._register.read()
+        found = self._register.read_newest()
         if found is not None and found[0].attempt.owner == self.me.owner and not found[0].is_finished:
             self._run_log.failed(found[0].attempt, at=found[1].at, cause=cause, is_final=is_final)
+            self._alerts.given_up(found[0].attempt.number, cause)
 
     def probe(self) -> None:
         """Step 6: prove once that the store honors conditions."""

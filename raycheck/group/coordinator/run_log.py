@@ -115,6 +115,16 @@ class RunLog:
         self._lost_work.group_failed(causes)
 
     @property
+    def attempt(self) -> int | None:
+        """Return the number of the live attempt, as far as this process knows it."""
+        return self._lost_work.attempt
+
+    @property
+    def cause(self) -> str:
+        """Return why the attempt before the live one ended; "" if there was none."""
+        return self._lost_work.cause
+
+    @property
     def now(self) -> float:
         """Return the store's time in unix seconds, computed from the claim's."""
         return self._lost_work.now

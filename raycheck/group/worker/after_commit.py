@@ -23,7 +23,10 @@ MAX_FUNCTION_BYTES = 1024 * 1024
 
 
 class AfterCommitTasks:
-    """The tasks in one Checkpointer's settings: begins them, and waits for them as their modes say."""
+    """The tasks in one Checkpointer's settings: begins them, and waits for them as their modes say.
+
+    of_every_save: the names of those that follow every save that is not a rolling one.
+    """
 
     def __init__(
         self, tasks: Mapping[str, AfterCommit], group: Group, models: Sequence[str], watch: FencingWatch
@@ -35,6 +38,7 @@ class AfterCommitTasks:
         self._group = group
         self._watch = watch
         self._newest: dict[str, tuple[str, Progress]] = {}  # by task, the newest checkpoint that it follows
+        self.of_every_save = tuple(name for name, task in tasks.items() if task.every_save)
         self._sent = {name: _as_sent(name, task, models, group) for name, task in tasks.items()}
 
     def of(self, names: Collection[str]) -> Mapping[str, HFExport | bytes]:
@@ -105,6 +109,9 @@ def _as_sent(name: str, item: AfterCommit, models: Sequence[str], group: Group) 
     """Return the task in the form that is sent to the coordinator. Raises ConfigError for a task that could not run."""
     task = item.task
     if not isinstance(task, HFExport):
+        check = getattr(task, "check", None)
+        if callable(check) and not group.rank:
+            check()
         try:
             sent = group.pickled(name, task)
         except Exception as error:

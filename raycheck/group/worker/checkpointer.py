@@ -64,8 +64,8 @@ class Checkpointer:
     Use it as a context manager. Every rank makes the same calls in the same order.
 
     state: maps names to modules, optimizers, schedulers, Batches, RayData, or anything with state_dict and
-    load_state_dict. Pass what exists already; add the rest with `add`. raycheck adds the random state and the progress
-    automatically.
+        load_state_dict. Pass what exists already; add the rest with `add`. raycheck adds the random state and the
+        progress automatically.
     settings: when and how to save.
     group: this rank's place in a group outside Ray Train; by default Ray Train's.
     position: the counts of progress, if a driver keeps them instead of these calls.
@@ -216,20 +216,20 @@ class Checkpointer:
 
         Call it on every rank, once, at the start, even in a fresh run.
 
-        at: where the run starts, in the words of `fit(resume=...)`: a step, a checkpoint's name, "never" or "must".
-        None: as `fit` says; by default, at the newest checkpoint. It must be the same on all ranks. It applies once in
-        each call of `fit`: after a restart of the workers, training continues from the newest checkpoint. Under
-        torchrun, it applies at every start.
+        at: where the run starts, in the words of `fit(resume=...)`: a step, a checkpoint's name, "best", "never" or
+            "must". None: as `fit` says; by default, at the newest checkpoint. It must be the same on all ranks. It
+            applies once in each call of `fit`: after a restart of the workers, training continues from the newest
+            checkpoint. Under torchrun, it applies at every start.
         only, skip: names of entries to restore, or to leave unchanged. "rng" and "progress" (the step count) are names
-        too, and so is a part of a module ("model.head"). only=["model"] starts from trained weights at step 0. A
-        selection is applied once: a checkpoint that was saved after it is restored whole by the same call, so that a
-        restart continues from where training was.
+            too, and so is a part of a module ("model.head"). only=["model"] starts from trained weights at step 0. A
+            selection is applied once: a checkpoint that was saved after it is restored whole by the same call, so that
+            a restart continues from where training was.
         strict: whether a tensor or entry that only one side has is refused, or just reported.
         on_corrupt: what to do if a checkpoint turns out to be damaged. "previous" marks it and keeps it for inspection,
-        and all ranks restore the newest good checkpoint before it in this training's history, never step 0; the report
-        lists the damaged one under `refused`. "raise" changes nothing.
+            and all ranks restore the newest good checkpoint before it in this training's history, never step 0; the
+            report lists the damaged one under `refused`. "raise" changes nothing.
         cast: whether to convert floating-point tensors of modules and optimizers that were saved in another
-        floating-point type, as stock DCP does; the report lists them under `cast`. By default they are refused.
+            floating-point type, as stock DCP does; the report lists them under `cast`. By default they are refused.
 
         Tensors on the meta device get memory on their module's device and remain the same objects.
 
@@ -284,7 +284,7 @@ class Checkpointer:
     def _claim_run(self, at: Resume, selection: Selection) -> Claim:
         """Claim the run, unless `peek` has done so. Raises ConfigError if `peek` was called with another `at`."""
         if self._claim is None:
-            self._at, self._claim = at, claim_run(self._group, at)
+            self._at, self._claim = at, claim_run(self._group, at, self.settings.alerts)
         elif at not in (AUTO, self._at):
             raise ConfigError(
                 "peek() has already claimed the run, with another at=...: pass at=... to the first peek(), or to "
@@ -382,10 +382,10 @@ class Checkpointer:
     def end_step(self, metrics: Mapping[str, object] | None = None, *, tokens: int = 0, episodes: int = 0) -> None:
         """Call this when an optimizer step is complete, including its scheduler. It saves when a save is due.
 
-        metrics: numbers or 0-dim tensors to store with the checkpoint, if they are finite; they are read only on steps
-        that save. tokens, episodes: how many this step added over all ranks, as counted on rank 0; the checkpoint
-        stores the sums. Raises FencedError or SupersededError when this attempt is over, and SaveFailedError after too
-        many failed saves in a row.
+        metrics: numbers or 0-dim tensors. Rank 0's go into the run's history, and those of a step that saves also into
+        the checkpoint, if they are finite. Tensors on a device are read at the next save. tokens, episodes: how many
+        this step added over all ranks, as counted on rank 0; the checkpoint stores the sums. Raises FencedError or
+        SupersededError when this attempt is over, and SaveFailedError after too many failed saves in a row.
         """
         if self._is_counting_only():
             self._counter.end_step(tokens=tokens, episodes=episodes)
@@ -421,18 +421,18 @@ class Checkpointer:
 
         metrics: as for end_step; None: those of the newest end_step.
         step: how many steps are complete, for a script that counts them itself, perhaps with gaps, and never calls
-        end_step; the triggers of the settings are not asked then. A script that calls end_step may pass the step that
-        this has counted to, and no other.
+            end_step; the triggers of the settings are not asked then. A script that calls end_step may pass the step
+            that this has counted to, and no other.
         is_rolling: keep it only as one of the newest `rolling_keep_last` rolling saves.
         after_commit: run these tasks of `SaveSettings.after_commit` on this step's checkpoint once it is committed,
-        even if the step is saved already: "export", the name of a function, or several of them.
+            even if the step is saved already: "export", the name of a function, or several of them.
         name: a name by which the checkpoint can be restored, and under which retention keeps it. If a checkpoint of
-        another step already has the name, this one is committed without it, and pinned; an error in the log and
-        `save_status.unnamed` say so.
+            another step already has the name, this one is committed without it, and pinned; an error in the log and
+            `save_status.unnamed` say so.
         overwrite: move the name from that checkpoint to this one.
         note: a few facts to store with it (text, int, float, bool by name, 4 KiB at most).
         expire_after_s: from this many seconds after the commit, nothing keeps it; None: as the settings say, and never
-        if it has a name.
+            if it has a name.
 
         Raises as end_step does, and ConfigError for a task that is not in the settings, and for a step that goes back
         or contradicts end_step.

@@ -27,6 +27,7 @@ from raycheck.group.coordinator.messages import (
 )
 from raycheck.group.group import CLAIM_TIMEOUT_S, Group, ask_until_decided
 from raycheck.log import event, logger
+from raycheck.settings import Alerts
 from raycheck.state.preview import Preview
 from raycheck.state.random_state import rng_values
 from raycheck.state.restore_result import Restored, RestoreReport
@@ -107,11 +108,14 @@ class _Agreed(Generic[T]):
     resume: ResumeRecord | None
 
 
-def claim_run(group: Group, at: Resume = AUTO) -> Claim:
+def claim_run(group: Group, at: Resume = AUTO, alerts: Alerts | None = None) -> Claim:
     """Claim the run for this worker group, and check what this node may do in the bucket. Every rank calls it.
 
-    at: where to start, the same on all ranks. Only a driver's first claim obeys it.
+    at: where to start, the same on all ranks. Only a driver's first claim obeys it. alerts: whom the coordinator tells
+    what happens to the run. Raises ConfigError if that cannot work there.
     """
+    if alerts is not None and not group.rank:
+        group.ask("alert_by", alerts, timeout_s=CLAIM_TIMEOUT_S, what="settings of alerts")
 
     def claim() -> Claim:
         alone_from = time.monotonic() + NODE_CHECKS_S

@@ -115,12 +115,10 @@ class LiveAttempt:
             saved_step=counter.step if start.claim.memory is None else -1,
             began_at=start.began_at,
             reporter=triggers.reporter,
-            is_crowded=start.claim.is_crowded,
         )
         self._queue.begun = SaveHandle.committed(  # which `save` returns if a checkpoint has this very state
             uri=group.uri, key=self._queue.newest or "", progress=counter.progress
         )
-        self._queue.check_room()
         self._memory = self._queue.memory_saves() if settings.memory_every_steps is not None else None
         self._is_prepared = False
         self._metrics: dict[str, object] = {}  # of the newest step
@@ -152,6 +150,8 @@ class LiveAttempt:
         self._triggers.trained(self._clock.step_s, is_saving=queue.busy_s is not None)
         self._counter.end_step(tokens=tokens, episodes=episodes)
         self._metrics = detached(metrics or {})
+        if not self._group.rank:
+            queue.step_metrics.add(self._counter.step, self._metrics)
         if not self._is_prepared:
             self._is_prepared = True
             self._state.prepare()
@@ -268,6 +268,8 @@ class LiveAttempt:
         is_by_notice: bool = False,
     ) -> None:
         queue, progress, began = self._queue, self._counter.progress, time.monotonic()
+        if kind == "keep":
+            tasks = dict.fromkeys((*tasks, *self._tasks.of_every_save))
         is_again = self._begun_name[0] == progress.step and label.expire_after_s is None
         self._begun, self._begun_label = (progress.step, kind), label
         self._note_commit(queue.wait_for_buffer())
@@ -377,6 +379,7 @@ class LiveAttempt:
             begun=self._begun[0],
             failed=self._queue.failed,
             skipped=self._triggers.skipped,
+            alerts=self._settings.alerts,
         )
 
 

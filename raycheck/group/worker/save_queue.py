@@ -17,14 +17,15 @@ from raycheck.bucket.assembly.replica_agreement import Agreement
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.label import NO_LABEL, Label
 from raycheck.bucket.format.progress import Progress
-from raycheck.errors import ConfigError, SaveFailedError, StoreError
-from raycheck.group.coordinator.messages import Outcome
+from raycheck.errors import SaveFailedError, StoreError
+from raycheck.group.coordinator.messages import Outcome, SaveFailure
 from raycheck.group.group import Group, ask_until_decided
 from raycheck.group.ports import Reporter, Sink, UnreportedCommit
 from raycheck.group.worker.memory_saves import MemorySaves
 from raycheck.group.worker.save_handle import CheckpointInfo, SaveHandle
 from raycheck.group.worker.save_kind import SaveKind
 from raycheck.group.worker.save_thread import SaveThread
+from raycheck.group.worker.step_metrics import StepMetrics
 from raycheck.group.worker.training_progress import numbers_of
 from raycheck.group.worker.upload_and_report import Uploader
 from raycheck.log import event, logger
@@ -92,7 +93,7 @@ class SaveQueue:
     saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save. newest: name of the
     checkpoint that was committed or restored last. save_s: how long the newest commit took. saves: how many saves were
     begun in this attempt. failed: how many of them have failed. unnamed: see SaveStatus. begun: the handle of the
-    newest save.
+    newest save. step_metrics: the metrics of the steps since the newest save, on rank 0.
     """
 
     begun: SaveHandle
@@ -109,15 +110,15 @@ class SaveQueue:
         saved_step: int,
         began_at: float,
         reporter: Reporter,
-        is_crowded: bool = False,
     ) -> None:
         """restored_from: name of the restored checkpoint. partial, began_at: see Manifest. reporter: tells the host of
-        commits. is_crowded: see Claim."""
+        commits."""
         self.saved_step = saved_step
         self.newest = restored_from
         self.save_s = 0.0
         self.saves = self.failed = 0
         self.unnamed = ""
+        self.step_metrics = StepMetrics()
         self._reporter = reporter
         self._newest_commit: UnreportedCommit | None = None  # of this attempt
         self._has_agreed = self._has_agreed_for_memory = group.world_size == 1
@@ -141,7 +142,6 @@ class SaveQueue:
             settings=settings.chosen,
             keeps_drift=settings.on_drift == "keep_first",
         )
-        self._is_crowded = is_crowded
         self._failures_in_a_row = 0
         self.is_cured_by_next = False  # the newest failure: see Outcome
         self._last_failure = ""
@@ -203,6 +203,7 @@ class SaveQueue:
             tasks=tasks or {},
             label=label,
             replaces=replaces,
+            rows=self.step_metrics.take(),
         )
         info = CheckpointInfo(uri=self._group.uri, key=report.checkpoint, step=progress.step, epoch=progress.epoch)
         self.begun = SaveHandle(info, rank=report.rank, longest_s=self.longest_s)
@@ -212,7 +213,7 @@ class SaveQueue:
             self.begun.fail(error)
             if not isinstance(error, SaveFailedError | StoreError):
                 raise
-            self._note_failure(report.save, str(error))
+            self._note_failure(report, str(error))
         else:
             staged.wait_for_slices(began + self._settings.save_timeout_s)
         return report.checkpoint
@@ -244,11 +245,9 @@ class SaveQueue:
         return staged
 
     def _stage(self, report: Report, *, must_agree: bool) -> StagedState:
-        """Copy the state, if there are a buffer, room in `latest`, and an agreement where one is needed."""
+        """Copy the state, if there are a buffer, and an agreement where one is needed."""
         self._check_buffer(report)
         self.saved_step = report.progress.step
-        if self._is_crowded:
-            self._ask_for_room(report)
         if must_agree:
             self._agree(report)
         return self._state.stage(report.progress)
@@ -290,12 +289,12 @@ class SaveQueue:
             except (SaveFailedError, StoreError) as error:
                 outcome, ended = Outcome(kind="failed", key="", message=str(error)), time.monotonic()
             self._pending.popleft()
-            self._is_crowded = outcome.is_crowded or (self._is_crowded and outcome.kind != "committed")
             if outcome.kind == "failed":
+                self.step_metrics.give_back(save.report.rows)
                 self._has_agreed &= not save.is_agreed  # perhaps not all ranks got the agreement
                 if outcome.forgets_references:
                     self._state.components.forget(referred=True)
-                self._note_failure(save.report.save, outcome.message, is_cured_by_next=outcome.is_cured_by_next)
+                self._note_failure(save.report, outcome.message, is_cured_by_next=outcome.is_cured_by_next)
             elif outcome.kind == "committed":
                 self._failures_in_a_row, self.is_cured_by_next = 0, False
                 self._must_agree_after[save.report.save] = outcome.agree_anew
@@ -393,20 +392,6 @@ class SaveQueue:
                 f"{self._settings.save_timeout_s:.0f} s"
             )
 
-    def check_room(self) -> None:
-        """Raise ConfigError, before the first step, when `latest` has no room for a commit."""
-        if self._is_crowded:
-            self._group.ask(
-                "check_room", self._report, True, timeout_s=self._settings.save_timeout_s, what="room in latest"
-            )
-
-    def _ask_for_room(self, report: Report) -> None:
-        """Raise SaveFailedError when `latest` has no room for this save: it may have some at the next one."""
-        try:
-            self._group.ask("check_room", report, False, timeout_s=self._settings.save_timeout_s, what="room in latest")
-        except ConfigError as error:
-            raise SaveFailedError(f"rank {report.rank}: step {report.progress.step}: {error}") from error
-
     def _agree(self, report: Report) -> None:
         """Have the ranks decide which of them writes each replica, and check that replicas are equal on all of them."""
         self._has_agreed = False
@@ -439,12 +424,26 @@ class SaveQueue:
         )
         return agreement
 
-    def _note_failure(self, number: int, message: str, *, is_cured_by_next: bool = False) -> None:
+    def _alert(self, report: Report, message: str) -> None:
+        """Have people told of a failed save, if the settings say so."""
+        if self._settings.alerts is not None:
+            failure = SaveFailure(
+                attempt=report.attempt,
+                save=report.save,
+                step=report.progress.step,
+                message=message,
+                in_a_row=self._failures_in_a_row,
+                limit=self._settings.max_failed_saves,
+            )
+            self._group.tell("save_failed", failure)
+
+    def _note_failure(self, report: Report, message: str, *, is_cured_by_next: bool = False) -> None:
         """Count a failed save. Raises SaveFailedError after too many in a row, and not before (I10).
 
         is_cured_by_next: see Outcome. The first such failure does not count: it must not end the training before the
         next save.
         """
+        number = report.save
         counts = self.is_cured_by_next or not is_cured_by_next
         self.is_cured_by_next = is_cured_by_next
         self._failures_in_a_row += counts
@@ -457,5 +456,6 @@ class SaveQueue:
         if self._group.rank == 0:  # all ranks are told the same outcome
             in_a_row = self._failures_in_a_row
             logger.warning(event(f"save failed: {message}", failures_in_a_row=in_a_row, run=self._group.uri))
+            self._alert(report, message)
         if counts and self._failures_in_a_row >= self._settings.max_failed_saves:
             raise SaveFailedError(f"{self._failures_in_a_row} failed save(s) in a row, the last: {message}")

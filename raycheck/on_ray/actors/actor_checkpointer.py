@@ -19,7 +19,7 @@ from raycheck.bucket.assembly.role import roles_of
 from raycheck.bucket.format.label import NO_LABEL, Label, NoteValue, label_of
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.protocol.resume import AUTO
-from raycheck.bucket.reading import read_latest
+from raycheck.bucket.reading import read_newest
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import with_settings
 from raycheck.errors import ConfigError
@@ -167,7 +167,7 @@ class ActorCheckpointer:
         at: RestoreResult = found[0][0]
         self._state.load(found[0][1])
         self._counter.start_at(Progress(**{spec.name: getattr(at, spec.name) for spec in fields(Progress)}))
-        claims = [attempt.claimed_at for attempt in read_latest(self._store).attempts]
+        claims = [attempt.claimed_at for attempt in read_newest(self._store).attempts]
         self._triggers.start_at(self._counter.progress, claims)
         if then is not None:
             results([run_in(actor, then, mine) for actor, (mine, _) in zip(self._actors, found, strict=True)])

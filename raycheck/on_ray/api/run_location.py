@@ -54,23 +54,31 @@ def ray_storage(config: Any, uri: str) -> Iterator[None]:
 
 
 def check_ray_storage(config: Any, uri: str, store: Store) -> None:
-    """Prove with scratch objects that Ray's own file system reaches the same place as raycheck's store.
+    """Prove with scratch objects that Ray's own file system reaches the same place as raycheck's store of the run.
+
+    Raises the errors of check_ray_files.
+    """
+    with ray_storage(config, uri):
+        check_ray_files(store, str(config.storage_path), config.storage_filesystem, below=f"{config.name}/")
+
+
+def check_ray_files(store: Store, path: str, files: Any, *, below: str = "") -> None:
+    """Prove with scratch objects that a file system of Ray's reaches the same place as raycheck's store.
 
     Each must read what the other has written. Ray may find other credentials or endpoints than raycheck, and would then
-    hang after it has started workers. Raises ConfigError that names what Ray's side cannot do, and StoreError if
-    raycheck's own side fails.
+    hang after it has started workers. path, files: Ray's storage path, and its file system; None: that of the path, a
+    URI. below: the way from there to the store's root, ending in "/". Raises ConfigError that names what Ray's side
+    cannot do, and StoreError if raycheck's own side fails.
     """
-    if kind_of(uri) == "memory":  # each process has its own
+    if kind_of(store.uri) == "memory":  # each process has its own
         return
     token = uuid4().hex
     source, target = object_keys.probe_key(token), object_keys.probe_key(f"{token}-ray")
     try:
         store.put(source, token.encode())
-        with ray_storage(config, uri):
-            files = config.storage_filesystem
-            request = (str(config.storage_path), files, *(f"{config.name}/{key}" for key in (source, target)))
-            kind = "pyarrow, by the URI" if files is None else type(getattr(files, "handler", files)).__name__
-            problem = _problem_of_ray(pickle.dumps((*request, token.encode())))
+        kind = "pyarrow, by the URI" if files is None else type(getattr(files, "handler", files)).__name__
+        request = (path, files, f"{below}{source}", f"{below}{target}", token.encode())
+        problem = _problem_of_ray(pickle.dumps(request))
         if not problem and not _holds(store, target, token.encode()):
             problem = "write there: raycheck does not find what Ray wrote, so it wrote to another place"
         if problem:

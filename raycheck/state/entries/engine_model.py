@@ -7,7 +7,7 @@ restore makes them from the 32-bit ones, as the engine itself does at each step.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
@@ -185,24 +185,9 @@ class EngineOptimizer(Optimizer):
         ]
 
     @property
-    def state(self) -> dict[torch.Tensor, dict[str, Any]]:  # type: ignore[override]
+    def state(self) -> "_Slots":  # type: ignore[override]
         """Return the slots of each parameter: ranges of what is laid out like the flat memory, the rest unchanged."""
-        return {
-            parameter: {slot: _slot(item, parameter, value) for slot, value in slots.items()}
-            for parameter, item in self._ranges.items()
-            if (slots := self._slots(item))
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        flat = [parameter for group in self._parameters for parameter in group]
-        number_of = {parameter: number for number, parameter in enumerate(flat)}
-        groups = [
-            {**group, "params": [number_of[parameter] for parameter in group["params"]]} for group in self.param_groups
-        ]
-        return {
-            "state": {number_of[parameter]: slots for parameter, slots in self.state.items()},
-            "param_groups": groups,
-        }
+        return _Slots(self._ranges, self._slots)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         flat = [parameter for group in self._parameters for parameter in group]
@@ -226,6 +211,31 @@ class EngineOptimizer(Optimizer):
             options = {key: value for key, value in saved.items() if key != "params"}
             for number in numbers:
                 groups[number].update(options)
+
+
+class _Slots(Mapping[torch.Tensor, dict[str, Any]]):
+    """The slots of the parameters that have any. Those of one parameter are cut out when they are asked for."""
+
+    def __init__(
+        self,
+        ranges: Mapping[torch.Tensor, MemoryRange],
+        slots_of: Callable[[MemoryRange], dict[str, Any] | None],
+    ) -> None:
+        """slots_of: returns the base optimizer's own slots of the memory."""
+        self._ranges, self._slots_of = ranges, slots_of
+
+    def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        item = self._ranges[parameter]
+        slots = self._slots_of(item)
+        if not slots:
+            raise KeyError(parameter)
+        return {slot: _slot(item, parameter, value) for slot, value in slots.items()}
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (parameter for parameter, item in self._ranges.items() if self._slots_of(item))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _slot(item: MemoryRange, parameter: torch.Tensor, value: Any) -> Any:

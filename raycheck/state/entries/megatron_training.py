@@ -392,6 +392,9 @@ class RandomStates:
     A restore gives a rank the states of the rank that had its place in the tensor, pipeline and expert parallel groups.
     If one of these groups had another size, no saved state means the same numbers: the ranks keep the states that they
     were seeded with, and a warning says so.
+
+    They also say whose states of Python's, NumPy's and torch's generators a rank takes. Dropout outside of
+    tensor-parallel regions draws from torch's, which must be equal in a tensor-parallel group.
     """
 
     merges_ranks = True
@@ -399,17 +402,39 @@ class RandomStates:
     _SIZES = ("tensor_model_parallel", "pipeline_model_parallel", "expert_model_parallel")
 
     def state_dict(self) -> dict[str, Any]:
-        groups = sys.modules["megatron.core.parallel_state"]
         states = _tracker().get_states()
         for name, value in states.items():
             if not isinstance(value, torch.Tensor):
                 raise ConfigError(f"the random state {name} of Megatron is a {type(value).__qualname__}, not a tensor")
+        return {**self._place(), "states": states}
+
+    def _place(self) -> dict[str, Any]:
+        """Return this rank's place in the groups, and their sizes."""
+        groups = sys.modules["megatron.core.parallel_state"]
         return {
             "sizes": {kind: getattr(groups, f"get_{kind}_world_size")() for kind in self._SIZES},
             "place": {kind: getattr(groups, f"get_{kind}_rank")() for kind in self._SIZES},
             "data_rank": groups.get_data_parallel_rank(),
-            "states": states,
         }
+
+    def random_rank(self, states: Sequence[Mapping[str, Any]]) -> int:
+        """Return the number of the rank whose generators' states this rank takes.
+
+        It is a rank of the tensor-parallel group that had this group's place: the one with this rank's place in the
+        group, or the first one for all if the group had another size. A group that did not exist gets one new state.
+        """
+        here = self._place()
+        tensor, pipeline = (int(here["place"][kind]) for kind in self._SIZES[:2])
+        data_rank = int(here["data_rank"])
+        group: dict[int, int] = {
+            found["place"][self._SIZES[0]]: number
+            for number, found in enumerate(states)
+            if (found["place"][self._SIZES[1]], found["data_rank"]) == (pipeline, data_rank)
+        }
+        if not group:
+            groups = sys.modules["megatron.core.parallel_state"]
+            return len(states) + pipeline * int(groups.get_data_parallel_world_size()) + data_rank
+        return group[tensor if states[0]["sizes"][self._SIZES[0]] == here["sizes"][self._SIZES[0]] else 0]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take one rank's states."""
@@ -420,7 +445,7 @@ class RandomStates:
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take the states of the rank that had this rank's place."""
-        here = self.state_dict()
+        here = self._place()
         mates = [found for found in states if (found["sizes"], found["place"]) == (here["sizes"], here["place"])]
         if not mates:
             if torch.distributed.get_rank() == 0:

@@ -14,6 +14,7 @@ Each kind has its rule for a restore with another world size:
   lists it under `fresh`.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from raycheck.bucket.format.values import decode
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.state.entries.fill_in_place import filled
 from raycheck.state.entries.module.module_entry import MERGED, VALUE_KEYS
@@ -141,7 +143,9 @@ class MergedEntry(PerRankEntry):
     rank.
 
     The object has `state_dict`, which returns this rank's share; `load_rank_states`, which gets the shares of all ranks
-    that saved; and `check_rank_states`, which raises StateMismatchError if they do not fit, and changes nothing.
+    that saved; and `check_rank_states`, which raises StateMismatchError if they do not fit, and changes nothing. It may
+    have `random_rank`, which gets the same, without tensors, and returns the number of the rank whose random state this
+    rank takes; a number that no rank had means a new state.
     """
 
     def __init__(self, name: str, obj: Any, *, rank: int) -> None:
@@ -161,6 +165,14 @@ class MergedEntry(PerRankEntry):
         except StateMismatchError as error:
             saved.mismatched.append(f"{self.name}: {error}")
         return {name: empty_for(saved.tensors[name]) for name in names}
+
+    def random_rank(self, states: Sequence[Any]) -> int | None:
+        choose = getattr(self._obj, "random_rank", None)
+        if choose is None or not states or not all(isinstance(tree, list) for tree in states):
+            return None
+        with calling(self.name, "random_rank"):
+            number: int = choose([decode(tree, lambda _name: None)[0] for tree in states])
+        return number
 
     def load(self, saved: SavedEntry, tensors: Named) -> None:
         if saved.rank_values:

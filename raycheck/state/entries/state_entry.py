@@ -6,7 +6,7 @@ loads what was read. The other modules of this folder implement the contract for
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -139,6 +139,14 @@ class StateEntry(ABC):
     def names(self) -> list[str]:
         """Return the places in the entry that one rank of a pipeline may have alone, and that a restore may select."""
         return [self.name]
+
+    def random_rank(self, states: Sequence[Any]) -> int | None:
+        """Return the number of the saved rank whose random state this rank takes, if that is not the rank's own number.
+
+        states: what the entry saved for each rank; None for a rank that has none.
+        """
+        del states
+        return None
 
     def may_spread(self, name: str) -> bool:
         """Return whether a replicated tensor of this entry is equal on every rank by construction."""

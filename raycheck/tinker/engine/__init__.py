@@ -9,6 +9,7 @@ losses        the losses by name, each a function of log-probabilities and a dat
 passes        forward and backward passes over a batch, all or nothing
 samplers      models to sample from: weights of checkpoints, read on first use
 generation    sampling from a model, with log-probabilities
+commits       a save that a client asks for becomes a commit of the model's run
 tenants       Tenants: all models of one process by id, their runs in the bucket, and every operation on them
 actor         Tenants in Ray actors, and how the server calls them
 """

@@ -7,11 +7,12 @@ checkpoint, or initializes the model, and reports which requests that covers. So
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from raycheck import Checkpointer, SaveSettings, open_run
+from raycheck import Checkpointer, open_run
 from raycheck.adapters import Group
 from raycheck.catalog import fork_run
 from raycheck.errors import ConfigError, NotFoundError, SaveFailedError
 from raycheck.tinker.checkpoint_paths import is_borrowed
+from raycheck.tinker.engine import commits
 from raycheck.tinker.engine.base_model import BaseModel
 from raycheck.tinker.engine.lora_model import LoraModel
 from raycheck.tinker.engine.lora_shape import AdamParams, LoraShape
@@ -27,9 +28,6 @@ from raycheck.tinker.engine.passes import run_pass
 from raycheck.tinker.engine.samplers import Samplers
 from raycheck.tinker.wire.samples import SampleOutput
 from raycheck.tinker.wire.training_data import TrainingBatch
-
-SETTINGS = SaveSettings(every_steps=None, keep_last=1, rolling_keep_last=2, max_failed_saves=1_000_000)
-"""Saves happen only by request. An unnamed checkpoint is deleted when a newer one is committed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +64,7 @@ class Tenants:
         ranks = self._base.ranks
         note: Mapping[str, NoteValue] | None = ranks.from_first(lambda: _fork_or_find(uri, source))
         model = LoraModel(self._base, shape)
-        checkpointer = Checkpointer(model.state, SETTINGS, group=self._make_group(uri))
+        checkpointer = Checkpointer(model.state, commits.SETTINGS, group=self._make_group(uri))
         weights_only = source is not None and not source.with_optimizer and note is None
         checkpointer.restore(only=["model"] if weights_only else None, on_corrupt="raise")
         self._tenants[model_id] = _Tenant(model=model, checkpointer=checkpointer)
@@ -97,28 +95,12 @@ class Tenants:
         model.optimizer.zero_grad()
 
     def save(self, model_id: str, order: SaveOrder) -> None:
-        """Start a save and return when the model's state is copied. Call `is_committed` until the save is over; start
-        no other save before then."""
-        self._tenant(model_id).checkpointer.save(
-            is_rolling=order.name is None,
-            name=order.name,
-            note=order.note,
-            expire_after_s=order.expire_after_s,
-            overwrite=order.overwrite,
-        )
+        """See commits.begin_save."""
+        commits.begin_save(self._tenant(model_id).checkpointer, order)
 
     def is_committed(self, model_id: str) -> bool:
-        """Return whether the started save is committed, without waiting.
-
-        Raises SaveFailedError if the save has failed, and ConfigError if another checkpoint has the name.
-        """
-        checkpointer = self._tenant(model_id).checkpointer
-        if any(self._base.ranks.gather(checkpointer.save_status.busy_s is not None)):
-            return False
-        checkpointer.wait()
-        if checkpointer.save_status.unnamed:
-            raise ConfigError(f"the checkpoint did not get its name: {checkpointer.save_status.unnamed}")
-        return True
+        """See commits.is_committed."""
+        return commits.is_committed(self._tenant(model_id).checkpointer, self._base.ranks)
 
     def sample(self, order: SampleOrder) -> SampleOutput:
         """See Samplers.sample."""

@@ -1,4 +1,4 @@
-"""What several ranks hold is compared before a commit; no checkpoint mixes ranks that differ (I11)."""
+"""Tests that what several ranks hold is compared before each commit: no checkpoint mixes ranks that differ (I11)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -119,7 +119,7 @@ def test_exactly_what_differs_between_any_two_holders_is_found(held: list[dict[s
 def test_the_same_box_that_two_ranks_wrote_with_other_bytes_is_refused_where_it_has_to_be_equal(
     is_compared: bool,
 ) -> None:
-    """As of a tensor that is new since the agreement, and on the host of one rank and on a device of the other."""
+    """The tensor is new since the agreement, and is in host memory on one rank and on a device on the other."""
     store, reports = open_store("memory://copies"), []
     for rank, (kind, crc) in enumerate([("crc", 5), ("sum", 6)]):
         names = [replace(replica("w"), key=f"{kind} w@0")] if is_compared else []

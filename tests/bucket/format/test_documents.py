@@ -1,6 +1,6 @@
-"""Tests documents and the index: all that is written can be read back.
+"""Tests that every document and index that is written can be read back.
 
-Bytes from a bucket are hostile until they are parsed: for any other bytes CorruptError is the only error allowed.
+Bytes from a bucket are hostile until they are parsed. For any other bytes, CorruptError is the only error allowed.
 """
 
 import json
@@ -20,7 +20,19 @@ from raycheck.bucket.format.checksum import SUB_BLOCK
 from raycheck.bucket.format.document import FORMAT_VERSION, Document, dump
 from raycheck.bucket.format.index import Chunk, Index, Leaf, Tensor, index_of
 from raycheck.bucket.format.index_codec import MAGIC, dump_index, join_parts, load_index, parts_of
-from raycheck.bucket.format.latest import MAX_BYTES, Attempt, Entry, Evicted, Latest, dump_latest, load_latest
+from raycheck.bucket.format.latest import (
+    MAX_BYTES,
+    Attempt,
+    Entry,
+    Evicted,
+    Latest,
+    Page,
+    PageRef,
+    PastPage,
+    dump_latest,
+    load_latest,
+    load_page,
+)
 from raycheck.bucket.format.manifest import Blob, Component, Manifest, RankRecord, ShardRecord, load_manifest
 from raycheck.bucket.format.plan_codec import dump_plan
 from raycheck.bucket.format.values import encode
@@ -41,7 +53,7 @@ def a_latest() -> Latest:
             Attempt(number=1, owner="bob", coordinator="c", group="g", world_size=2, restore_key=None, claimed_at=1.5),
         ),
         head=TWO,
-        live=(
+        newest=(
             Entry(
                 key=TWO,
                 refs=(ONE,),
@@ -56,8 +68,22 @@ def a_latest() -> Latest:
                 scores={"mmlu": 0.625},
             ),
         ),
-        evicted=(Evicted(key=ONE, at=2.0),),
+        newest_evicted=(Evicted(key=ONE, at=2.0),),
     )
+
+
+def a_paged_latest() -> Latest:
+    page = PageRef(key="pages/000000000006-0123abcd.json", crc32=7, size_bytes=100, count=2, first=ONE, last=ONE)
+    past = PastPage(key="pages/000000000005-0123abcd.json", since=6)
+    return replace(a_latest(), pages=(page,), evicted_pages=(page,), past_pages=(past,))
+
+
+LISTED = json.loads(dump(a_latest()))["newest"][0]
+PAGED = json.loads(dump(a_paged_latest()))["pages"][0]
+
+
+def a_page() -> Page:
+    return Page(run_id="run", live=a_latest().live, evicted=a_latest().evicted)
 
 
 def a_manifest() -> Manifest:
@@ -87,6 +113,10 @@ def as_latest(data: bytes) -> Latest:
     return load_latest(data, what="latest of a test")
 
 
+def as_page(data: bytes) -> Page:
+    return load_page(data, what="page of a test")
+
+
 def as_manifest(data: bytes) -> Manifest:
     return load_manifest(data, what="manifest of a test")
 
@@ -96,7 +126,12 @@ def as_index(data: bytes) -> Index:
 
 
 USERS = ("metrics", "scores", "note")
-DOCUMENTS = [pytest.param(a_latest, as_latest, id="latest"), pytest.param(a_manifest, as_manifest, id="manifest")]
+DOCUMENTS = [
+    pytest.param(a_latest, as_latest, id="latest"),
+    pytest.param(a_paged_latest, as_latest, id="latest with pages"),
+    pytest.param(a_page, as_page, id="page"),
+    pytest.param(a_manifest, as_manifest, id="manifest"),
+]
 
 
 # --- documents ---
@@ -135,7 +170,7 @@ def test_a_changed_document_keeps_what_it_did_not_understand():
 
 
 def documents_in(tree: Any) -> list[dict[str, Any]]:
-    """Yield every object of the tree that is a document of its own, not a mapping of a user's values."""
+    """Yield every object of the tree that is itself a document, and not a mapping of a user's values."""
     if isinstance(tree, list):
         return [found for item in tree for found in documents_in(item)]
     if not isinstance(tree, dict):
@@ -177,8 +212,8 @@ def test_a_body_without_a_format_version_is_corrupt(make, load, version):
         ("attempts", "[]"),
         ("attempts", "[null]"),
         ("attempts", "{}"),
-        ("live", "[[]]"),
-        ("live", "null"),
+        ("newest", "[[]]"),
+        ("newest", "null"),
     ],
 )
 def test_a_wrong_type_is_corrupt_and_names_the_object(field, text):
@@ -193,7 +228,7 @@ def test_a_wrong_type_is_corrupt_and_names_the_object(field, text):
 @pytest.mark.parametrize("field", ["committed_at", "metric"])
 def test_a_number_that_is_none_is_corrupt(field, text):
     tree = json.loads(dump(a_latest()))
-    entry = tree["live"][0]
+    entry = tree["newest"][0]
     entry.update({"committed_at": "@"} if field == "committed_at" else {"metrics": {"loss": "@"}})
 
     with pytest.raises(CorruptError):
@@ -206,7 +241,12 @@ def test_every_missing_field_that_has_no_default_is_corrupt(make, load):
     optional = {
         "format_version",
         "live",
+        "newest",
+        "pages",
+        "evicted_pages",
+        "past_pages",
         "evicted",
+        "newest_evicted",
         "partial",
         "proven",
         "trained_s",
@@ -247,7 +287,7 @@ def test_deep_nesting_is_corrupt_where_a_field_is_known(make, load, brackets, de
 @pytest.mark.parametrize("text", ["1e999", '"\\ud800"', "[" * 50 + "]" * 50, "[" * 990 + "]" * 990])
 @pytest.mark.parametrize("level", ["top", "attempt"])
 def test_whatever_latest_is_read_can_be_written_back(level, text):
-    """A commit goes on from any body that is accepted, so a body that cannot be written must be refused on reading."""
+    """A commit starts from any body that is accepted, so a body that cannot be written must be refused when read."""
     tree = json.loads(dump(a_latest()))
     (tree if level == "top" else tree["attempts"][0])["of_a_newer_writer"] = "@"
     body = resealed(json.dumps(tree).replace('"@"', text))
@@ -266,19 +306,18 @@ def test_whatever_latest_is_read_can_be_written_back(level, text):
         {"head": ONE},
         {"head": "../x"},
         {"attempts": ()},
-        {"evicted": (Evicted(key="../x", at=1.0),)},
-        {"live": (a_latest().live[0],) * 2},
-        {"live": (replace(a_latest().live[0], refs=("/etc",)),)},
-        {"live": (replace(a_latest().live[0], key="../x"),), "head": None},
-        {"live": (a_latest().live[0], replace(a_latest().live[0], key=ONE))},
-        *({"live": (replace(a_latest().live[0], name=name),)} for name in ("7", ONE, "../x", ".x", "a b", "y" * 101)),
+        {"newest_evicted": [{"key": "../x", "at": 1.0}]},
+        {"newest": [LISTED] * 2},
+        {"newest": [LISTED | {"refs": ["/etc"]}]},
+        {"newest": [LISTED | {"key": "../x"}], "head": None},
+        {"newest": [LISTED, LISTED | {"key": ONE}]},
+        *({"newest": [LISTED | {"name": name}]} for name in ("7", ONE, "../x", ".x", "a b", "y" * 101)),
+        *({"pages": [PAGED | {name: "../x"}]} for name in ("key", "first", "last")),
+        {"pages": [PAGED | {"key": "checkpoints/x"}]},
     ],
 )
 def test_a_latest_that_contradicts_itself_is_corrupt(change):
-    tree = json.loads(dump(a_latest()))
-    tree |= {
-        key: json.loads(json.dumps(value, default=lambda item: json.loads(dump(item)))) for key, value in change.items()
-    }
+    tree = json.loads(dump(a_latest())) | change
 
     with pytest.raises(CorruptError):
         as_latest(sealed(tree))
@@ -313,7 +352,7 @@ def test_latest_may_have_256_kib_and_no_byte_more():
 
     assert len(dump_latest(largest)) == MAX_BYTES
     assert as_latest(dump_latest(largest)) == largest
-    with pytest.raises(ConfigError, match="keep-last N"):
+    with pytest.raises(ConfigError, match="raycheck prune"):
         dump_latest(replace(body, unknown={"x": "y" * (room + 1)}))
     with pytest.raises(CorruptError, match=str(MAX_BYTES)):
         as_latest(dump_latest(largest) + b" ")

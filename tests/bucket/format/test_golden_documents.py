@@ -1,4 +1,4 @@
-"""Tests that documents of an earlier version stay readable: bytes kept from then, with the JSON of their values."""
+"""Tests that documents of an earlier version stay readable. Their bytes are stored, with the JSON of their values."""
 
 import json
 from dataclasses import asdict

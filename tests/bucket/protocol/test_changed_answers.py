@@ -1,7 +1,7 @@
-"""Tests answers of which a byte changes on its way.
+"""Tests what happens when a byte of a response changes in transit.
 
-The object in the bucket is whole, so the run goes on, and wrong bytes are neither believed nor written back nor called
-damaged. When every answer is wrong, the error names the object.
+The object in the bucket is intact. The run therefore continues, and the wrong bytes are not believed, not written back,
+and not reported as damage. When every response is wrong, the error names the object.
 """
 
 import json
@@ -170,7 +170,7 @@ def test_a_document_that_another_tool_has_written_anew_may_have_other_white_spac
 
 
 class Flips(Around):
-    """Changes the first `times` answers to each read of an object or a listing."""
+    """A store that changes the first `times` responses to each read of an object or a listing."""
 
     def __init__(self, inner: Store, *, key: str = "", times: int = 1, at: float = 0.5) -> None:
         super().__init__(inner)
@@ -211,7 +211,7 @@ class Flips(Around):
 
 
 def go_through(flips: Callable[[], Store], store: Store) -> None:
-    """Do with a run what drivers, readers and people do, each by a store of its own."""
+    """Do with a run what drivers, readers and people do, each with a separate store."""
     ann = Driver(flips())
     attempt, _ = ann.claim("g1")
     first = ann.save(attempt.number, 1)
@@ -338,7 +338,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["s3 by s3fs", "s3 by obstore", "gs"])
 def proxied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, no_pauses: None):
-    """Yields the URI of an empty run behind a proxy, and that proxy."""
+    """Yield the URI of an empty run behind a proxy, and that proxy."""
     if request.param == "gs":
         endpoint = request.getfixturevalue("gcs")
         with fault_proxy(f"gs://raycheck?endpoint_override={endpoint.removeprefix('http://')}") as proxy:

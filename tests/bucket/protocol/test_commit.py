@@ -1,7 +1,7 @@
 """Tests claim, commit, fencing and take-over on real stores.
 
-A `Driver` of sample_checkpoints.py acts as one start of one coordinator; two of them on one store are two processes.
-Faults on the way to the store are made by ten-line stores around the real one. Every test ends with the invariants.
+A `Driver` of sample_checkpoints.py acts as one start of one coordinator, so two of them on one store stand for two
+processes. A store that fails is a small class around the real one. Every test ends by asserting the invariants.
 """
 
 import itertools
@@ -406,14 +406,14 @@ def test_fields_of_a_newer_writer_survive_a_claim_and_a_commit(store):
     ann.claim("g1")
     ann.save(1, 1)
     tree = latest_tree(store)
-    tree["new"] = tree["live"][0]["new"] = tree["attempts"][0]["new"] = {"x": [1, None]}
+    tree["new"] = tree["newest"][0]["new"] = tree["attempts"][0]["new"] = {"x": [1, None]}
     put_latest_tree(store, tree)
 
     ann.save(1, 2)
     ann.claim("g2")
 
     after = latest_tree(store)
-    assert after["new"] == after["live"][0]["new"] == after["attempts"][0]["new"] == {"x": [1, None]}
+    assert after["new"] == after["newest"][0]["new"] == after["attempts"][0]["new"] == {"x": [1, None]}
     assert_invariants(store)
 
 
@@ -449,7 +449,7 @@ def test_every_swap_counts_one(store):
 
 
 class LosesAnswers(Around):
-    """Applies writes of `latest`, and says of the first `count` of them that they failed."""
+    """A store that applies writes of `latest`, and reports the first `count` of them as failed."""
 
     def __init__(self, inner: Store, count: int = 1, then: Callable[[], object] = lambda: None) -> None:
         super().__init__(inner)
@@ -474,7 +474,7 @@ class LosesAnswers(Around):
 
 
 class AppliesLate(Around):
-    """The first swap of `latest` times out and lands only when the next one is on its way."""
+    """A store whose first swap of `latest` times out, and is applied only when the next one is sent."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -667,7 +667,7 @@ def test_a_latest_that_is_lost_while_a_claim_is_under_way_is_noticed_after_the_c
 
 
 def test_a_rolled_back_latest_refuses_every_claim_of_new_drivers(store):
-    """Attempts 2 and 3 are forgotten, their checkpoints are not: nobody may silently go on from before them."""
+    """`latest` has lost attempts 2 and 3, but not their checkpoints: nobody may silently resume from before them."""
     ann = Driver(store)
     ann.claim("g1")
     ann.save(1, 1)
@@ -743,7 +743,7 @@ def test_a_latest_that_went_back_within_the_attempt_stops_who_saw_the_newer(stor
 
 
 def test_a_slow_answer_is_not_taken_for_a_rollback(store):
-    """The watch of a coordinator reads while its claim swaps; an answer from before the swap is old, not wrong."""
+    """A coordinator reads `latest` while its claim swaps it. A response from before the swap is old, not wrong."""
     ann = Driver(store)
     ann.claim("g1")
 
@@ -936,8 +936,8 @@ def assert_linear(*stores: Remembers) -> None:
     bodies = sorted((body for store in stores for body in store.written), key=lambda body: body["counter"])
     assert [body["counter"] for body in bodies] == list(range(1, len(bodies) + 1))
     for before, after in itertools.pairwise(bodies):
-        held = {entry["key"] for entry in after["live"]} | {item["key"] for item in after["evicted"]}
-        assert {entry["key"] for entry in before["live"]} <= held
+        held = {entry["key"] for entry in after["newest"]} | {item["key"] for item in after["newest_evicted"]}
+        assert {entry["key"] for entry in before["newest"]} <= held
         assert after["owners"][: len(before["owners"])] == before["owners"]
         assert after["attempts"][-1]["number"] - before["attempts"][-1]["number"] in (0, 1)
 

@@ -1,7 +1,7 @@
-"""Tests two drivers that both own a run, and are killed, paused and started again at random while they commit.
+"""Tests two drivers that own the same run, and are killed, paused and restarted at random while they commit.
 
-What is done to them follows from one seed, though not to the millisecond: --search draws new ones. Whatever happens,
-`latest` has one history, and every acknowledged write is in it.
+One seed determines what is done to them, though not to the millisecond; --search draws other seeds. In every case,
+`latest` has a single history, which contains every acknowledged write.
 """
 
 import random

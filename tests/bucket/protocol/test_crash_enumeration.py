@@ -1,11 +1,11 @@
-"""Tests a crash, and every other fault, at every store call of every operation; then a restart (I5).
+"""Tests a crash, and every other fault, at every store call of every operation, each followed by a restart (I5).
 
-crash_enumeration.py says what is enumerated, and what a restart must find. The floors keep an enumeration from silently
-becoming smaller.
+crash_enumeration.py says what is enumerated and what a restart must find. The lower bounds in the tests notice when an
+enumeration becomes smaller.
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from uuid import uuid4
 
 import pytest
@@ -36,6 +36,7 @@ from tests.support.histories.crash_enumeration import (
     run,
 )
 from tests.support.histories.invariants import assert_invariants, assert_write
+from tests.support.histories.small_pages import small_pages
 from tests.support.histories.stepped_processes import Clock, simulated
 from tests.support.samples.sample_checkpoints import Driver, write_checkpoint
 from tests.support.samples.sample_runs import (
@@ -57,9 +58,10 @@ from tests.support.servers.fault_injection import Mode, Wire, World
 pytestmark = pytest.mark.enumeration
 
 
-@pytest.fixture(autouse=True)
-def clock() -> Iterator[Clock]:
-    with simulated() as clock:
+@pytest.fixture(autouse=True, params=["", pytest.param("pages", marks=pytest.mark.slow)])
+def clock(request: pytest.FixtureRequest) -> Iterator[Clock]:
+    """Simulate time. "pages": all but one of the checkpoints are in pages."""
+    with simulated() as clock, small_pages() if request.param else nullcontext():
         yield clock
 
 
@@ -67,7 +69,7 @@ def clock() -> Iterator[Clock]:
 
 
 def twice(work):
-    """Do it once more in this process when the store has failed, as ranks and Ray do."""
+    """Repeat an operation in this process after the store has failed, as ranks and Ray do."""
     try:
         return work()
     except StoreError:
@@ -130,7 +132,7 @@ def rewinds(wire: Wire) -> tuple[str, ...]:
 
 
 def goes_back(wire: Wire) -> tuple[str, ...]:
-    """Let a group find the head damaged, go back, and train on from there."""
+    """Let a group find the head damaged, restore an earlier checkpoint, and continue training."""
     driver = Driver(wire, "ann", "c2")
     attempt, entry = twice(lambda: claim(driver, "g3"))
     instead = twice(lambda: go_back(driver.register, driver.me, group="g3", key=entry.key, problem="a proof"))
@@ -169,7 +171,7 @@ def names_and_scores(wire: Wire) -> tuple[str, ...]:
 
 
 def saves_by_name(wire: Wire) -> tuple[str, ...]:
-    """Commit the same step twice under one name, and another step that asks for it and does not get it."""
+    """Commit one step twice under the same name, and another step that requests the name and does not get it."""
     driver, done = current(wire), []
     for save, step in ((3, 30), (4, 30), (5, 50)):
         manifest = write_checkpoint(wire, attempt=2, save=save, step=step, name="kept", world_size=2)
@@ -235,7 +237,7 @@ OPERATIONS = {
     "take-over": (Scenario(world=old, work=takes_over), 350),
     "save": (Scenario(world=old, work=saves_in_full), 330),
     "save with a reference": (Scenario(world=old, work=saves_with_a_reference), 350),
-    "prune": (Scenario(world=old, work=prunes, head=F), 110),
+    "prune": (Scenario(world=old, work=prunes, head=F), 100),
     "sweep": (Scenario(world=old, work=sweeps, head=F), 150),
     "rewind": (Scenario(world=old, work=rewinds), 80),
     "going back": (Scenario(world=old, work=goes_back), 220),
@@ -305,10 +307,12 @@ def test_a_sweep_deletes_what_was_never_committed_and_leaves_the_evicted_their_g
 
 
 def test_a_repair_ends_with_the_error_of_a_store_that_failed_and_leaves_nothing_out():
-    """A checkpoint that could not be read for a moment, and were left out, would be deleted by the next sweep."""
+    """If a repair left out a checkpoint that could not be read for a moment, the next sweep would delete it."""
     calls = run(lost(), repairs).calls
 
     for number, call in enumerate(calls):
+        if call.verb == "put_if_absent" and call.key.startswith("pages/"):
+            continue  # it is sent again
         end = run(lost(), repairs, fault=(number, Mode.FAIL_BEFORE))
 
         assert isinstance(end.outcome, StoreError), call
@@ -333,7 +337,7 @@ def test_a_crash_of_the_restart_after_a_crash_leaves_a_restorable_run(name, reco
     params=[pytest.param(item, marks=pytest.mark.slow) for item in (("file", 1), ("s3", 3))], ids=["file", "s3"]
 )
 def real(request, tmp_path, monkeypatch):
-    """Returns a function that makes a new empty store, and n: there is time for every n-th fault."""
+    """Return a function that makes a new empty store, and n: to save time, only every n-th fault is tried."""
     kind, every = request.param
     if kind == "file":
         return lambda: open_store(f"file://{tmp_path}/{uuid4().hex}"), every

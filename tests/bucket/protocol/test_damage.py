@@ -1,4 +1,4 @@
-"""Tests going back from a checkpoint that a restore found damaged, step 26, and how others treat the mark."""
+"""Tests the return to an earlier checkpoint when a restore finds damage (step 26), and who respects the mark."""
 
 from dataclasses import replace
 
@@ -206,7 +206,7 @@ def test_a_rewind_to_it_is_refused_until_its_bytes_are_right_again(store: Store)
 
 
 def test_a_rewind_does_not_take_off_a_mark_that_it_has_not_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mark was made after the rewind has read the checkpoint, and before its swap."""
+    """The mark is made after the rewind has read the checkpoint, and before its swap."""
     ann, damaged = restarted(store)
     register = Register(store)
     edit = register.edit
@@ -243,7 +243,7 @@ def test_a_repair_does_not_go_back_to_what_is_marked(store: Store) -> None:
 def test_a_latest_whose_head_is_damaged_is_refused(store: Store) -> None:
     run_of(store, 2)
     tree = latest_tree(store)
-    tree["live"][-1]["damaged"] = "somebody says so"
+    tree["newest"][-1]["damaged"] = "somebody says so"
     put_latest_tree(store, tree)
 
     with pytest.raises(CorruptError, match="damaged"):

@@ -1,4 +1,4 @@
-"""Tests deletes by hand: what is being deleted is neither listed nor restored, and a crash leaves nothing half there."""
+"""Tests deletes on request: what is being deleted is not listed or restored, and a crash never leaves half a run."""
 
 from collections.abc import Iterator
 

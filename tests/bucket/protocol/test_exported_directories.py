@@ -1,4 +1,5 @@
-"""Tests that older exports are deleted on request: only those proven to be the run's own, and never half of one."""
+"""Tests the prune of exports: it deletes older exports only if they are proven to be this run's, and never leaves one
+half deleted for a reader."""
 
 import json
 from dataclasses import replace
@@ -158,7 +159,7 @@ def test_what_is_not_proven_to_be_a_whole_export_of_this_runs_training_stays_as_
 
 
 class Fails(Around):
-    """Lets a number of writes and deletes pass, and fails all others, before or after they are applied."""
+    """A store that lets a number of writes and deletes pass, and fails all others, before or after applying them."""
 
     def __init__(self, inner: Store, passes: int, *, is_late: bool) -> None:
         super().__init__(inner)

@@ -1,4 +1,4 @@
-"""Tests the end of training as `latest` notes it (step 33), for later claims and for readers."""
+"""Tests how `latest` records the end of training (step 33), and what later claims and readers conclude from it."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from tests.support.samples.sample_runs import B, F, current, finished, old
 
 @pytest.fixture
 def driver(tmp_path):
-    """Makes a driver that has claimed and saved twice."""
+    """Make a driver that has claimed and saved twice."""
     made = Driver(open_store(f"file://{tmp_path}/run"))
     made.claim("g1")
     made.save(1, 1)
@@ -120,7 +120,7 @@ def test_an_end_that_an_older_raycheck_went_past_counts_for_nothing(driver) -> N
     """An older raycheck keeps the field, which it does not know, and moves head."""
     driver.finish("g1")
     tree = latest_tree(driver.store)
-    tree["head"] = tree["live"][0]["key"]
+    tree["head"] = tree["newest"][0]["key"]
     put_latest_tree(driver.store, tree)
 
     body = driver.look()
@@ -162,7 +162,7 @@ def test_a_run_that_is_claimed_runs_until_it_was_silent_for_long(driver) -> None
 def test_a_run_that_commits_seldom_is_given_more_time(driver) -> None:
     body = driver.look()
     first, second = body.live
-    seldom = replace(body, live=(first, replace(second, committed_at=first.committed_at + 10_000)))
+    seldom = replace(body, newest=(first, replace(second, committed_at=first.committed_at + 10_000)))
 
     assert status_of(seldom, None, now=first.committed_at + 10_000 + 25_000).state == "running"
     assert status_of(seldom, None, now=first.committed_at + 10_000 + 35_000).state == "silent"
@@ -207,7 +207,7 @@ def test_a_repaired_run_waits_for_somebody_to_start_it() -> None:
 
 
 def test_the_register_of_an_old_coordinator_still_finishes_after_a_pin() -> None:
-    """The swap is computed afresh from whatever body it finds."""
+    """The swap is computed again from the body that it finds."""
     world = old()
     driver = current(world.open())
     pin(Register(world.open()), B, pinned=False)

@@ -1,4 +1,4 @@
-"""Tests a run that begins from another run's head: it is copied whole, once, and never begins silently from zero."""
+"""Tests a new run that begins with another run's head: it is copied whole and once, and never starts from zero."""
 
 from pathlib import Path
 from uuid import uuid4
@@ -48,7 +48,7 @@ def test_a_fork_holds_a_copy_and_the_first_attempt_restores_it(old: Store, store
 
 
 def test_a_run_that_began_without_a_checkpoint_is_no_place_for_a_fork(old: Store, store: Store) -> None:
-    """A fork into it would go on from zero silently."""
+    """A fork into such a run would silently start from zero."""
     claimed(store)
 
     with pytest.raises(ConfigError, match="has already started"):

@@ -1,7 +1,7 @@
-"""Tests that no history of a run breaks an invariant: short histories always, with --all those of 500 steps.
+"""Tests that no history of a run breaks an invariant. By default the histories are short; --all has 500 steps each.
 
-A failure prints the steps of its history. `RAYCHECK_SHRINK=1` has hypothesis look for the shortest one, which takes
-minutes. The mutants prove that the machine can fail at all.
+A failure prints the steps of its history. With `RAYCHECK_SHRINK=1`, hypothesis looks for the shortest history that
+fails, which takes minutes. The mutants prove that the machine can fail at all.
 """
 
 import itertools
@@ -12,10 +12,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from raycheck.bucket.pages import PageMissingError
 from raycheck.errors import RaycheckError
 from tests.support.histories import stepped_processes
-from tests.support.histories.broken_protocols import MUTANTS, Mutant
+from tests.support.histories.broken_protocols import MUTANTS, PAGE_MUTANTS, Mutant
 from tests.support.histories.history_rules import Histories
+from tests.support.histories.small_pages import small_pages
 
 pytestmark = pytest.mark.enumeration
 
@@ -32,7 +34,7 @@ LONG = settings(QUICK, max_examples=4, stateful_step_count=500, derandomize=Fals
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """Lets a call be suspended for the whole of its history."""
+    """Let a call be suspended for the whole of its history."""
     monkeypatch.setattr(stepped_processes, "STEP_DEADLINE_S", 600.0)
 
 
@@ -40,6 +42,12 @@ def patience(monkeypatch):
 def test_no_history_of_50_steps_breaks_an_invariant():
     """I1 to I8 hold in random histories of several processes."""
     run_state_machine_as_test(Histories, settings=QUICK)
+
+
+@pytest.mark.hypothesis
+def test_no_history_breaks_an_invariant_where_most_checkpoints_are_in_pages():
+    with small_pages():
+        run_state_machine_as_test(Histories, settings=settings(QUICK, max_examples=40))
 
 
 @pytest.mark.slow
@@ -65,4 +73,14 @@ def test_the_histories_notice_when(mutant: Mutant, monkeypatch):
     mutant.install(monkeypatch)
 
     with pytest.raises((AssertionError, RaycheckError)):
+        run_short_ones()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", [pytest.param(it, id=it.lacks.replace(" ", "-")) for it in PAGE_MUTANTS])
+def test_the_histories_with_pages_notice_when(mutant: Mutant, monkeypatch):
+    mutant.install(monkeypatch)
+
+    # KeyError: an answer about an attempt that the ledger does not know, since it refused the write
+    with small_pages(), pytest.raises((AssertionError, KeyError, RaycheckError, PageMissingError)):
         run_short_ones()

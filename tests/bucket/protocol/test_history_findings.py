@@ -1,6 +1,6 @@
-"""Tests the faults that test_histories.py has found, each as the shortest story that shows it.
+"""Tests each fault that test_histories.py has found, by the shortest history that shows it.
 
-Most ended in silence where an error is due, until `latest` said which attempts were answered (step 10).
+In most of them, an error was missing until `latest` recorded which attempts were answered (step 10).
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from tests.support.servers.memory_store import DictStore
 
 
 class Creates(Around):
-    """Delays the first write of `latest`: `before` happens first, and the write's answer may be lost."""
+    """A store that calls `before` before the first write of `latest`, and may lose the response to that write."""
 
     def __init__(self, inner: Store, before: Callable[[], object], *, is_lost: bool = False) -> None:
         super().__init__(inner)
@@ -35,7 +35,7 @@ class Creates(Around):
 
 
 def bob_creates_latest_over_anns_checkpoints(store: Store, *, is_lost: bool = False) -> Driver:
-    """Bob finds no run, and stands still; Ann claims, saves, and loses `latest`; Bob goes on with his claim."""
+    """Bob finds no run, and pauses. Ann claims, saves, and loses `latest`. Then Bob continues his claim."""
 
     def meanwhile() -> None:
         ann = Driver(store)
@@ -84,7 +84,7 @@ def test_repair_takes_no_latest_for_sound_that_a_refused_claim_created_over_chec
 
 
 class FailsOnce(Around):
-    """Refuses the n-th GET of any manifest, as a busy store does."""
+    """A store that refuses the n-th GET of any manifest, as a busy store does."""
 
     def __init__(self, inner: Store, number: int) -> None:
         super().__init__(inner)

@@ -1,4 +1,4 @@
-"""Tests that a fork inside one bucket copies no tensor, and that what two runs share outlives every crash. Step 30."""
+"""Tests that a fork within one bucket copies no tensor, and that shared directories survive every crash (step 30)."""
 
 import itertools
 from collections.abc import Iterator
@@ -79,7 +79,7 @@ def read_head(store: Placed) -> None:
 
 
 def assert_shared_and_given_back(world: World) -> None:
-    """Assert that both runs go on whatever was done before, that nothing shared is lost, and that all is given back."""
+    """Assert that both runs continue whatever happened before, nothing shared is lost, and everything is returned."""
     trains(at(world, SOURCE), "sam")
     if at(world, HOME).list_names("checkpoints/"):
         # A fork whose `latest` was never written, or was lost, keeps what it may need.
@@ -119,7 +119,7 @@ def test_a_fork_in_one_bucket_moves_no_tensor_and_lists_what_it_borrows() -> Non
 
 
 class Counting(Placed):
-    """Remembers how often `latest` of each place was read and written."""
+    """A store that counts how often `latest` of each place was read and written."""
 
     calls: list[tuple[str, str]]
 
@@ -338,7 +338,7 @@ def test_a_fault_at_any_call_of_a_fork_loses_nothing_of_either_run() -> None:
 
 
 def gives_back(wire: Wire) -> tuple[str, ...]:
-    """Train on in the fork without the borrowed directories, and give them back."""
+    """Continue training in the fork without the borrowed directories, and return them."""
     store = Placed(wire, HOME)
     driver = Driver(store, "tom", "c")
     attempt, _ = claim(driver, "tom-group")
@@ -367,7 +367,7 @@ def test_a_fault_at_any_call_that_gives_back_loses_nothing_of_either_run() -> No
 
 
 def training_world() -> World:
-    """Make a bucket whose run at SOURCE has saved, and in which the one at HOME is claimed, and has saved nothing."""
+    """Make a bucket in which the run at SOURCE has saved, and the run at HOME is claimed but has saved nothing."""
     world = source_world()
     claim(Driver(at(world, HOME), "tom", "c"), "tom-group")
     return world
@@ -439,7 +439,7 @@ def test_a_fault_at_any_call_of_a_run_that_uses_a_base_loses_nothing_of_either()
 
 
 def returning_world() -> World:
-    """Make one whose run at HOME has used the base before, and does not need it any more: it has not given it back."""
+    """Make a bucket whose run at HOME has used the base, no longer needs it, and has not returned it."""
     world = training_world()
     uses_base(world.open())
     driver = Driver(at(world, HOME), "tom", "c")
@@ -504,14 +504,14 @@ def test_a_fork_beside_its_source_s_retention_in_any_order_loses_nothing(clock: 
 
 
 def dead_fork_world() -> World:
-    """Make a source that holds something for a fork which died before it wrote anything of its own."""
+    """Make a source that holds something for a fork that died before it wrote anything."""
     calls = run(source_world(), forks).calls
     first = next(number for number, call in enumerate(calls) if call.is_write and not call.key.startswith("elsewhere/"))
     return run(source_world(), lambda wire: forks(wire, "dead"), fault=(first, None)).world
 
 
 def aged_world() -> World:
-    """Make one whose fork died long ago, and to whose place somebody may fork again."""
+    """Make a bucket whose fork died long ago. Somebody may fork to the same place again."""
     world = dead_fork_world()
     world.inner.at += 2 * HOLD_GRACE_S
     return world

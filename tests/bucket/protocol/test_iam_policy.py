@@ -1,6 +1,6 @@
-"""Tests cluster/bucket/policy.json: each role has the rights that its work needs, and none that it never uses.
+"""Tests cluster/bucket/policy.json: each role has the permissions that its work needs, and none that it never uses.
 
-The requests of each role are recorded on the wire and judged by the policy.
+The requests of each role are recorded on the wire, and the policy decides about each of them.
 """
 
 import json
@@ -13,6 +13,7 @@ from uuid import uuid4
 import pytest
 from typer.testing import CliRunner
 
+from raycheck.bucket.diagnosis.checks import refuse_wrong
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.protocol.preflight import probe, probe_node
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
@@ -26,12 +27,19 @@ from raycheck.cli import app
 from raycheck.errors import StoreError
 from raycheck.settings import Retention
 from tests.bucket.store.test_conformance import begin_upload
+from tests.support.histories.small_pages import small_pages
 from tests.support.samples.sample_checkpoints import Driver, sealed, write_export
 from tests.support.servers.s3_engines import by_s3fs_alone
 
 POLICY = json.loads((Path(__file__).parents[3] / "cluster/bucket/policy.json").read_text())
 NEVER_ASKED = {"ReaderListings"}
 """Needed all the same: without it S3 says of a missing object that it is denied."""
+OF_THE_BUCKET = {
+    "lifecycle": "s3:GetLifecycleConfiguration",
+    "versioning": "s3:GetBucketVersioning",
+    "object-lock": "s3:GetBucketObjectLockConfiguration",
+}
+"""What fit and raycheck doctor read of a bucket itself."""
 Asked = tuple[str, str]
 """An action, and the resource that it is asked for."""
 
@@ -51,13 +59,15 @@ def allows(statement: dict, asked: Asked) -> bool:
 
 
 def asked_of(line: str) -> Asked:
-    """Return the name of the right that S3 checks for a request."""
+    """Return the name of the permission that S3 checks for a request."""
     method, _, target = line.partition(" ")
     split = urlsplit(target)
     _, _, key = unquote(split.path).lstrip("/").partition("/")
     query = parse_qs(split.query, keep_blank_values=True)
     bucket, one = "arn:aws:s3:::BUCKET", f"arn:aws:s3:::BUCKET/{key}"
     match method:
+        case "GET" if (about := {*query} & {*OF_THE_BUCKET}) and not key:
+            return OF_THE_BUCKET[about.pop()], bucket
         case "GET" if "uploads" in query:
             return "s3:ListBucketMultipartUploads", bucket
         case "GET" | "HEAD" if not key:
@@ -84,7 +94,9 @@ def refused(role: str, requests: list[str]) -> list[Asked]:
 
 
 def trains(store: Store) -> None:
-    """Do what nodes and coordinator do: a node's probe, claim, an upload that fails, saves, a restart, pruning."""
+    """Do what driver, nodes and coordinator do: fit's checks, a node's probe, claim, an upload that fails, saves, a
+    restart, pruning."""
+    refuse_wrong(store, node="n")
     probe_node(store, node="n")
     probe(store)
     ann = Driver(store)
@@ -126,11 +138,11 @@ def raycheck(*arguments: str) -> None:
 
 
 def a_run(uri: str) -> None:
-    """Make a run with two checkpoints, and a torn save and an upload of an attempt that is over."""
+    """Make a run with three checkpoints, and with an incomplete save and an upload of an attempt that has ended."""
     store = open_store(uri)
     ann = Driver(store)
     ann.claim("g1")
-    for save in (1, 2):
+    for save in (1, 2, 3):
         ann.save(1, save)
     for entry in ann.look().live:
         write_export(store, object_keys.exports_prefix(entry.key), entry.key)
@@ -141,7 +153,7 @@ def a_run(uri: str) -> None:
 
 
 def leave_holds(store: Store) -> None:
-    """Leave the hold of a fork that somebody has deleted, and records of others that are long gone."""
+    """Leave the hold of a deleted fork, and records of other holds that ended long ago."""
     for run_id in ("forked", "broken-off"):
         fork(store, store.beside("../fork"), run_id=run_id)
         for item in list(store.beside("../fork").list_objects("")):
@@ -164,10 +176,11 @@ def leave_holds(store: Store) -> None:
 )
 def test_a_role_asks_for_what_it_may_and_needs_all_of_that(s3, wire, role, works: Callable[[FastS3Store], None]):
     name = uuid4().hex
-    if role != "trainer":
-        a_run(join_uri(s3, name))
+    with small_pages(writes=1):
+        if role != "trainer":
+            a_run(join_uri(s3, name))
 
-    works(open_store(join_uri(wire.uri, name)))
+        works(open_store(join_uri(wire.uri, name)))
 
     asked = {asked_of(line) for line in wire.requests}
     assert refused(role, wire.requests) == []

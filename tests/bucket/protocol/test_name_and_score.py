@@ -1,4 +1,4 @@
-"""Tests names and scores of single checkpoints: whose a name is, how it moves, and what a commit makes of both."""
+"""Tests the names and scores of checkpoints: who has a name, how it moves, and what a commit does with both."""
 
 from dataclasses import replace
 
@@ -175,7 +175,7 @@ def test_a_checkpoint_has_at_most_32_scores(ann):
 
 
 class Meanwhile(Around):
-    """Lets somebody else act once, just before the next swap of `latest` is sent."""
+    """A store that lets somebody else act once, just before the next swap of `latest` is sent."""
 
     def __init__(self, inner, act) -> None:
         super().__init__(inner)
@@ -209,7 +209,7 @@ def test_a_rename_whose_name_was_taken_away_meanwhile_touches_nobody(ann):
 
 
 class LosesAnswer(Around):
-    """Applies the first swap of `latest`, and says that it was refused."""
+    """A store that applies the first swap of `latest`, and reports that it was refused."""
 
     is_done = False
 

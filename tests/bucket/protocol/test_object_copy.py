@@ -1,4 +1,4 @@
-"""The copies of objects that forks and commits make: several at a time, and verified."""
+"""Tests how forks and commits copy objects: several at a time, and each of them verified."""
 
 from collections.abc import Iterable
 from threading import Barrier
@@ -24,7 +24,7 @@ def source() -> Driver:
 
 
 class Meeting(Around):
-    """Is a store in which each shard is written only when AT_ONCE of them are being written."""
+    """A store in which each shard is written only when AT_ONCE of them are being written."""
 
     barrier = Barrier(AT_ONCE)
 

@@ -1,6 +1,7 @@
-"""Tests two processes on one run in every order of their store calls, and a restart from every bucket on the way."""
+"""Tests two processes on one run in every order of their store calls, with a restart from every state in between."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -14,6 +15,7 @@ from raycheck.settings import Retention
 from tests.support.histories.crash_enumeration import Scenario, Tally, assert_kept, claim, only_train, restarts
 from tests.support.histories.invariants import assert_invariants
 from tests.support.histories.order_enumeration import Orders
+from tests.support.histories.small_pages import small_pages
 from tests.support.histories.stepped_processes import Clock, simulated
 from tests.support.samples.sample_checkpoints import Driver, write_checkpoint
 from tests.support.samples.sample_runs import B, F, current, old
@@ -22,9 +24,10 @@ from tests.support.servers.fault_injection import Wire
 pytestmark = pytest.mark.enumeration
 
 
-@pytest.fixture(autouse=True)
-def clock() -> Iterator[Clock]:
-    with simulated() as clock:
+@pytest.fixture(autouse=True, params=["", pytest.param("pages", marks=pytest.mark.slow)])
+def clock(request: pytest.FixtureRequest) -> Iterator[Clock]:
+    """Simulate time. "pages": all but one of the checkpoints are in pages."""
+    with simulated() as clock, small_pages() if request.param else nullcontext():
         yield clock
 
 
@@ -224,7 +227,7 @@ def test_two_processes_in_many_more_orders_leave_a_restorable_run(name, clock):
 
 
 def assert_all(orders: Orders, errors) -> int:
-    """Assert that every end is sound, losers got one of `errors`, and a run restarts from every bucket on the way."""
+    """Assert that every end is sound, losers got one of `errors`, and a run restarts from every bucket in between."""
     for world, outcomes in orders.all():
         assert_invariants(world.inner)
         for outcome in outcomes:

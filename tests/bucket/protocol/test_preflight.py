@@ -1,11 +1,6 @@
-"""Tests the error that a node gets when it lacks a right, verb by verb."""
+"""Tests the error of a node that lacks a permission, for each verb of the store."""
 
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -16,7 +11,7 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.errors import ConfigError, DeniedError, StoreError
 from tests.support.servers.http_fault_proxy import fault_proxy
-from tests.support.servers.ports import free_ports, wait_until_up
+from tests.support.servers.rclone_server import rclone_server
 
 
 def test_a_node_with_all_rights_passes_and_leaves_nothing(store):
@@ -47,31 +42,16 @@ def test_a_missing_right_is_a_configuration_error_that_names_node_verb_and_permi
     assert rule.seen
 
 
-@pytest.fixture
-def rclone(tmp_path: Path) -> Iterator[str]:
-    """Yields the URI of a bucket on a server that ignores preconditions."""
-    (tmp_path / "bucket").mkdir()
-    (port,) = free_ports(1)
-    keys = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
-    command = [Path(sys.executable).with_name("rclone"), "serve", "s3", "--addr", f"127.0.0.1:{port}"]
-    server = subprocess.Popen([*command, "--auth-key", ",".join(keys), tmp_path], stderr=subprocess.DEVNULL)
-    try:
-        wait_until_up(server, port, what="rclone")
-        yield f"s3://bucket?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
-    finally:
-        server.kill()
-        server.wait()
+def test_a_server_that_ignores_preconditions_is_refused_before_anything_is_written(s3):
+    with rclone_server() as rclone:
+        store = open_store(join_uri(rclone, "run"))
 
+        with pytest.raises(ConfigError, match="although told not to"):
+            probe(store)
+        with pytest.raises(ConfigError, match="although told not to"):
+            probe_node(store, node="n")
 
-def test_a_server_that_ignores_preconditions_is_refused_before_anything_is_written(s3, rclone):
-    store = open_store(join_uri(rclone, "run"))
-
-    with pytest.raises(ConfigError, match="although told not to"):
-        probe(store)
-    with pytest.raises(ConfigError, match="although told not to"):
-        probe_node(store, node="n")
-
-    assert list(store.list_objects("")) == []
+        assert list(store.list_objects("")) == []
 
 
 def test_a_conditional_put_that_is_denied_is_told_apart_from_the_plain_one(s3):

@@ -1,4 +1,4 @@
-"""What a user gives as `resume` is read in one place; tests of what each value restores are in test_commit.py."""
+"""Tests how a `resume` value is parsed. What each value restores is tested in test_commit.py."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tests retention, pins, prune and sweep: what stays, what goes, and that nothing goes that may still be needed."""
+"""Tests retention, pins, prune and sweep: what stays, and that nothing is deleted that may still be needed."""
 
 from dataclasses import replace
 from uuid import uuid4
@@ -9,20 +9,16 @@ from hypothesis import strategies as st
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import (
-    COMMIT_BYTES,
-    MAX_BYTES,
     MAX_METRICS_LISTED,
     Attempt,
     Entry,
     Latest,
-    dump_latest,
     listed_metrics,
-    shrink_metrics,
 )
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.pin_and_evict import evict, pin
-from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, MAX_EVICTED, plan_prune, plan_sweep, prune, sweep
-from raycheck.bucket.protocol.retention import decide_retention, dropped_keys
+from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, plan_prune, plan_sweep, prune, sweep
+from raycheck.bucket.protocol.retention import decide_retention, dropped
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import Got, Store, Upload, open_store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
@@ -41,7 +37,7 @@ def body_of(live: list[Entry], head: str) -> Latest:
     attempt = Attempt(
         number=1, owner="ann", coordinator="c", group="g", world_size=1, restore_key=None, last_save=99, claimed_at=0.0
     )
-    return Latest(run_id="r", counter=1, owners=("ann",), attempts=(attempt,), head=head, live=tuple(live))
+    return Latest(run_id="r", counter=1, owners=("ann",), attempts=(attempt,), head=head, newest=tuple(live))
 
 
 # --- retention ---
@@ -145,7 +141,7 @@ def steps_kept(live: list[Entry], given: Retention, *, now: float = 0.0) -> list
 def test_the_newest_the_head_and_the_pinned_stay_and_the_rest_goes(live, keep_last, data):
     head = data.draw(st.sampled_from(live)).key
 
-    gone = set(dropped_keys(body_of(live, head), Retention(keep_last=keep_last), now=0.0))
+    gone = set(dropped(body_of(live, head), Retention(keep_last=keep_last), now=0.0))
 
     kept = {item.key for item in live if item.pinned or item.key == head} | set(keys(live[-keep_last:]))
     assert gone == set(keys(live)) - kept
@@ -155,11 +151,11 @@ def test_the_newest_the_head_and_the_pinned_stay_and_the_rest_goes(live, keep_la
 @given(entries, rules)
 def test_a_second_decision_by_the_same_rules_drops_nothing_more(live, given_rules):
     body = body_of(live, live[-1].key)
-    gone = dropped_keys(body, given_rules, now=0.0)
+    gone = dropped(body, given_rules, now=0.0)
 
-    left = replace(body, live=tuple(item for item in body.live if item.key not in gone))
+    left = replace(body, newest=tuple(item for item in body.live if item.key not in gone))
 
-    assert dropped_keys(left, given_rules, now=0.0) == ()
+    assert dropped(left, given_rules, now=0.0) == {}
 
 
 @settings(max_examples=200, deadline=None)
@@ -169,9 +165,9 @@ def test_an_entry_goes_only_when_every_rule_lets_it_go(live, given_rules):
     given_rules = given_rules if any("loss" in item.metrics for item in live) else replace(given_rules, keep_best=None)
     names = ["keep_last", "keep_every_steps", "keep_every_s", "keep_best"]
     names = [name for name in names if getattr(given_rules, name)]
-    alone = [dropped_keys(body, Retention(**{name: getattr(given_rules, name)}), now=0.0) for name in names]
+    alone = [dropped(body, Retention(**{name: getattr(given_rules, name)}), now=0.0) for name in names]
 
-    gone = dropped_keys(body, given_rules, now=0.0)
+    gone = dropped(body, given_rules, now=0.0)
 
     assert set(gone) == (set.intersection(*map(set, alone)) if alone else set())
 
@@ -197,12 +193,10 @@ def test_a_run_that_prunes_at_every_commit_keeps_what_one_that_never_did_would(t
     commits = [replace(entry(save, save), committed_at=float(at)) for save, at in enumerate(times)]
     for new in commits:
         live.append(new)
-        gone = dropped_keys(body_of(live, new.key), rule, now=0.0)
+        gone = dropped(body_of(live, new.key), rule, now=0.0)
         live = [item for item in live if item.key not in gone]
 
-    assert live == [
-        item for item in commits if item.key not in dropped_keys(body_of(commits, commits[-1].key), rule, now=0)
-    ]
+    assert live == [item for item in commits if item.key not in dropped(body_of(commits, commits[-1].key), rule, now=0)]
     assert {at // every_s for at in times} == {item.committed_at // every_s for item in live}, "no span is without one"
 
 
@@ -250,7 +244,7 @@ def test_a_metric_that_no_checkpoint_has_drops_nothing_by_itself():
 
 
 def gone_back(live: list[Entry], *, to: Entry) -> Latest:
-    """Make a body: attempt 1 saved `live`, attempt 2 went back to one of them and saved steps of its own."""
+    """Make a body in which attempt 1 saved `live`, and attempt 2 went back to one of these and saved further steps."""
     body = body_of(live, live[-1].key)
     second = replace(body.attempt, number=2, restore_key=to.key, last_save=9)
     return replace(body, attempts=(body.attempt, second))
@@ -391,10 +385,10 @@ def test_what_has_a_name_stays_until_it_expires_and_all_else_is_as_without(live,
     with_name = [replace(item, name="x", expires_at=until) if item is named else item for item in live]
     timed = [replace(item, expires_at=until) if item is named else item for item in live]
 
-    gone = set(dropped_keys(body_of(with_name, live[-1].key), given_rules, now=100.0))
+    gone = set(dropped(body_of(with_name, live[-1].key), given_rules, now=100.0))
 
     stays = {named.key} if until is None or until > 100.0 else set()
-    assert gone == set(dropped_keys(body_of(timed, live[-1].key), given_rules, now=100.0)) - stays
+    assert gone == set(dropped(body_of(timed, live[-1].key), given_rules, now=100.0)) - stays
 
 
 def test_a_name_is_the_reason_why_an_entry_stays():
@@ -422,18 +416,6 @@ def full_body(count: int) -> Latest:
     return body_of(live, live[-1].key)
 
 
-def test_old_entries_give_up_metrics_before_latest_grows_full_but_not_the_one_that_ranks():
-    body = full_body(600)
-
-    slim = shrink_metrics(body, needed="metric/7")
-
-    assert len(dump_latest(slim)) <= MAX_BYTES * 3 // 4
-    assert slim.live[0].metrics == {"metric/7": 0.123456789 * 7}
-    assert slim.live[-1] == body.live[-1]
-    assert keys(slim.live) == keys(body.live)
-    assert shrink_metrics(full_body(20), needed=None) == full_body(20)
-
-
 def test_an_entry_lists_the_metric_that_ranks_and_the_first_others():
     metrics = {f"m{i}": float(i) for i in range(100)}
 
@@ -442,32 +424,11 @@ def test_an_entry_lists_the_metric_that_ranks_and_the_first_others():
     assert list(listed) == ["m99", *(f"m{i}" for i in range(MAX_METRICS_LISTED - 1))]
 
 
-def test_a_full_latest_refuses_the_commit_and_a_prune_beside_the_run_makes_room():
-    store = open_store("memory://a-full-latest")
-    ann = Driver(store)
-    ann.claim("g1")
-    full = shrink_metrics(full_body(1000), needed=None)
-    ann.register.swap(lambda body, _: replace(body, live=full.live, head=full.head), what="fill")
-    late = write_checkpoint(store, attempt=1, save=5000)
-    room = COMMIT_BYTES - len(store.get(object_keys.LATEST_KEY).data)
-    ann.register.swap(lambda body, _: replace(body, unknown={"x": "y" * (room - 50)}), what="fill the rest")
-
-    with pytest.raises(ConfigError, match="raycheck prune"):
-        ann.commit(late, keep_last=None)
-    bob = Driver(store, "bob")
-    attempt, restored = bob.claim("h1")  # a run is never lost for want of room
-    evict(Register(store), Retention(keep_last=5))
-
-    assert restored.key == full.head
-    assert bob.commit(write_checkpoint(store, attempt=attempt.number, save=1), keep_last=None)
-    assert len(bob.look().live) == 6
-
-
 # --- prune ---
 
 
 class Ages(Around):
-    """Sets the bucket's clock forward, and lists every key that was deleted, in order."""
+    """A store that moves the bucket's clock forward, and lists every deleted key, in order."""
 
     def __init__(self, inner: Store, seconds: float) -> None:
         super().__init__(inner)
@@ -657,10 +618,10 @@ def test_one_object_that_cannot_be_deleted_keeps_no_other_from_going(store):
 
 def test_a_prune_of_many_gives_all_readers_their_grace():
     store = open_store("memory://a-prune-of-many")
-    body = shrink_metrics(full_body(MAX_EVICTED + 50), needed=None)
+    body = full_body(2000)
     ann = Driver(store)
     ann.claim("g1")
-    ann.register.swap(lambda old, _: replace(old, live=body.live, head=body.head), what="fill")
+    ann.register.swap(lambda old, _: replace(old, newest=body.live, head=body.head), what="fill")
 
     assert all(item.wait_s for item in plan_prune(ann.register, Retention(keep_last=1)))
     assert prune(ann.register, Retention(keep_last=1)) == ()
@@ -680,7 +641,7 @@ def directories(store: Store) -> set[str]:
 
 
 def leave_garbage(store: Store) -> tuple[Driver, str, str]:
-    """Make a run of three attempts. Returns its driver, a torn save of attempt 1, and a whole one, not listed."""
+    """Return the driver of a run of three attempts, and two unlisted saves of attempt 1: incomplete and complete."""
     ann = Driver(store)
     ann.claim("g1")
     ann.save(1, 1)
@@ -730,7 +691,7 @@ def test_a_sweep_of_torn_saves_leaves_what_is_whole_to_a_person(store):
 
 
 def test_a_sweep_takes_a_save_of_whose_documents_only_the_manifest_was_written(store):
-    """Index and manifest are under way together (16), so an interrupted commit may leave either one alone."""
+    """Index and manifest are written at the same time (16), so an interrupted commit may leave only one of them."""
     ann, torn, whole = leave_garbage(store)
     half = write_checkpoint(store, attempt=1, save=4)
     store.delete(object_keys.index_key(half.key))
@@ -816,7 +777,7 @@ def begin_local_upload(store: Store, key: str) -> Upload:
 
 
 def test_a_late_commit_of_a_swept_save_is_refused(store):
-    """Deleting is safe, since nothing of an earlier attempt can become live again, whenever it wakes up."""
+    """The delete is safe: nothing of an earlier attempt can become live, however late its process continues."""
     zombie = Driver(store)
     zombie.claim("g1")
     pending = write_checkpoint(store, attempt=1, save=1)

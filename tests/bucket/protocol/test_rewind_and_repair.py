@@ -1,4 +1,4 @@
-"""Tests rewind, which goes back on purpose, and repair, which rebuilds a lost `latest` from the manifests."""
+"""Tests rewind, which moves the head back on purpose, and repair, which rebuilds a lost `latest` from the manifests."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,10 +12,10 @@ from raycheck.bucket.format.latest import dump_latest
 from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune
 from raycheck.bucket.protocol.repair import repair
-from raycheck.bucket.protocol.retention import dropped_keys
+from raycheck.bucket.protocol.retention import dropped
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.reading import read_latest
+from raycheck.bucket.reading import read_latest, read_newest
 from raycheck.bucket.store import Got, Store, open_store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Written
 from raycheck.errors import (
@@ -255,7 +255,7 @@ def test_a_repair_goes_to_where_the_run_was_rewound_and_keeps_its_driver_out(sto
     assert_invariants(store)
 
 
-def test_a_run_of_more_checkpoints_than_latest_can_list_is_repaired_with_the_newest() -> None:
+def test_a_run_of_more_checkpoints_than_latest_lists_itself_is_repaired_with_all_of_them() -> None:
     store = open_store("memory://a-long-run")
     Driver(store).claim("g1")
     for save in range(1, 1031):
@@ -265,8 +265,9 @@ def test_a_run_of_more_checkpoints_than_latest_can_list_is_repaired_with_the_new
     done = repair(store)
 
     assert done.latest.head == "step-000010300-a1-s1030"
-    assert len(done.latest.live) + len(done.left_out) == 1030
-    assert done.left_out[0] == ("step-000000010-a1-s1", "latest is full")
+    assert not done.left_out
+    assert read_newest(store).pages
+    assert [entry.step for entry in read_latest(store).live] == [10 * save for save in range(1, 1031)]
     attempt, entry = Driver(store, "bob").claim("h1")
     assert entry.key == done.latest.head
     assert Driver(store, "bob").commit(write_checkpoint(store, attempt=attempt.number, save=1))
@@ -311,7 +312,7 @@ def test_a_repair_leaves_one_checkpoint_per_hour_to_a_run_that_keeps_one_per_hou
     body = repair(store).latest
 
     assert [entry.committed_at for entry in body.live] == [10800.0, 14400.0, 18000.0]
-    assert dropped_keys(body, rule, now=store.get(object_keys.LATEST_KEY).at) == ()
+    assert dropped(body, rule, now=store.get(object_keys.LATEST_KEY).at) == {}
     assert body.attempt.claimed_at > 18000.0, "by the store's clock"
     assert_invariants(store)
 

@@ -1,6 +1,7 @@
-"""The whole protocol on Ceph RGW, and what is left of it when its daemons are killed under a writer.
+"""Tests the whole protocol on Ceph RGW, and what remains when its daemons are killed while a writer is active.
 
-Only with --all. A kill of processes, not a loss of power: what a daemon had handed to the kernel stays there.
+These tests run with --all only. They kill processes and do not cut the power: what a daemon had passed to the kernel
+survives.
 """
 
 import multiprocessing
@@ -99,7 +100,7 @@ def test_no_acknowledged_commit_is_lost_when_daemons_are_killed_in_the_middle_of
 
 
 def check_nothing_acknowledged_is_lost(uri: str, acknowledged: list[str]) -> None:
-    """The writer prunes nothing, so that what retention dropped is still there to be looked at."""
+    """Check every acknowledged commit. The writer prunes nothing, so dropped checkpoints can still be read."""
     bob = Driver(open_store(uri), "bob")
     before = assert_invariants(bob.store)  # every live one verifies
     live, evicted = [entry.key for entry in before.live], {item.key for item in before.evicted}
@@ -123,7 +124,7 @@ def check_nothing_acknowledged_is_lost(uri: str, acknowledged: list[str]) -> Non
 
 
 class Journal:
-    """Keeps what the writer knows, one line per event, each written out at once."""
+    """A file of what the writer knows: one line per event, written immediately."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,7 +1,7 @@
-"""Compares each storage setting, with each client, with what arrives at a server: the rows of store/client_options.py.
+"""Compares each storage setting, for each client, with what arrives at a server: the rows of store/client_options.py.
 
-The server is a real one behind a recording proxy. `ray` is the file system with which Ray would write: pyarrow's own S3
-where its URI can say the settings, else the file system that raycheck builds.
+The server is a real one behind a recording proxy. `ray` is the file system with which Ray would write: pyarrow's own
+S3 file system if its URI can express the settings, otherwise the one that raycheck builds.
 """
 
 import json
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly:Re
 
 
 def by_s3fs(uri: str) -> None:
-    """Makes every request that S3Store can make."""
+    """Make every request that S3Store can make."""
     store = open_store(uri)
     assert isinstance(store, S3Store)
     store.put("a", b"one")
@@ -59,7 +59,7 @@ def failing_parts() -> Iterator[memoryview]:
 
 
 def by_obstore(uri: str) -> None:
-    """Makes every request that obstore makes itself."""
+    """Make every request that obstore makes itself."""
     store = open_store(uri)
     assert isinstance(store, FastS3Store)
     with pytest.MonkeyPatch.context() as patch:
@@ -77,7 +77,7 @@ def move_bytes(store: FastS3Store) -> None:
 
 
 def by_ray(uri: str) -> None:
-    """Uses the file system as Ray's StorageContext does."""
+    """Use the file system as Ray's StorageContext does."""
     path, files = ray_filesystem(uri) or reversed(FileSystem.from_uri(uri))
     files.create_dir(path)
     with files.open_output_stream(f"{path}/a") as stream:
@@ -97,14 +97,14 @@ def drive(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Dr
 
 
 def sent(drive: Drive, wire: FaultProxy, settings: StorageSettings) -> list[Head]:
-    """The requests of one drive with the settings folded into the URI, as they would travel."""
+    """Return the requests of one drive with the settings in the URI, as they are passed on."""
     drive(with_settings(join_uri(wire.uri, uuid4().hex), settings))
     assert wire.heads
     return wire.heads
 
 
 def of_objects(heads: list[Head]) -> list[Head]:
-    """Returns the requests for objects and listings of the run, without a file system's requests for the bucket."""
+    """Return the requests for objects and listings of the run, without a file system's requests for the bucket."""
     return [
         head for head in heads if len(head.target.partition("?")[0].strip("/").split("/")) > 1 or "?" in head.target
     ]
@@ -261,7 +261,7 @@ def other_tls(gcs: str, authority: Path) -> Iterator[FaultProxy]:
 
 @pytest.mark.parametrize("uri", ["gs://raycheck/tls", "az://raycheck/tls?account_name=me&anonymous=true"])
 def test_ca_bundle_is_whom_store_and_ray_trust_on_other_clouds(uri, other_tls, authority):
-    """Any answer will do: the server is Google's, and what Azure's client makes of it is not the point."""
+    """Any response will do: the server is Google's, and it does not matter what Azure's client makes of it."""
     settings = StorageSettings(endpoint=f"https://127.0.0.1:{other_tls.port}", ca_bundle=str(authority / "ca.pem"))
 
     with pytest.raises(RaycheckError):

@@ -1,6 +1,7 @@
-"""gs:// and az:// beyond the conformance suite: large objects, faults on the way, and what the errors say.
+"""Tests gs:// and az:// beyond the conformance suite: large objects, faults in transit, and the texts of errors.
 
-The faults are real: a server that answers 429 or keeps half a chunk, a proxy that resets connections or loses answers.
+The faults are real: a server that answers 429 or keeps half a chunk, and a proxy that resets connections or loses
+responses.
 """
 
 import gzip
@@ -198,7 +199,7 @@ def test_bytes_that_change_while_they_are_sent_make_no_object(gs):
 
 
 def in_transit(proxy: FaultProxy, times: int = 1) -> None:
-    """The last byte of the next objects' data changes on its way; behind it stands the end mark of the body."""
+    """The last byte of the next objects' data changes in transit. Only the end mark of the body follows it."""
     proxy.rule("flip", "POST", "uploadType=multipart", times=times, back=len(f"\r\n--{'0' * 32}--\r\n"))
 
 

@@ -1,6 +1,6 @@
-"""The conformance suite says what every backend must do.
+"""Tests what every store must do.
 
-The protocol needs nothing but these verbs; a new backend is done when it passes this file.
+The protocol needs nothing but these verbs, so a new store is finished when it passes this file.
 """
 
 import random
@@ -46,7 +46,7 @@ on_s3 = pytest.mark.parametrize("uri", S3, indirect=True)
     params=["memory", "file", "folder of a store", *GOOGLES, pytest.param("az", marks=pytest.mark.slow), *S3]
 )
 def uri(request: pytest.FixtureRequest, tmp_path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Returns a root on each backend: S3 with both engines, and on further servers. The protocol's tests run on fewer."""
+    """Return a root on each backend: S3 with both engines, and on further servers. The protocol's tests run on fewer."""
     if request.param == "folder of a store":
         return f"file://{tmp_path}/bucket/run"
     if request.param not in S3_SERVERS:
@@ -333,7 +333,7 @@ def test_parts_that_fail_midway_leave_no_upload_open_on_s3(store):
 
 
 def begin_upload(store: Store, *keys: str) -> list[Upload]:
-    """Leaves what a writer leaves that is killed in the middle of `put_parts`."""
+    """Leave what a writer leaves that is killed in the middle of `put_parts`."""
     begin = [(key, lambda client, key=key: client.create_multipart_upload(**store._at(key))) for key in keys]
     return [Upload(key, store._run(key, call)["UploadId"]) for key, call in begin]
 

@@ -1,4 +1,4 @@
-"""botocore's chain behind both engines: what it finds signs every request, and is renewed before it runs out."""
+"""Tests the credentials that botocore finds, with both clients: they sign every request, and are renewed in time."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ def alone(wire: FaultProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 @pytest.fixture(params=["s3fs", "obstore"])
 def open_with(request: pytest.FixtureRequest, wire: FaultProxy, monkeypatch: pytest.MonkeyPatch):
-    """Opens a store that reads with one engine or the other, on a run that holds one object, `a`."""
+    """Open a store that reads with one client or the other, on a run that has one object, `a`."""
     root = join_uri(wire.uri, uuid4().hex)
     open_store(root, StorageSettings(anonymous=True)).put("a", b"1")
     wire.heads.clear()

@@ -1,6 +1,6 @@
-"""Tests all clients by one table: what a server's answer becomes, how often it is asked, and what the error shows.
+"""Tests all clients with one table: the error for each response, its text, and how often the request is sent.
 
-The answers are those that the services document, given by a proxy before a real server.
+The responses are those that the services document. A proxy gives them in front of a real server.
 """
 
 import math
@@ -132,7 +132,7 @@ def store(wire_and_store: tuple[FaultProxy, Store]) -> Store:
 
 
 def raised(kind: type[Exception] | tuple[type[Exception], ...], store: Store, verb: str) -> Exception:
-    """Returns what the verb raises, after checking that it and its causes show no secret."""
+    """Return what the verb raises, after checking that it and its causes show no secret."""
     with pytest.raises(kind) as caught:
         VERBS[verb](store)
     shown = "".join(traceback.format_exception(caught.value))

@@ -1,4 +1,4 @@
-"""Many runs in a bucket, many checkpoints in a run, many readers: no run pays for what else there is."""
+"""Tests load: the cost of a run does not depend on other runs, on the number of its checkpoints, or on its readers."""
 
 import threading
 import time
@@ -31,7 +31,7 @@ SAVES = 5
 
 
 def read_whole(checkpoint: Checkpoint) -> int:
-    """Reads every object of the checkpoint and compares its checksum. Returns how many bytes it has read."""
+    """Read every object of the checkpoint and compare its checksum. Returns the number of bytes read."""
     manifest = checkpoint.read_manifest()
     checkpoint.read_index(manifest)
     total = 0
@@ -89,7 +89,7 @@ def test_a_run_costs_the_same_beside_two_hundred_others(s3: str) -> None:
 
 
 class Counted(Around):
-    """Counts the calls of each verb."""
+    """A store that counts the calls of each verb."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -142,7 +142,7 @@ def test_the_five_thousandth_checkpoint_costs_what_the_first_ones_did() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("uri", ["file", "s3"], indirect=True)
 def test_sixty_four_readers_see_nothing_but_whole_checkpoints_while_four_runs_commit(uri: str) -> None:
-    """There is no grace here, so checkpoints are deleted while they are read, and the readers must be told so."""
+    """There is no grace period here: checkpoints are deleted while they are read, and the readers must be told so."""
     stores = [open_store(join_uri(uri, f"run-{number}")) for number in range(WRITERS)]
     drivers = [Driver(store) for store in stores]
     attempts = [driver.claim("g")[0].number for driver in drivers]

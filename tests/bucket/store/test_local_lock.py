@@ -1,4 +1,4 @@
-"""The lock of a local store, when the process forks while a thread holds it, as a DataLoader with workers does."""
+"""Tests the lock of a local store when the process forks while a thread holds it, as a DataLoader with workers does."""
 
 import os
 import signal

@@ -1,4 +1,5 @@
-"""raycheck's own copy of obstore: a forked child has started its own, whatever files are open; not every system can."""
+"""Tests raycheck's private copy of obstore: a forked child starts its own, whichever files are open, and systems that
+allow no library in memory use s3fs."""
 
 import os
 import subprocess

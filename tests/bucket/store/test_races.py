@@ -1,8 +1,8 @@
-"""Tests that one of sixteen processes wins each race: the promise of a store that everything else needs.
+"""Tests that exactly one of sixteen processes wins each race, the promise of a store on which everything else is built.
 
-What a racer is told and what lies in the object afterwards must agree. A winner may in theory be told that it lost:
-aiohttp sends a PUT once more when its connection breaks (see store/retry.py), and the second one meets the first. No
-connection breaks here, so that is not allowed for.
+What a process is told must agree with what the object contains afterwards. In theory, a winner may be told that it has
+lost: aiohttp sends a PUT again when its connection breaks (see store/retry.py), and the second PUT finds the first. No
+connection breaks here, so the tests do not allow for that.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def processes() -> Iterator[Processes]:
 
 @pytest.fixture(params=STORES)
 def uri(request: pytest.FixtureRequest, tmp_path) -> str:
-    """Returns one root for each server, so that each process makes a server's client once."""
+    """Return one root for each server, so that each process makes a server's client once."""
     if request.param == "file":
         return f"file://{tmp_path}/races"
     if request.param == "gs":
@@ -47,7 +47,7 @@ def uri(request: pytest.FixtureRequest, tmp_path) -> str:
 
 
 def race(racers: Processes | Threads, uri: str, *, rounds: int, size: int) -> list[Outcome]:
-    """Lets all writers create one new object, then swap it, once per round."""
+    """Let all writers create one new object, then swap it, once per round."""
     store = open_store(uri)
     folder = uuid4().hex
     return [

@@ -1,4 +1,5 @@
-"""Tests the way between URIs and Ray's file systems: pyarrow takes what it understands, and no secret is carried."""
+"""Tests the translation between URIs and Ray's file systems: pyarrow gets what it understands, and no secret is passed
+on."""
 
 import pickle
 import subprocess
@@ -15,7 +16,7 @@ from raycheck.errors import ConfigError
 
 
 def name_of(value: object) -> str:
-    """Returns a name of the case that is equal in both processes of a test run, so that they collect alike."""
+    """Return a name of the case that is equal in both processes of a test run, so that they collect alike."""
     return value if isinstance(value, str) else type(value).__name__
 
 

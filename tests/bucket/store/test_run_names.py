@@ -1,4 +1,4 @@
-"""The name of a run is a path below the storage path: it leads nowhere else."""
+"""Tests that the name of a run is a path below the storage path, and cannot lead anywhere else."""
 
 import pytest
 

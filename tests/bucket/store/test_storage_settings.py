@@ -1,4 +1,4 @@
-"""Storage settings: refused when they cannot work, and the same whichever way they came."""
+"""Tests that storage settings that cannot work are refused, and that settings are equal from every source."""
 
 import pickle
 from dataclasses import asdict, fields

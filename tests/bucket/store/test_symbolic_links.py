@@ -1,4 +1,4 @@
-"""Symbolic links in the folder of a run: none is followed, by no verb, so that nothing outside is read, written,
+"""Tests symbolic links in the folder of a run: no verb follows one, so nothing outside the folder is read, written,
 listed or deleted. The root itself may be a link."""
 
 import threading
@@ -32,7 +32,7 @@ def store(root: Path) -> Store:
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """Somebody else's folder, which looks like a torn save."""
+    """Somebody else's folder, which looks like an incomplete save."""
     folder = tmp_path / "outside"
     for name in ("manifest.json", "index", "train/__0_0.distcp", ".raycheck-0123"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

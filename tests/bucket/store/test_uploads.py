@@ -1,7 +1,8 @@
-"""Large objects by either engine: the bytes, what a fault leaves, and that the caller's buffer is free in the end.
+"""Tests large objects with both clients: the bytes, what a fault leaves, and that the caller's buffer is free in the
+end.
 
-The server is a real one behind a proxy that makes the faults. A bytearray that is still exported somewhere refuses to
-change its size: so a test sees whether any thread can still read it.
+The server is a real one behind a proxy that causes the faults. A bytearray that any thread can still read refuses to
+change its size, and that is how a test notices such a thread.
 """
 
 import asyncio
@@ -85,7 +86,7 @@ def parts_of(buffer: bytearray) -> Iterator[memoryview]:
 
 
 def error_of(kind: type[Exception], store: Store, parts: Iterator[memoryview], size: int = SIZE) -> Exception:
-    """Returns what an upload raises, without the frames that hold its parts, which no longer read them."""
+    """Return what an upload raises, without the frames that hold its parts, which no longer read them."""
     with pytest.raises(kind) as caught:
         store.put_parts("a/b", parts, size)
     return caught.value.with_traceback(None)
@@ -193,7 +194,7 @@ def test_a_stalled_upload_ends_by_its_deadline_and_is_aborted(store, buffer, wir
 
 
 def test_an_interrupted_upload_makes_no_object(fast, buffer, wire):
-    """Ctrl-C in an export: what was sent by then must not pass for the whole."""
+    """Ctrl-C in an export: what was sent by then must not pass for the complete object."""
     rule = wire.rule("hold", "PUT", "partNumber=3")
 
     def interrupt() -> None:
@@ -244,7 +245,7 @@ def test_a_slow_source_is_not_waited_for_beyond_the_deadline(store, buffer):
 
 
 def test_nothing_reads_the_buffer_any_more_when_the_source_has_failed(hasty, store, buffer, wire):
-    """It fails while the server takes in nothing of the first part."""
+    """The source fails while the server accepts nothing of the first part."""
     rule = wire.rule("hold", "PUT", "partNumber=1")
 
     def parts() -> Iterator[memoryview]:

@@ -1,4 +1,4 @@
-"""Tasks follow commits by triggers of their own, while training continues: exports, and functions of the user."""
+"""Tests tasks that follow commits by their own triggers while training continues: exports, and the user's functions."""
 
 import asyncio
 import json
@@ -56,7 +56,7 @@ class Tokenizer:
 
 @ray.remote(num_cpus=0)
 class Trainer:
-    """Trains a small language model as one rank, and notes at each step how many exports are whole."""
+    """One rank that trains a small language model, and records at each step how many exports are complete."""
 
     def __init__(self, uri: str, coordinator, settings: SaveSettings) -> None:
         self.model = small_model()
@@ -149,7 +149,7 @@ def test_names_by_epoch_in_another_bucket_and_no_second_export_of_what_is_there(
 
 @ray.remote(num_cpus=0)
 class Shard:
-    """Trains one rank's half of a model that two ranks hold together."""
+    """One rank's half of a model that two ranks hold together."""
 
     def __init__(self, uri: str, coordinator, rank: int, rendezvous: str) -> None:
         torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)

@@ -1,4 +1,4 @@
-"""Two drivers on one run name: the second takes it over, the first ends with FencedError and stays ended."""
+"""Tests two drivers with one run name: the second takes over the run, and the first ends with FencedError for good."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itse
 
 
 def coordinators() -> list[dict[str, str]]:
-    """Returns the coordinators that are alive now. Some of earlier tests may be among them."""
+    """Return the coordinators that are alive now. Some of earlier tests may be among them."""
     return [item for item in ray.util.list_named_actors(all_namespaces=True) if item["name"].startswith("raycheck:")]
 
 

@@ -1,4 +1,5 @@
-"""A rank that fails, or that holds no data where others do, is told of at once in whatever the others wait for."""
+"""Tests that a rank that fails, or has no data where others have some, is reported at once to all ranks that wait for
+it."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,7 +23,7 @@ WITHIN_S = 60.0
 
 @pytest.fixture
 def pair() -> list[InProcess]:
-    """Returns the second group that one coordinator serves, as after Ray has started the workers again."""
+    """Return the second group that one coordinator serves, as after Ray has started the workers again."""
     first = group_of(f"memory://{uuid4().hex}", world_size=2)
     claim(first)
     return [replace(place, id="second") for place in first]

@@ -1,4 +1,4 @@
-"""A start of the workers says why the attempt before it ended, and how much work that cost."""
+"""Tests that a start of the workers reports why the previous attempt ended, and how much work was lost."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -88,7 +88,7 @@ def test_without_a_heartbeat_of_the_attempt_before_what_was_lost_is_unknown_and_
 
 
 def started_by(owner: str, *, before: Attempt = FIRST, **said: Any) -> ResumeRecord:
-    """Returns what a new driver's first start says. said: what the bucket says about the end of the driver before."""
+    """Return what a new driver's first start reports. said: what the bucket says about the previous driver's end."""
     lost_work = LostWork(Clock())
     lost_work.claimed(before, replace(SECOND, owner=owner), now=1300.0, **said)
     resume = lost_work.resume(ENTRY, ARRIVALS)
@@ -119,7 +119,7 @@ def test_a_copied_or_rewound_run_was_taken_from_nobody() -> None:
 
 
 def test_only_a_step_that_was_completed_here_counts_as_training() -> None:
-    """A rank's last heartbeat says where it is, also when it has not left the step at which it began."""
+    """A rank's last heartbeat states its step even if the rank has not completed one since it started."""
     lost_work = LostWork(Clock())
     lost_work.claimed(None, FIRST, now=1000.0)
     lost_work.resume(ENTRY, ARRIVALS)

@@ -1,4 +1,5 @@
-"""A rank sends its plan once. A coordinator writes equal bytes whether it has the plan, has forgotten it or never had it."""
+"""Tests that a rank sends its plan once, and that the coordinator writes equal bytes whether it has the plan, has
+forgotten it, or never had it."""
 
 import asyncio
 import subprocess
@@ -23,7 +24,7 @@ WORLD_SIZE = 3
 
 
 def reports(store: Store, sections: list[Section], *, save: int) -> list[Report]:
-    """Returns the ranks' reports of one save of attempt 1, whose shards are in the store."""
+    """Return the ranks' reports of one save of attempt 1, whose shards are in the store."""
     made = []
     for rank, section in enumerate(sections):
         report = Report(
@@ -46,7 +47,7 @@ async def tell(coordinator: Coordinator, told: list[Report]) -> list[Any]:
 
 
 def files(store: Store, save: int) -> dict[str, bytes]:
-    """Returns a checkpoint's index and DCP metadata as bytes, by name."""
+    """Return a checkpoint's index and DCP metadata as bytes, by name."""
     found = {key.partition(f"-a1-s{save}/")[2]: data for key, data in everything(store).items()}
     return {name: data for name, data in found.items() if name in ("index", "train/.metadata")}
 

@@ -1,4 +1,4 @@
-"""A rendezvous tells all ranks one decision; a rank that asks before it is made is told which ranks are missing."""
+"""Tests that a rendezvous gives all ranks one decision, and tells a rank that waits for it which ranks are missing."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""A save that is asked for from outside is the next one that begins after the group has heard of the request."""
+"""Tests that a save requested from outside is the first one that begins after the group has learned of the request."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

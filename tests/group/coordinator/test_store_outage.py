@@ -1,4 +1,4 @@
-"""Training goes on while the store is away; saves fail by their deadline and say what failed."""
+"""Tests that training continues while the store is down, and that saves fail by their deadline and say what failed."""
 
 import time
 from dataclasses import replace
@@ -20,7 +20,7 @@ BOUND_S = 90.0
 
 
 def a_pair(uris: tuple[str, str], at: str) -> list[Holder]:
-    """Starts two ranks that save after every second step. uris: how each reaches the run. at: how the coordinator does."""
+    """Start two ranks that save after every second step. uris: how each reaches the run. at: how the coordinator does."""
     pair = [
         Holder(replace(place, uri=uri), save_timeout_s=SAVE_TIMEOUT_S)
         for place, uri in zip(group_of(at, world_size=2), uris, strict=True)
@@ -36,7 +36,7 @@ def train(pair: list[Holder], steps: int) -> None:
 
 
 def a_saved_run(wire: FaultProxy) -> tuple[str, list[Holder]]:
-    """Returns a run's name and its two ranks, which have saved step 2. All of them reach the store through the proxy."""
+    """Return a run's name and its two ranks, which have saved step 2. All of them reach the store through the proxy."""
     name = uuid4().hex
     uri = join_uri(wire.uri, name)
     pair = a_pair((uri, uri), uri)
@@ -45,7 +45,7 @@ def a_saved_run(wire: FaultProxy) -> tuple[str, list[Holder]]:
 
 
 def close(pair: list[Holder]) -> list:
-    """Closes both ranks, and returns for each which threads it has left, or the SaveFailedError that it raised."""
+    """Close both ranks. Returns for each which threads it has left, or the SaveFailedError that it raised."""
     ends = []
     for call in start_on_all(pair, "close"):
         try:

@@ -1,6 +1,7 @@
-"""A thousand checkpoints of one run under Ray Train: nothing grows that must not, and Ray's own books stay in order.
+"""Tests a thousand checkpoints of one run under Ray Train: nothing grows without limit, and Ray's own records stay
+correct.
 
-One worker with a tiny state, so that commits come about as fast as they can. One run for all tests of this file.
+All tests of this file share one run. It has one worker with a tiny state, so that commits follow each other quickly.
 """
 
 import json
@@ -30,7 +31,7 @@ RUN_S = 480.0  # the limit of a single test does not hold for what all share
 
 
 def train(config: dict[str, Any]) -> None:
-    """Saves every step, each save after the one before has ended."""
+    """Save every step, each save after the one before has ended."""
     torch.set_num_threads(1)
     model = torch.nn.Linear(2, 1)
     settings = raycheck.SaveSettings(every_steps=1, keep_last=config["keep_last"])
@@ -46,7 +47,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def fit(folder: Path, steps: int) -> Any:
-    """Trains the run in `folder` until it has done `steps` steps. Returns Ray's Result."""
+    """Train the run in `folder` until it has done `steps` steps. Returns Ray's Result."""
     trainer = ray.train.torch.TorchTrainer(
         train,
         train_loop_config={"story": str(folder / "story"), "steps": steps, "keep_last": KEEP_LAST},
@@ -61,7 +62,7 @@ def fit(folder: Path, steps: int) -> Any:
 
 
 class Sizes:
-    """Notes the size of `latest` every 20 ms, from a thread."""
+    """A thread that records the size of `latest` every 20 ms."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,7 +84,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """Holds a run after its last step. result: Ray's Result. sizes: of `latest` in bytes, all along."""
+    """A run after its last step. result: Ray's Result. sizes: of `latest` in bytes, throughout the run."""
 
     folder: Path
     result: Any
@@ -97,7 +98,7 @@ class Ended:
         return [json.loads(line) for line in (self.folder / "story").read_text().splitlines()]
 
     def pointers_ray_keeps(self) -> set[str]:
-        """Returns the directories that Ray's own snapshot of its checkpoint manager names."""
+        """Return the directories that Ray's own snapshot of its checkpoint manager names."""
         snapshot = json.loads((self.run / "checkpoint_manager_snapshot.json").read_text())
         return {item["checkpoint_dir_name"] for item in snapshot["checkpoint_results"]}
 

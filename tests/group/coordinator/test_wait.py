@@ -1,4 +1,7 @@
-"""Ranks that wait for saves, or for the end of a run, all hear the same. The coordinator is in this process."""
+"""Tests that all ranks that wait for saves, or for the end of a run, get the same result.
+
+The coordinator is in this process.
+"""
 
 import math
 import time
@@ -39,7 +42,7 @@ def steps_of(uri: str) -> list[int]:
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, *, after: Event | None = None) -> None:
-    """Makes the next commit fail, as soon as `after` is set."""
+    """Make the next commit fail, as soon as `after` is set."""
     commit = protocol.commit
 
     def fails(*args: Any, **options: Any) -> bool:

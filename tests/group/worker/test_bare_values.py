@@ -1,4 +1,4 @@
-"""Bare values through a Checkpointer: they are read from the caller's own dict at each save, and put back there."""
+"""Tests bare values in the state: each save reads them from the caller's dict, and a restore writes them there."""
 
 from typing import Any
 

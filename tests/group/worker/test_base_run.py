@@ -1,4 +1,4 @@
-"""LoRA runs that train on one base model, which lies in the bucket once: an import, or another run. Step 39."""
+"""Tests LoRA runs that share one base model in the bucket: an import, or another run (step 39)."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs of FSDP2 that refer to a base run, which had another world size. Step 39."""
+"""Tests FSDP2 runs that refer to a base run of another world size (step 39)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +33,7 @@ def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def train_fsdp(rank: int, world_size: int, uri: str, base: str | None, changed: bool) -> dict[str, torch.Tensor]:
-    """Train one step and save. changed: one bit of one rank's frozen part is another one. Returns the whole model."""
+    """Train one step and save. changed: one bit of one rank's frozen part is flipped. Returns the whole model."""
     model = layers()
     mesh = mesh_of(world_size)
     for layer in model:

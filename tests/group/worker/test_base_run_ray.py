@@ -1,4 +1,4 @@
-"""Runs under Ray Train that refer to a base run. Step 39."""
+"""Tests runs under Ray Train that refer to a base run (step 39)."""
 
 from pathlib import Path
 from typing import Any

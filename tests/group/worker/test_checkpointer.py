@@ -1,4 +1,7 @@
-"""The Checkpointer without Ray Train: in any group, with a place given by hand. Its ranks are threads but in one test."""
+"""Tests the Checkpointer without Ray Train: the tests pass its place in a group.
+
+Its ranks are threads, except in one test.
+"""
 
 from dataclasses import replace
 from urllib.parse import urlsplit
@@ -193,7 +196,7 @@ def test_two_open_checkpointers_of_a_run_in_one_process_are_refused(uri: str) ->
 
 
 def test_a_rank_that_sees_another_place_than_the_driver_is_told_so() -> None:
-    """As with a folder that each node has for itself."""
+    """This happens when each node has a separate folder at the same path."""
     (place,) = group_of(f"memory://{uuid4().hex}")
     holder = Holder(replace(place, uri=f"memory://{uuid4().hex}"))
 

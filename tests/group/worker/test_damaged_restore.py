@@ -1,4 +1,5 @@
-"""A damaged checkpoint costs some steps and no more: all ranks go back to the same earlier one, and the run says so."""
+"""Tests that a damaged checkpoint costs only a few steps: all ranks return to the same earlier checkpoint, and the run
+reports it."""
 
 from pathlib import Path
 from uuid import uuid4
@@ -29,7 +30,7 @@ def pair_of(uri: str, owner: str) -> list[Holder]:
 
 
 def trained(uri: str, steps: int = 6) -> None:
-    """Saves at each second step."""
+    """Save at each second step."""
     pair = pair_of(uri, "ann")
     on_all(pair, "restore")
     for rank, holder in enumerate(pair):
@@ -142,7 +143,7 @@ def test_a_store_that_cannot_be_read_is_no_damage(s3: str, fault: str) -> None:
 
 
 def test_a_coordinator_that_was_started_again_meanwhile_ends_the_attempt(uri: str) -> None:
-    """It no longer knows what it has told each rank, so no rank may train on beside one that was told otherwise."""
+    """It no longer knows what it has told each rank, so no rank may continue beside one that was told otherwise."""
     trained(uri, steps=4)
     first = CoordinatorThread(uri, "bob")
     claim = first.call("claim", "second", 2).result(60)

@@ -1,6 +1,6 @@
-"""What several ranks hold is compared at every save, so that no checkpoint mixes ranks that have drifted apart.
+"""Tests that what several ranks hold is compared at every save: no checkpoint mixes ranks that have drifted apart.
 
-The ranks are threads of this process, with a coordinator in one more.
+The ranks are threads of this process, and the coordinator is another thread.
 """
 
 import re
@@ -32,7 +32,7 @@ def uri() -> str:
 
 @pytest.fixture(autouse=True)
 def all_runs_end() -> Iterator[None]:
-    """Stops what still runs of each start, as the end of a process does."""
+    """Stop what still runs of each start, as the end of a process does."""
     yield
     while _begun:
         _begun.pop().fail()
@@ -57,7 +57,7 @@ def step(state: State, gradient: float = 1.0) -> None:
 
 
 class Run:
-    """Trains one group of replicas, as one start of the workers does."""
+    """A group of replicas in training, like one start of the workers."""
 
     def __init__(self, uri: str, states: list[State], **settings: Any) -> None:
         self.states = states
@@ -81,12 +81,12 @@ class Run:
         self.on_all("wait")
 
     def fail(self) -> None:
-        """Ends this start of the workers, as an error in the training does."""
+        """End this start of the workers, as an error in the training does."""
         for rank in self.ranks:
             rank.__exit__(RuntimeError, RuntimeError(), None)
 
     def refusal(self) -> str:
-        """Returns why a save is refused, which every rank hears."""
+        """Return why a save is refused, as every rank is told."""
         self.on_all("save")
         said = set()
         for told in [InThread(rank.wait) for rank in self.ranks]:
@@ -165,7 +165,7 @@ def test_the_smallest_change_on_one_rank_is_found_whoever_writes_it(
 
 
 class Average:
-    """Keeps a moving average of a model, as many write it themselves."""
+    """A moving average of a model, as many scripts implement it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.average = {name: value.clone() for name, value in model.state_dict().items()}
@@ -182,7 +182,7 @@ def average_of(kind: str, state: State) -> Any:
 
 
 def update(average: Any, state: State) -> None:
-    """What the author of a moving average advises to do on rank 0 alone."""
+    """Update the average. The author of such a class advises doing this on rank 0 alone."""
     if isinstance(average, AveragedModel):
         average.update_parameters(state["model"])
         return

@@ -1,4 +1,4 @@
-"""A driver whose nodes may not do what a run needs fences nobody."""
+"""Tests that a driver whose nodes lack a permission that the run needs fences nobody."""
 
 from dataclasses import replace
 from uuid import uuid4

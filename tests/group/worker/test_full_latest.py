@@ -1,8 +1,6 @@
-"""Where `latest` has no room for a commit, nothing is uploaded for one."""
+"""A run with any number of live checkpoints goes on: `latest` stays small, and lists all of them with its pages."""
 
 import time
-from bisect import bisect_left
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from uuid import uuid4
@@ -11,59 +9,52 @@ import pytest
 import torch
 
 import raycheck
-from raycheck.bucket.format.document import dump
-from raycheck.bucket.format.latest import COMMIT_BYTES, Entry, Evicted, Latest
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.document import dump, seal
+from raycheck.bucket.format.latest import Entry, Evicted, Latest
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.reading import read_latest
+from raycheck.bucket.reading import read_latest, read_newest
 from raycheck.bucket.store import Store, open_store
-from raycheck.errors import ConfigError, SaveFailedError
+from raycheck.errors import SaveFailedError
 from tests.support.processes.background_call import InThread
 from tests.support.processes.command_line import raycheck as command
 from tests.support.processes.coordinator_in_thread import InProcess, again, group_of
 
-Steps = Callable[[raycheck.Checkpointer, int], object]
+OLDER = 3000
 
 
-def train(groups: list[InProcess], *, until: int, before: Steps = lambda *_: None, **settings: object) -> None:
-    """Train every rank to a step, and save at each. before: called by rank 0 before each step ends."""
+def train(groups: list[InProcess], *, until: int, **settings: object) -> None:
+    """Train every rank to a step, and save at each."""
 
     def rank(group: InProcess) -> None:
         chosen = raycheck.SaveSettings(**{"every_steps": 1, "keep_last": None} | settings)  # type: ignore[arg-type]
         with raycheck.Checkpointer({"weights": torch.ones(1000)}, chosen, group=group) as ckpt:
-            for step in range(ckpt.restore().step + 1, until + 1):
+            for _ in range(ckpt.restore().step + 1, until + 1):
                 with suppress(SaveFailedError):
                     ckpt.wait()
-                if not group.rank:
-                    before(ckpt, step)
                 ckpt.end_step()
 
     for thread in [InThread(lambda group=group: rank(group)) for group in groups]:
         thread.join()
 
 
-def filled(size: int, body: Callable[[int], Latest]) -> Latest:
-    """Return the smallest of these documents that has this size. body: of so many items."""
-    sizes = range(COMMIT_BYTES // 40)
-    return body(bisect_left(sizes, size, key=lambda count: len(dump(body(count)))))
+def entry(number: int, now: float) -> Entry:
+    key = f"step-{number:09d}-a0-s{number}"
+    return Entry(key=key, step=number, committed_at=now, size_bytes=10**9, metrics={"loss": 0.5}, manifest_crc32=10**9)
 
 
 def fill(store: Store) -> None:
-    """List so many checkpoints that there is room for a claim, and for no commit. Theirs is the lowest attempt."""
+    """List OLDER checkpoints of a lower attempt, whose objects do not exist."""
 
     def full(body: Latest, now: float) -> Latest:
-        def entry(number: int) -> Entry:
-            key = f"step-{number:09d}-a0-s{number}"
-            return Entry(key=key, step=number, committed_at=now, size_bytes=10**9, metrics={}, manifest_crc32=10**9)
-
-        return filled(
-            COMMIT_BYTES - 200, lambda count: replace(body, live=(*map(entry, range(1, count + 1)), *body.live))
-        )
+        return replace(body, newest=(*(entry(number, now) for number in range(1, OLDER + 1)), *body.live))
 
     Register(store).edit(full, what="fill")
 
 
-def shards(store: Store) -> set[str]:
-    return {item.key for item in store.list_objects("checkpoints/") if item.key.endswith(".distcp")}
+def steps(store: Store) -> list[int]:
+    """Return the steps of the checkpoints that training has made."""
+    return [item.step for item in read_latest(store).live if not item.key.startswith("step") or "-a0-" not in item.key]
 
 
 @pytest.fixture
@@ -72,68 +63,77 @@ def store() -> Store:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_start_is_refused_before_the_first_step_until_a_prune_has_made_room(store: Store, world_size: int) -> None:
+def test_training_goes_on_above_thousands_of_checkpoints_and_latest_stays_small(store: Store, world_size: int) -> None:
     groups = group_of(store.uri, world_size=world_size)
     train(groups, until=2)
     fill(store)
-    before, steps = shards(store), []
 
-    with pytest.raises(ConfigError, match="'raycheck prune --keep-last N' makes room at once"):
-        train(again(groups), until=4, before=lambda _, step: steps.append(step))
-    assert not steps
-    assert shards(store) == before
+    train(again(groups), until=4)
+
+    assert steps(store) == [1, 2, 3, 4]
+    assert len(read_latest(store).live) == OLDER + 4
+    assert len(store.get(object_keys.LATEST_KEY).data) < 64 * 1024
+    assert raycheck.open_run(store.uri).at(7).key == "step-000000007-a0-s7"
+
+
+def test_a_prune_beside_the_run_drops_what_pages_list(store: Store) -> None:
+    groups = group_of(store.uri)
+    train(groups, until=2)
+    fill(store)
+
     assert not command("prune", store.uri, "--keep-last", "3").returncode
     train(again(groups), until=4)
 
-    assert [entry.step for entry in read_latest(store).live if entry.step < 100][-2:] == [3, 4]
+    assert [item.step for item in read_latest(store).live] == [OLDER, 1, 2, 3, 4]
+    assert not read_newest(store).pages
 
 
-def test_settings_that_drop_enough_are_no_reason_to_refuse(store: Store) -> None:
+def test_settings_that_drop_thousands_drop_them_while_training_goes_on(store: Store) -> None:
     groups = group_of(store.uri)
     train(groups, until=2)
     fill(store)
 
     train(again(groups), until=4, keep_last=3)
 
-    assert [entry.step for entry in read_latest(store).live] == [2, 3, 4]
+    deadline = time.monotonic() + 60.0
+    while (body := read_latest(store)).num_live > 3:  # the rest is dropped in the background
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert [item.step for item in body.live] == [2, 3, 4]
+    assert len(store.get(object_keys.LATEST_KEY).data) < 64 * 1024
 
 
-def test_names_that_the_next_prune_forgets_are_no_reason_to_refuse(store: Store) -> None:
+def test_a_latest_of_the_version_before_that_was_full_goes_on(store: Store) -> None:
+    """Version 3 had no pages: its `latest` was full at some 900 checkpoints, and then each commit failed."""
+    groups = group_of(store.uri)
+    train(groups, until=2)
+    body, now = read_latest(store), store.get(object_keys.LATEST_KEY).at
+    full = replace(body, format_version=3, newest=(*(entry(number, now) for number in range(1, 860)), *body.live))
+    text = dump(full).replace(b'"newest": ', b'"live": ')
+    store.put(object_keys.LATEST_KEY, seal(text[: text.rindex(b',\n "crc32"')] + b"\n}"))
+    assert len(store.get(object_keys.LATEST_KEY).data) > 220 * 1024
+
+    train(again(groups), until=4)
+
+    assert steps(store) == [1, 2, 3, 4]
+    assert len(read_latest(store).live) == 859 + 4
+    assert len(store.get(object_keys.LATEST_KEY).data) < 64 * 1024
+
+
+def test_a_run_whose_dropped_checkpoints_cannot_be_deleted_goes_on(store: Store) -> None:
     groups = group_of(store.uri)
     train(groups, until=1)
 
     def full(body: Latest, now: float) -> Latest:
-        def gone(number: int) -> Evicted:
-            return Evicted(key=f"step-{number:09d}-a0-s{number}", at=now)
-
-        return filled(COMMIT_BYTES - 6000, lambda count: replace(body, evicted=tuple(map(gone, range(1, count + 1)))))
+        late = now + 10**6
+        gone = tuple(Evicted(key=f"step-{number:09d}-a0-s{number}", at=late) for number in range(OLDER))
+        return replace(body, newest_evicted=gone)
 
     Register(store).edit(full, what="fill")
-    deadline = time.monotonic() + 60
 
-    def before(_: raycheck.Checkpointer, step: int) -> None:
-        while step == 2 and len(read_latest(store).evicted) > 200:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+    train(again(groups), until=4, keep_last=1)
 
-    train(again(groups), until=3, before=before)
-
-    assert [entry.step for entry in read_latest(store).live] == [1, 2, 3]
-
-
-def test_a_run_that_is_full_meanwhile_uploads_nothing_more_and_goes_on_when_there_is_room(store: Store) -> None:
-    groups = group_of(store.uri)
-    counted = []
-
-    def before(_: raycheck.Checkpointer, step: int) -> None:
-        if step == 3:
-            fill(store)
-        counted.append(len(shards(store)))
-        if step == 6:
-            assert not command("prune", store.uri, "--keep-last", "3").returncode
-
-    train(groups, until=7, before=before, max_failed_saves=9)
-
-    assert [entry.step for entry in read_latest(store).live if entry.step < 100][-2:] == [6, 7]
-    assert counted[:4] == [0, 1, 2, 3], "the first save that finds it full has asked for nothing yet"
-    assert counted[4:6] == [3, 3]
+    body = read_latest(store)
+    assert body.live[-1].step == 4
+    assert len(body.evicted) >= OLDER
+    assert len(store.get(object_keys.LATEST_KEY).data) < 64 * 1024

@@ -1,4 +1,4 @@
-"""A thousand saves and fifty restores by the same processes: none of them holds more than before."""
+"""Tests that processes hold no more after a thousand saves and fifty restores than before."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""A frozen component that vanishes from the bucket is noticed at a commit, said by its key, and uploaded again."""
+"""Tests that a commit notices a frozen component that has vanished from the bucket and names its key, and that the next
+save uploads it again."""
 
 import logging
 from collections.abc import Callable
@@ -61,7 +62,7 @@ def train(groups: list[InProcess], *, until: int, before: Steps = lambda *_: Non
 
 
 def base_objects(store: Store, entry: Entry) -> list[str]:
-    """Returns the keys of the objects of the frozen component that a checkpoint refers to."""
+    """Return the keys of the objects of the frozen component that a checkpoint refers to."""
     keys = [key for key, _ in Checkpoint(store, entry).read_manifest().objects()]
     return [key for key in keys if f"/{BASE}/" in key]
 
@@ -156,7 +157,7 @@ def test_a_borrowed_component_that_is_gone_is_uploaded_into_the_run_itself(tmp_p
 
 
 class Counting(Store):
-    """Answers HEAD as it is told, and counts."""
+    """A store that answers HEAD as it is told, and counts the calls."""
 
     uri = "memory://counting"
 
@@ -181,7 +182,7 @@ Counting.__abstractmethods__ = frozenset()
 
 @pytest.fixture
 def referring(tmp_path: Path) -> tuple[Counting, Manifest]:
-    """Returns a run's store, and the manifest of a checkpoint that refers to an earlier one."""
+    """Return a run's store, and the manifest of a checkpoint that refers to an earlier one."""
     store = open_store(f"file://{tmp_path}/run")
     train(group_of(store.uri), until=2)
     return Counting(store), Checkpoint(store, newest(store)).read_manifest()

@@ -1,4 +1,7 @@
-"""A save that gives its checkpoint a name, by a Checkpointer whose coordinator runs in this process."""
+"""Tests saves that name their checkpoint.
+
+The coordinator of the Checkpointer is in this process.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from uuid import uuid4

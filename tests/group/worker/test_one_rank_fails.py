@@ -1,4 +1,4 @@
-"""When one rank fails alone, the others are told which one and why, in whatever phase they wait for it."""
+"""Tests that when one rank fails, the others learn which one and why, in whatever phase they wait for it."""
 
 import logging
 from collections.abc import Callable
@@ -19,7 +19,7 @@ SETTINGS = raycheck.SaveSettings(every_steps=1, save_timeout_s=2 * WITHIN_S)
 
 
 class Fragile:
-    """Has a state_dict and a load_state_dict; `fails` names the one that raises."""
+    """An object with a state_dict and a load_state_dict; `fails` names the one that raises."""
 
     def __init__(self, fails: str = "", error: Exception | None = None) -> None:
         self.fails = fails
@@ -49,7 +49,7 @@ def train(group: InProcess, own: object, in_loop: Callable[[int], None] = lambda
 
 
 def errors_of(*calls: Callable[[], None]) -> list[BaseException | None]:
-    """Returns what the call of each rank has raised, in a thread of its own."""
+    """Return what the call of each rank has raised, in a thread of its own."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.exception(WITHIN_S) for future in [pool.submit(call) for call in calls]]
 
@@ -98,7 +98,7 @@ def test_at_the_restore(uri: str) -> None:
 @pytest.mark.parametrize("error", [ValueError("it broke"), ConnectionResetError("it broke")])
 @pytest.mark.parametrize("at", [1, 3], ids=["at the agreement", "at a later copy"])
 def test_at_a_save(uri: str, at: int, error: Exception) -> None:
-    """A lost connection is raised as it is, since a restart may cure it; the others are told all the same."""
+    """A lost connection is raised unchanged, since a restart may cure it. The others are told nevertheless."""
     group = group_of(uri, world_size=2)
     own = Fragile(error=error)
 

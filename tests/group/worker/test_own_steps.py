@@ -1,4 +1,4 @@
-"""Scripts that count their own steps: save(step=N) in place of end_step."""
+"""Tests scripts that count their own steps, and call save(step=N) instead of end_step."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A script learns what it needs before it has anything to restore into, adds entries late, and waits for the commits."""
+"""Tests scripts that peek before they have anything to restore into, add entries late, and wait for their commits."""
 
 from typing import Any
 from uuid import uuid4
@@ -17,7 +17,7 @@ from tests.support.servers.http_fault_proxy import FaultProxy
 
 
 class Late:
-    """Is one rank whose optimizer and schedule are made only when the step is known."""
+    """One rank whose optimizer and schedule are made only when the step is known."""
 
     def __init__(self, place: raycheck.adapters.Group, **settings: Any) -> None:
         torch.manual_seed(0)
@@ -57,7 +57,7 @@ class Late:
         self.ckpt.save()
 
     def wait(self, timeout_s: float | None = None) -> list[int]:
-        """Returns the steps that are committed then."""
+        """Return the steps that are committed then."""
         self.ckpt.wait(timeout_s)
         return [item.step for item in raycheck.open_run(self.ckpt._group.uri).checkpoints]
 
@@ -68,7 +68,7 @@ class Late:
         self.ckpt.close()
 
     def fail(self) -> None:
-        """Leave training as a script does that has raised an error."""
+        """Leave training like a script that has raised an error."""
         self.ckpt.__exit__(RuntimeError, RuntimeError("it broke"), None)
 
 
@@ -163,7 +163,7 @@ def test_damage_that_one_rank_peeks_takes_all_ranks_to_the_one_before(uri: str) 
 
 
 def test_a_restore_that_finds_damage_after_a_peek_starts_again_and_peeks_anew(uri: str) -> None:
-    """No script that was told of step 4 may go on from step 2."""
+    """A script that was told step 4 must not continue from step 2."""
     trained(uri)
     bad = damage(open_store(uri), 4, "model.weight")
     places = group_of(uri, world_size=2, owner="bob")

@@ -1,4 +1,4 @@
-"""A script's own periodic work: due alike on all ranks, once per span, and again when its step was lost."""
+"""Tests a script's own periodic work: due on all ranks together, once in each span, and again if its step was lost."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from tests.support.processes.coordinator_in_thread import again, group_of
 
 
 class Now:
-    """Says where a training is, and its clock, which begins at 0 in each attempt."""
+    """The position of a training, and its clock, which begins at 0 in each attempt."""
 
     def __init__(self, step: int = 0, *, epoch: int = 0, clock_s: float = 0.0) -> None:
         self.step, self.epoch, self.clock_s = step, epoch, clock_s

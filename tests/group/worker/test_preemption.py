@@ -1,4 +1,4 @@
-"""Rank 0 saves at the right seconds when a node is about to go."""
+"""Tests when rank 0 saves after a notice that a node will be taken away."""
 
 import math
 import time
@@ -22,7 +22,7 @@ class Clock:
 
 
 def saves(*, notice_s: float, save_s: float, busy_s: float = 0.0, again_s: float = 0.5) -> list[float]:
-    """Seconds after a notice of `notice_s` at which a save is begun, asked every again_s, until the node goes."""
+    """Return at which seconds after a notice of `notice_s` saves begin. It asks every again_s until the node goes."""
     clock = Clock(1000.0)
     preemption = Preemption(clock)
     begun = []
@@ -93,7 +93,7 @@ def test_each_new_time_is_news_and_brings_its_own_saves() -> None:
 
 
 def test_a_save_by_notice_is_marked_in_its_manifest_and_in_latest(tmp_path: Path) -> None:
-    """And no other one is, before or after it."""
+    """No save before or after it is marked."""
     notices: list[float] = []
     uri = f"file://{tmp_path}/run"
     (place,) = group_of(uri)

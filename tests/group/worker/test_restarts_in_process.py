@@ -1,4 +1,4 @@
-"""A run goes on over several restarts, with the ranks and their coordinator in this process, and no Ray."""
+"""Tests a run over several restarts, without Ray: the ranks and their coordinator are in this process."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def train(
     groups: Sequence[raycheck.adapters.Group] = (),
     **restoring: Any,
 ) -> RestoreResult:
-    """Train to step `until`, saving every fourth step. Returns what rank 0's restore came to."""
+    """Train to step `until`, saving every fourth step. Returns the result of rank 0's restore."""
     groups = groups or group_of(uri, world_size=world_size)
 
     def rank(group: raycheck.adapters.Group) -> Any:

@@ -1,15 +1,19 @@
-"""restore(at=...) in the training function: as fit(resume=...), agreed by all ranks, and obeyed once in each driver."""
+"""Tests restore(at=...) in the training function: it means what fit(resume=...) means, is equal on all ranks, and
+applies once in each driver."""
 
+from dataclasses import replace
 from uuid import uuid4
 
 import pytest
+import torch
 
+import raycheck
 from raycheck.bucket.protocol.resume import Must
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError
 from tests.support.histories.invariants import assert_invariants
 from tests.support.processes.background_call import InThread, on_all
-from tests.support.processes.coordinator_in_thread import again, group_of
+from tests.support.processes.coordinator_in_thread import InProcess, again, group_of
 from tests.support.processes.replicated_rank import Holder
 
 
@@ -79,7 +83,8 @@ def test_ranks_that_ask_for_different_checkpoints_claim_nothing(uri: str) -> Non
     ("at", "message"),
     [
         (5, "no checkpoint of that step; there are: 2, 4, 6"),
-        ("best", "no checkpoint has that name"),
+        ("nobody", "no checkpoint has that name"),
+        ("best", "no metric by which a checkpoint is the best one"),
         ("never", "the run has 3 checkpoints"),
         ("s3://bucket/other", r"^at='s3://bucket/other': only raycheck.fit"),
         (1.5, r"^at=1.5: give"),
@@ -118,3 +123,32 @@ def test_a_peek_takes_it_for_the_restore(uri: str) -> None:
     with pytest.raises(ConfigError, match="to the first peek"):
         holder.restore(at=2)
     assert holder.restore(at=4).step == 4
+
+
+@pytest.mark.parametrize(("mode", "step"), [("min", 4), ("max", 2)])
+def test_best_is_the_checkpoint_that_the_runs_own_rule_prefers(uri: str, mode: str, step: int) -> None:
+    losses = {2: 3.0, 4: 1.0, 6: 2.0}
+    best = {"metric": "loss", "mode": mode, "count": 1}
+
+    def rank(group: InProcess) -> int:
+        settings = raycheck.SaveSettings(every_steps=2, keep_last=9, keep_best=best)
+        with raycheck.Checkpointer({"weights": torch.ones(4)}, settings, group=group) as ckpt:
+            at = ckpt.restore(at="best" if group.id == "second" else None)
+            for number in range(at.step + 1, 7):
+                ckpt.end_step(metrics={"loss": losses.get(number, 9.0)})
+        return at.step
+
+    first = group_of(uri, owner="first")[0]
+    rank(first)
+
+    assert raycheck.open_run(uri).at("best").step == step
+    assert rank(replace(group_of(uri, owner="second")[0], id="second")) == step
+
+
+def test_best_of_a_run_without_a_rule_says_how_to_have_one(uri: str) -> None:
+    run_with_steps(uri)
+
+    with pytest.raises(ConfigError, match="keep_best"):
+        raycheck.open_run(uri).at("best")
+    with pytest.raises(ConfigError, match="keep_best"):
+        Holder(group_of(uri, owner="second")[0]).restore(at="best")

@@ -1,4 +1,4 @@
-"""Counts how many answers of the store a restart and a commit wait for, one after the other."""
+"""Counts the responses of the store for which a restart and a commit wait, one after the other."""
 
 import re
 from collections.abc import Iterator

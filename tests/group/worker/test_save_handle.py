@@ -1,4 +1,4 @@
-"""The handle that `save` returns: on every rank, for a save that is held up, that fails, and that was made before."""
+"""Tests the handle that `save` returns on every rank, for saves that are delayed, that fail, or were made before."""
 
 from concurrent.futures import Future
 from uuid import uuid4

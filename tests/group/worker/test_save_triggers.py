@@ -1,11 +1,11 @@
-"""Decisions to save come out the same on every rank, whatever each of them has heard of its last save."""
+"""Tests that every rank makes the same decisions to save, whatever it knows about its last save."""
 
 import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,12 +17,12 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError
 from raycheck.group.worker.save_triggers import SaveTriggers
 from raycheck.on_ray.actors.actor_checkpointer import settings_for_actors
-from raycheck.settings import AfterCommit, SaveSettings
+from raycheck.settings import AfterCommit, HFExport, Retention, SaveSettings
 from tests.support.processes.background_call import InThread
 
 
 class Ranks:
-    """Threads that stand for ranks, with a broadcast from rank 0 as a collective has it: nobody passes alone."""
+    """Threads that stand for ranks, with a broadcast from rank 0 that, like a collective, no rank passes alone."""
 
     def __init__(self, world_size: int) -> None:
         self.size = world_size
@@ -42,7 +42,7 @@ class Ranks:
         return broadcast
 
     def run(self, settings: SaveSettings, steps: int, busy: Callable[[int, int], bool]) -> list[list[int]]:
-        """Returns by rank the steps at which it would save. busy: whether (rank, step) is busy."""
+        """Return by rank the steps at which it would save. busy: whether (rank, step) is busy."""
 
         def one(rank: int) -> list[int]:
             triggers = SaveTriggers(settings, group(rank, self.size, self.broadcast_of(rank)))
@@ -71,7 +71,7 @@ def test_a_busy_rank_0_skips_the_save_of_all_ranks():
 
 
 def test_another_rank_that_is_busy_does_not_decide():
-    """Such a rank's save has its outcome already, or rank 0 would be busy as well; it only has to hear of it."""
+    """The outcome of such a rank's save is decided, or rank 0 would be busy too. The rank only has to learn of it."""
     settings = SaveSettings(every_steps=3, when_busy="skip")
 
     saved = Ranks(3).run(settings, 9, lambda rank, step: rank > 0)
@@ -101,7 +101,7 @@ def test_a_notice_too_short_for_a_save_brings_a_memory_checkpoint_as_soon_as_the
     ranks = Ranks(world_size)
 
     def one(rank: int) -> list[tuple[int, bool, bool]]:
-        """Returns of each step whether it is saved to the bucket and to memory. Memory is busy up to step 5."""
+        """Return for each step whether it is saved to the bucket and to memory. Memory is busy up to step 5."""
         notices = [None, None, *[time.time() + 3.0] * 10]
         place = replace(group(rank, world_size, ranks.broadcast_of(rank)), notice=lambda: notices.pop(0))
         triggers = SaveTriggers(settings, place)
@@ -162,7 +162,7 @@ def test_a_policy_that_does_not_exist_is_refused():
 
 
 def steps_saved(settings: SaveSettings, *, tokens: list[int], start: int = 0) -> list[int]:
-    """Returns the steps at which a rank alone saves after a restore at `start` tokens. tokens: of each step."""
+    """Return the steps at which a rank alone saves after a restore at `start` tokens. tokens: of each step."""
     triggers = SaveTriggers(settings, group(0, 1, lambda value: value))
     triggers.start_at(Progress(tokens=start), [0.0])
     saved = []
@@ -274,8 +274,25 @@ def test_a_switch_or_a_function_that_is_none_is_refused(wrong: dict[str, Any]):
         SaveSettings(**wrong)
 
 
+@pytest.mark.parametrize("wrong", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, spec.name, id=f"{kind.__name__}.{spec.name}")
+        for kind in (SaveSettings, Retention, AfterCommit, HFExport)
+        for spec in fields(kind)
+        if {int, float} & {spec.type, *get_args(spec.type)}
+    ],
+)
+def test_no_number_may_be_true_or_false(kind: Any, name: str, wrong: bool):
+    given = {"task": print} if kind is AfterCommit else {}
+
+    with pytest.raises(ConfigError, match=f"^{name}={wrong}: give "):
+        kind(**given, **{name: wrong})
+
+
 def of_all_ranks(settings: SaveSettings, losses: list[list[float]]) -> list[Any]:
-    """Returns by rank the steps at which it would save, or what it raised. losses: by rank and step."""
+    """Return by rank the steps at which it would save, or what it raised. losses: by rank and step."""
     ranks = Ranks(len(losses))
 
     def one(rank: int) -> Any:
@@ -349,7 +366,7 @@ def test_a_function_needs_a_way_to_decide_alike():
 
 
 def test_tokens_that_nobody_counts_are_said_on_all_ranks():
-    """Rank 0 alone counts; the others would wait for its word."""
+    """Only rank 0 counts. The others would wait for its broadcast."""
     found = of_all_ranks(SaveSettings(every_tokens=5), [[1.0]] * 3)
 
     assert ["end_step(tokens=...)" in str(error) for error in found] == [True] * 3

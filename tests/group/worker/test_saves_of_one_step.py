@@ -1,4 +1,4 @@
-"""Several saves of one step take one place of what retention counts, unless somebody wants the earlier one itself."""
+"""Tests that several saves of one step count once for retention, unless somebody wants the earlier one itself."""
 
 from collections.abc import Callable
 from uuid import uuid4

@@ -1,6 +1,6 @@
-"""Saves of a shard that is larger than the memory which its process may still claim: a limit of the kernel says so.
+"""Tests saves of a shard that is larger than the memory that its process may still claim. A kernel limit enforces this.
 
-Training waits until the last slice is copied, and what it changes from then on is not in the checkpoint.
+Training waits until the last slice is copied. What training changes afterwards is not in the checkpoint.
 """
 
 import json
@@ -69,7 +69,7 @@ print(json.dumps({
 
 
 def model_of(size_bytes: int, *, frozen: bool = False) -> torch.nn.Module:
-    """Returns a model of this size, whose weights all differ: the first transposed, the last frozen if that is asked
+    """Return a model of this size, whose weights all differ: the first transposed, the last frozen if that is asked
     for. Their bits are counted up, which is faster than drawing them."""
     rows = size_bytes // 4 // 8192 // 4
     bits = torch.arange(4 * rows * 8192, dtype=torch.int32).view(torch.float32).chunk(4)
@@ -80,8 +80,8 @@ def model_of(size_bytes: int, *, frozen: bool = False) -> torch.nn.Module:
 
 
 def run(given: str) -> "subprocess.CompletedProcess[str]":
-    """Runs the training. Its threads get small stacks and one heap: the limit is one of address space, which each of
-    them would otherwise claim 70 MiB of, and use little."""
+    """Run the training. Its threads get small stacks and one heap, because the limit is one of address space:
+    otherwise each thread would claim 70 MiB of it, and use little."""
     env = os.environ | {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
     call = ["sh", "-c", 'ulimit -s 512 && exec "$@"', "sh", sys.executable, "-c", TRAINING, given]
     return subprocess.run(call, env=env, capture_output=True, text=True, timeout=200, check=False)
@@ -90,7 +90,7 @@ def run(given: str) -> "subprocess.CompletedProcess[str]":
 def trained(
     uri: str, *, size_bytes: int, left_bytes: int, frozen: bool = False, asks: bool = False, **settings: Any
 ) -> dict[str, Any]:
-    """Saves step 1, fills the weights with NaN, and saves step 2, in a process that may claim `left_bytes` more.
+    """Save step 1, fill the weights with NaN, and save step 2, in a process that may claim `left_bytes` more.
 
     asks: save by `save`, and wait for its handle's result in the training thread. Returns what it tells, and the
     warnings that it logged.
@@ -102,7 +102,7 @@ def trained(
 
 
 def assert_saved(uri: str, step: int, *, size_bytes: int) -> None:
-    """Checks that a checkpoint has all weights to the last bit, as they were before training went on."""
+    """Check that a checkpoint has all weights to the last bit, as they were before training went on."""
     assert_invariants(open_store(uri))
     model = model_of(size_bytes)
     expected = [parameter.detach().clone() for parameter in model]
@@ -153,7 +153,7 @@ def test_a_rank_uploads_slices_itself_although_its_node_should(tmp_path: Path) -
 
 
 def test_the_training_thread_may_wait_for_the_result_of_a_save_in_slices(tmp_path: Path) -> None:
-    """`save` itself has waited for the last slice, so the upload needs the thread no more."""
+    """`save` itself has waited for the last slice, so the upload no longer needs the thread."""
     uri, size_bytes = f"file://{tmp_path}/run", 256 * MIB
 
     told = trained(uri, size_bytes=size_bytes, left_bytes=250 * MIB, asks=True, every_steps=None)

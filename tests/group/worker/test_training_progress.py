@@ -1,4 +1,4 @@
-"""A training counts all of its progress, and a restore goes on counting there."""
+"""Tests that a training counts all of its progress, and that a restore continues the counts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A script whose SaveSettings say enabled=False trains as it is: no bucket, no coordinator, no Ray."""
+"""Tests that a script with SaveSettings(enabled=False) trains as before, without a bucket, a coordinator or Ray."""
 
 import stat
 import subprocess

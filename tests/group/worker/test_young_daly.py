@@ -1,4 +1,4 @@
-"""The interval between saves from what they cost and how often the run fails."""
+"""Tests the interval between saves that follows from the cost of a save and the rate of failures."""
 
 import random
 
@@ -9,7 +9,7 @@ from raycheck.group.worker.young_daly import Interval, daly_interval_s, mtbf_s
 
 
 def lost_share(interval_s: float, *, cost_s: float, mtbf: float, seed: int = 1) -> float:
-    """Returns the share of a long simulated run, with exponential failures, that is not training which was kept."""
+    """Return the share of a long simulated run, with exponential failures, that did not become lasting training."""
     dice = random.Random(seed)
     wall, stands = 0.0, 0.0
     while wall < 4000 * mtbf:

@@ -16,10 +16,12 @@ from ray.train.torch import TorchTrainer
 import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri, parse_uri, shown_uri
+from raycheck.catalog import examine_bucket
 from raycheck.errors import ConfigError, StoreError
 from raycheck.on_ray.api import run_location as ray_storage_module
 from raycheck.on_ray.api.run_location import check_ray_storage, ray_storage, storage_uri
 from tests.support.servers.http_fault_proxy import FaultProxy, of_s3
+from tests.support.servers.planted_buckets import FROZEN_RULE, planted_bucket
 
 HANGS_S = 6.0
 
@@ -154,6 +156,23 @@ def test_fit_refuses_before_it_starts_a_ray(gcs: str, monkeypatch: pytest.Monkey
         raycheck.fit(trainer)
 
     assert not ray.is_initialized()
+
+
+def test_fit_refuses_what_the_doctor_calls_wrong_in_its_words_and_before_it_starts_a_ray(s3: str) -> None:
+    uri = planted_bucket(s3, rules=[FROZEN_RULE])
+    trainer = TorchTrainer(
+        print,
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=config(uri.replace("/my-run?", "?")),
+    )
+
+    (wrong,) = (finding for finding in examine_bucket(uri, transfer_bytes=1024) if finding.state == "wrong")
+    with pytest.raises(ConfigError) as caught:
+        raycheck.fit(trainer)
+
+    assert wrong.sentence in str(caught.value)
+    assert not ray.is_initialized()
+    assert left_in(uri) == []
 
 
 def test_a_store_that_takes_no_upload_without_its_length_is_written_by_ray_too(wire: FaultProxy) -> None:

@@ -10,6 +10,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import Store
 from raycheck.errors import StateMismatchError
 from raycheck.on_ray.data.row_set import RowSet
+from raycheck.state.restore_selection import Selection
 from raycheck.state.train_state import TrainState
 from tests.support.processes.save_without_ray import agreed, save
 
@@ -81,3 +82,34 @@ def test_what_the_object_refuses_changes_nothing(store: Store):
         states[0].apply(checkpoint)
 
     assert ids_in(others[0].seen) == set()
+
+
+class Paired(Consumed):
+    """Has the ranks take the random state of every second rank, in pairs."""
+
+    def random_rank(self, states: list[dict[str, Any]]) -> int:
+        assert [state["column"] for state in states] == ["id"] * len(states)
+        return self.rank // 2 * 2
+
+
+def test_an_object_may_choose_whose_random_state_a_rank_takes(memory: Store):
+    def states_of(world_size: int) -> list[TrainState]:
+        return [
+            TrainState({"data": Paired(rank), "weight": torch.ones(2)}, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+
+    staged, expected = [], []
+    for rank, state in enumerate(agreed(states_of(3))):
+        torch.manual_seed(rank)
+        staged.append(state.stage(Progress(step=1)))
+        expected.append(torch.rand(3).tolist())
+    checkpoint = save(memory, staged)
+
+    drawn = []
+    for state in states_of(6):
+        state.apply(checkpoint, Selection.of(None, ["data"])).apply_rng()
+        drawn.append(torch.rand(3).tolist())
+
+    assert drawn[:4] == [expected[0], expected[0], expected[2], expected[2]]
+    assert drawn[4] == drawn[5] not in expected

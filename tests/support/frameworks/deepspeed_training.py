@@ -8,8 +8,6 @@ put together from all ranks.
 import hashlib
 import json
 import os
-import re
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -64,32 +62,16 @@ class Training:
 
 
 def launch(file: str, job: dict[str, Any], world_size: int, within_s: float = 180.0) -> dict[str, Any]:
-    """Run a file with DeepSpeed on this many ranks, with the job as JSON, and return what rank 0 has printed as JSON.
+    """Run a file with DeepSpeed on this many ranks, and return what rank 0 printed. See engine_runs.launched."""
+    from tests.support.frameworks.engine_runs import launched
 
-    Raises RuntimeError, with the errors of the ranks, if it has printed nothing.
-    """
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
-    environment |= {"PYTHONPATH": str(Path(__file__).parents[3]), "TORCH_EXTENSIONS_DIR": str(COMPILED)}
-    ranks = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    variables = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(world_size), "TORCH_EXTENSIONS_DIR": str(COMPILED)}
     left_over = set(SHARED_MEMORY.glob("deepspeed_*"))
-    done = subprocess.run(
-        [*ranks, file, json.dumps(job)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=within_s,
-        check=False,
-    )
-    for buffer in set(SHARED_MEMORY.glob("deepspeed_*")) - left_over:  # 66 MiB of each rank, which stay
-        buffer.unlink()
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
-    if done.returncode or not lines:
-        told = done.stderr.splitlines()
-        is_error = [re.search(r"\b\w*Error\b", line) is not None for line in told]
-        errors = [line for number, line in enumerate(told) if any(is_error[max(0, number - 3) : number + 1])]
-        raise RuntimeError("\n".join(errors[:12] or [done.stdout[-2000:], done.stderr[-2000:]]))
-    found: dict[str, Any] = json.loads(lines[0])
-    return found
+    try:
+        return launched(PYTHON, file, job, world_size, variables=variables, within_s=within_s)[0]
+    finally:
+        for buffer in set(SHARED_MEMORY.glob("deepspeed_*")) - left_over:  # 66 MiB of each rank, which stay
+            buffer.unlink()
 
 
 def model_of(training: Training) -> Any:
@@ -197,23 +179,27 @@ def train(training: Training) -> None:
         dist.all_reduce(total)
         return float(total) / world_size
 
+    client: dict[str, Any] = {"consumed": 0, "best": {"loss": float("inf"), "step": -1}, "history": []}
+    state["client"] = client
     first = [training.saves_at - 2] if training.moves else []
     settings = raycheck.SaveSettings(every_steps=None, at_steps=[*first, training.saves_at])
     losses = []
     with raycheck.Checkpointer(state, settings, group=raycheck.torchrun_group(training.uri)) as ckpt:
         at = ckpt.restore(strict=training.is_strict, cast=training.is_cast)
-        digests = digests_of(engine, model, optimizer)
+        digests, clients = digests_of(engine, model, optimizer), json.dumps(client)
         for number in range(at.step, training.until):
             losses.append(step(number))
+            client["consumed"] += BATCH
+            client["history"].append(losses[-1])
+            client["best"] |= {"loss": losses[-1], "step": number} if losses[-1] < client["best"]["loss"] else {}
             if training.moves and number + 1 == training.saves_at:
                 move_states(engine, are_reloaded=training.moves == "back")
             ckpt.end_step()
             if number + 1 == training.saves_at:
-                digests = digests_of(engine, model, optimizer)
+                digests, clients = digests_of(engine, model, optimizer), json.dumps(client)
     if rank == 0:
-        print(
-            json.dumps({"losses": losses, "start": at.step, "digests": digests, "scale": scale_of(engine)}), flush=True
-        )
+        found = {"losses": losses, "start": at.step, "digests": digests, "client": clients, "scale": scale_of(engine)}
+        print(json.dumps(found), flush=True)
 
 
 def move_states(engine: Any, *, are_reloaded: bool) -> None:

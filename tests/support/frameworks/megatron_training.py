@@ -7,9 +7,6 @@ weights and moments, which Megatron's own ShardedTensors put together from all r
 
 import hashlib
 import json
-import os
-import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +34,7 @@ class Training:
     tp, pp, ep: degrees of tensor, pipeline and expert parallelism; the rest is data parallelism. chunks: of the model
     on each pipeline stage. kind: "distributed" or "plain", the optimizer. has_overlap: gather parameters during the
     forward. words: the padded vocabulary. is_tied: the head is the embedding. saves_at: the step of the only save.
-    until: the last step. seed: of the fresh weights. skip: of the restore. odd: more of Megatron's settings, of the model, of DDP and of the
+    until: the last step. seed: of the fresh weights. odd: more of Megatron's settings, of the model, of DDP and of the
     optimizer.
     """
 
@@ -59,7 +56,6 @@ class Training:
     until: int = STEPS
     seed: int = 0
     is_strict: bool = True
-    skip: tuple[str, ...] = ()
     odd: dict[str, dict[str, Any]] | None = None
 
     @property
@@ -67,30 +63,13 @@ class Training:
         return self.tp * self.pp * self.dp
 
     def run(self, within_s: float = 180.0) -> dict[str, Any]:
-        """Train in processes of their own, and return what rank 0 has printed."""
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-            "PYTHONPATH": str(Path(__file__).parents[3]),
-        }
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.world_size}"]
-        done = subprocess.run(
-            [PYTHON, *launch, __file__, json.dumps(asdict(self))],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=within_s,
-            check=False,
-        )
-        lines = [line for line in done.stdout.splitlines() if line.startswith('{"losses"')]
-        if done.returncode or not lines:
-            errors = re.findall(r"^.*Error: .*(?:\n.*\]:   .*)*", done.stderr, re.MULTILINE)
-            raise RuntimeError("\n".join(errors[:4] or [done.stdout[-2000:], done.stderr[-4000:]]))
-        found: dict[str, Any] = json.loads(lines[0])
-        found["log"] = done.stderr
-        return found
+        """Train in processes of their own, and return what rank 0 has printed, with the log."""
+        from tests.support.frameworks.engine_runs import launched
+
+        variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"}
+        job = asdict(self)
+        found, log = launched(PYTHON, __file__, job, self.world_size, variables=variables, within_s=within_s)
+        return {**found, "log": log}
 
 
 @contextmanager
@@ -403,20 +382,22 @@ def train(training: Training) -> None:
     torch.manual_seed(training.seed)
     model = model_of(training)
     optimizer, scheduler = optimizer_of(training, model)
+    place = parallel_state.get_pipeline_model_parallel_rank() * training.dp + parallel_state.get_data_parallel_rank()
+    torch.manual_seed(training.seed + 10 * place)  # only now, since equal weights need one seed
     state = {"engine": raycheck.adapters.megatron(model, optimizer, scheduler)}
     settings = raycheck.SaveSettings(every_steps=None, at_steps=[training.saves_at])
     losses = []
     with raycheck.Checkpointer(state, settings, group=raycheck.torchrun_group(training.uri)) as ckpt:
-        at = ckpt.restore(strict=training.is_strict, skip=list(training.skip))
-        digests, low = digests_of(model, optimizer), low_weights(model)
+        at = ckpt.restore(strict=training.is_strict)
+        digests, low, random = digests_of(model, optimizer), low_weights(model), random_of_ranks()
         for number in range(at.step, training.until):
             losses.append(step_of(training, model, optimizer, scheduler, number))
             ckpt.end_step()
             if number + 1 == training.saves_at:
-                digests, low = digests_of(model, optimizer), low_weights(model)
+                digests, low, random = digests_of(model, optimizer), low_weights(model), random_of_ranks()
     scale = float(optimizer.get_loss_scale())
     if dist.get_rank() == 0:
-        found = {"losses": losses, "start": at.step, "digests": digests, "low": low, "scale": scale}
+        found = {"losses": losses, "start": at.step, "digests": digests, "low": low, "random": random, "scale": scale}
         print(json.dumps({**found, "fresh": list(at.report.fresh) if at.report else []}), flush=True)
 
 
@@ -426,6 +407,16 @@ def low_weights(model: list[Any]) -> str:
 
     flat = [parameter.detach().float().reshape(-1) for chunk in model for parameter in chunk.parameters()]
     return hashlib.sha256(torch.cat(flat).numpy().tobytes()).hexdigest()[:12]
+
+
+def random_of_ranks() -> list[str]:
+    """Return a digest of the state of torch's own generator on each rank. A collective."""
+    import torch
+    import torch.distributed as dist
+
+    found = [""] * dist.get_world_size()
+    dist.all_gather_object(found, hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:12])
+    return found
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Installs RL frameworks beside the repository, in one virtual environment, and trains there.
 
-verl comes from PyPI, the others from their repositories at the commits below, and DeepSpeed is found where its own tests have
-it. All else is found in the repository's own environment.
+verl comes from PyPI, the others from their repositories at the commits below, and DeepSpeed is found where its own tests
+have it. All else is found in the repository's own environment.
 """
 
 import importlib
@@ -41,9 +41,11 @@ PACKAGES = (
     "uvicorn==0.38.0",
     "fastapi==0.121.1",
     "starlette==0.49.3",
+    "pylatexenc==2.10",
 )
 SOURCES = {
     "inclusionAI/AReaL": ("4aef98d8d818af55b43621aaadba047ae10f4e77", ("areal",)),
+    "OpenRLHF/OpenRLHF": ("3c3be6234e0cb353e76bb8019947db9dfe99fca7", ("openrlhf",)),
 }
 """The commit of each repository, and the packages in it that are checked out."""
 
@@ -53,7 +55,7 @@ def prepare() -> None:
     prepare_venv(FOLDER, "packages-3", "--no-deps", *PACKAGES, finds_ours=True)
     (site,) = FOLDER.glob("lib/python*/site-packages")
     (deepspeed,) = deepspeed_training.FOLDER.glob("lib/python*/site-packages")
-    (site / "a-deepspeed.pth").write_text(f"{deepspeed}\n")
+    (site / "deepspeed.pth").write_text(f"{deepspeed}\n")
     for repository, (commit, packages) in SOURCES.items():
         place = FOLDER / "sources" / f"{repository.partition('/')[2]}-{commit[:12]}"
         if not place.exists():

@@ -102,8 +102,8 @@ MUTANTS = (
     Mutant(
         lacks="a swap sends its old decision again",
         where="swap:Register.swap",
-        old="new = decide(body, got.at if got else time.time())",
-        new="new = sent = locals().get('sent') or decide(body, got.at if got else time.time())",
+        old="new = self._decide(decide, body, got.at if got else time.time())",
+        new="new = sent = locals().get('sent') or self._decide(decide, body, got.at if got else time.time())",
     ),
     Mutant(
         lacks="a swap puts without a condition",
@@ -143,25 +143,25 @@ MUTANTS = (
     ),
     Mutant(
         lacks="a prune deletes what others refer to",
-        where="prune_and_sweep:prune",
+        where="removal.prune_and_sweep:_delete_evicted",
         old="is_held=name in held",
         new="is_held=False",
     ),
     Mutant(
         lacks="a prune forgets what others refer to",
-        where="prune_and_sweep:prune",
+        where="removal.prune_and_sweep:_delete_evicted",
         old="if name not in held:",
         new="if True:",
     ),
     Mutant(
         lacks="a sweep deletes of the attempt it reads",
-        where="prune_and_sweep:_garbage",
+        where="removal.prune_and_sweep:_garbage",
         old="if name.attempt < number and str(name) not in named:",
         new="if name.attempt <= number and str(name) not in named:",
     ),
     Mutant(
         lacks="a sweep deletes what latest names",
-        where="prune_and_sweep:_garbage",
+        where="removal.prune_and_sweep:_garbage",
         old=" and str(name) not in named",
         new="",
     ),
@@ -182,5 +182,43 @@ MUTANTS = (
         where="repair:_entry",
         old="refs=manifest.refs,",
         new="",
+    ),
+)
+PAGE_MUTANTS = (
+    Mutant(
+        lacks="a page is written after the swap",
+        where="swap:Register._replace",
+        old="    if pages:\n        put_all_once(self.store, pages)\n    written = self._write(new, got)\n",
+        new="    written = self._write(new, got)\n    put_all_once(self.store, pages) if pages else None\n",
+    ),
+    Mutant(
+        lacks="a sweep deletes pages that latest names",
+        where="paging:sweep_pages",
+        old=" and item.key not in spared",
+        new="",
+    ),
+    Mutant(
+        lacks="a sweep deletes pages that are about to be named",
+        where="paging:sweep_pages",
+        old=" and counter <= body.counter",
+        new="",
+    ),
+    Mutant(
+        lacks="a page whose entries changed is named again",
+        where="paging:_List._in_pages",
+        old="ref if now == before else now",
+        new="ref",
+    ),
+    Mutant(
+        lacks="the head moves to a page",
+        where="paging:_List._too_old",
+        old="if item.key not in self.stay:",
+        new="if True:",
+    ),
+    Mutant(
+        lacks="a commit takes the newest checkpoints for all",
+        where="swap:Register._decide",
+        old="return decide(self.pages.whole(body), now)",
+        new="return decide(replace(body, pages=()), now)",
     ),
 )

@@ -22,7 +22,7 @@ from raycheck.bucket.protocol.preflight import probe
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
 from raycheck.bucket.reading import Checkpoint
 from raycheck.errors import FencedError
-from tests.support.histories.invariants import assert_invariants, load, needed
+from tests.support.histories.invariants import assert_invariants, load, needed, whole
 from tests.support.histories.stepped_processes import play
 from tests.support.samples.sample_checkpoints import Driver, write_checkpoint
 from tests.support.servers.fault_injection import Call, Mode, Wire, World
@@ -254,20 +254,20 @@ def assert_restarted(scenario: Scenario, world: World, done: Restarted, *, is_fi
     assert (done.restored.key if done.restored else None) == done.head_before, "the newest committed is restored"
     if done.restored is None:
         number = CheckpointName.parse(done.saved).attempt
-        bodies = [load(body) for body in world.bodies]
+        bodies = [whole(world, body) for body in world.bodies]
         assert not any(body.live for body in bodies if body.attempt.number < number), "I7: a start from zero"
     if scenario.head and is_first:
         assert done.restored.key == scenario.head, "what is newest and whole is restored"
-    body = load(world.objects[object_keys.LATEST_KEY])
+    body = whole(world, world.objects[object_keys.LATEST_KEY])
     assert body.head == done.saved
     assert all(key in world.objects for entry in body.live for key in needed(world, entry))
-    outside = [key for key in world.deleted if not key.startswith(("checkpoints/", "probes/"))]
+    outside = [key for key in world.deleted if not key.startswith(("checkpoints/", "history/", "pages/", "probes/"))]
     assert not outside, "I6"
 
 
 def assert_kept(world: World, acknowledged: tuple[str, ...]) -> None:
     """Assert that every acknowledged commit is in the list, or was."""
-    listed = {entry.key for body in world.bodies for entry in load(body).live}
+    listed = {entry.key for body in world.bodies for entry in whole(world, body).live}
     assert set(acknowledged) <= listed, "a commit that was acknowledged is nowhere"
 
 

@@ -3,8 +3,10 @@
 The ledger sees each write at the moment it is applied, and judges it by the one before (tests/support/histories/invariants.py).
 """
 
+from dataclasses import replace
+
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.format.latest import Attempt, Entry, Latest, load_latest
+from raycheck.bucket.format.latest import Attempt, Entry, Latest
 from raycheck.bucket.format.manifest import Manifest, load_manifest
 from tests.support.histories.history_actors import Driver, Group, Save
 from tests.support.histories.invariants import (
@@ -13,6 +15,8 @@ from tests.support.histories.invariants import (
     assert_never_named_again,
     assert_repaired,
     assert_same_bytes,
+    load,
+    whole,
 )
 from tests.support.servers.fault_injection import World, Write
 
@@ -46,6 +50,8 @@ class Ledger:
         if self._num_writes == self._checked[0] or self.is_lost:
             return
         found = assert_invariants(self.world.inner, self._checked[1])
+        assert found is not None
+        found = replace(found, past_pages=())
         assert found == self.body, "latest was changed by other means than a write"
         assert_same_bytes(self.world.inner, self.world.wrote)
         self._checked = (self._num_writes, found)
@@ -92,7 +98,7 @@ class Ledger:
     def _wrote(self, _: World, write: Write) -> None:
         self._num_writes += 1
         if write.key == object_keys.LATEST_KEY:
-            self._replaced(load_latest(write.data, what="latest"), write.data)
+            self._replaced(whole(self.world, write.data), write.data)
         elif write.verb == "delete":
             self._delete(write.key)
         elif write.key.endswith("/manifest.json") and write.key not in self.manifests:
@@ -128,6 +134,11 @@ class Ledger:
 
     def _delete(self, key: str) -> None:
         name = object_keys.checkpoint_of(key)
+        if (counter := object_keys.counter_of_page(key)) is not None:
+            newest = load(self.past[-1])
+            assert counter <= newest.counter, f"{key} was deleted, and may still be named"
+            assert key not in {page.key for page in (*newest.pages, *newest.evicted_pages)}, f"{key} is named"
+            return
         if name is None:
             assert key.startswith("probes/"), f"{key} was deleted, which nobody may"
             return

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
-from raycheck.bucket.format.latest import MAX_BYTES, Entry, Latest, load_latest
+from raycheck.bucket.format.latest import MAX_BYTES, Entry, Latest, Page, in_order, load_latest, load_page
 from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.reading import Checkpoint, list_directories, read_latest
@@ -84,7 +84,10 @@ def assert_write(world: World, write: Write) -> None:
 
 
 def _assert_swap(world: World) -> None:
-    body = load(world.bodies[-1])
+    stored = load(world.bodies[-1])
+    for page in (*stored.pages, *stored.evicted_pages):
+        assert world.objects.get(page.key) == world.wrote[page.key], f"I3: {page.key} is missing"
+    body = whole(world, world.bodies[-1])
     assert_body(body)
     assert world.objects[object_keys.LATEST_KEY] == world.bodies[-1]
     for entry in body.live:
@@ -94,23 +97,29 @@ def _assert_swap(world: World) -> None:
             assert data is not None, f"I3: {key} of {entry.key} is missing"
             assert (len(data), crc32(data)) == wanted, f"I1: {key}"
     if len(world.bodies) > 1:
-        before = load(world.bodies[-2])
+        before = whole(world, world.bodies[-2])
         assert_went_on(before, body)
         if body.is_mirror:
             assert_mirror_follows(before, body)
         elif not body.attempt.owner.startswith("repair-"):
             assert_follows(before, body)
-    back = {entry.key for entry in body.live} & set().union(*map(_evicted, world.bodies))
+    back = {entry.key for entry in body.live} & set().union(*(_evicted(world, data) for data in world.bodies))
     assert not back, f"I4: {back} came back"
 
 
 def _assert_delete(world: World, key: str) -> None:
     name = object_keys.checkpoint_of(key)
-    if name is None:
-        assert key.startswith("probes/"), f"I6: {key} lies outside of checkpoints/"
+    if (counter := object_keys.counter_of_page(key)) is not None:
+        stored = load(world.bodies[-1])
+        assert counter <= stored.counter, f"I6: {key} may still be named"
+        assert key not in {page.key for page in (*stored.pages, *stored.evicted_pages)}, f"I6: {key} is named"
         return
-    body = load(world.bodies[-1])
-    was_evicted = any(str(name) in _evicted(data) for data in world.bodies)
+    if name is None:
+        is_for_people = object_keys.is_segment_key(key)  # a part of the history, which was merged into another
+        assert is_for_people or key.startswith("probes/"), f"I6: {key} lies outside of checkpoints/"
+        return
+    body = whole(world, world.bodies[-1])
+    was_evicted = any(str(name) in _evicted(world, data) for data in world.bodies)
     assert was_evicted or name.attempt < body.attempt.number, f"I6: {key} could still be committed"
     for entry in body.live:
         is_needed = key == object_keys.manifest_key(entry.key) or key in needed(world, entry)
@@ -135,8 +144,38 @@ def _manifest_bytes(world: World, entry: Entry) -> bytes:
 
 @lru_cache(maxsize=20_000)
 def load(data: bytes) -> Latest:
-    """Parse a body that a world remembers."""
+    """Parse a body that a world remembers, without its pages."""
     return load_latest(data, what="latest")
+
+
+def whole(world: World, data: bytes) -> Latest:
+    """Return a body that a world remembers, with what its pages list, also if they are deleted by now."""
+    body = load(data)
+    body = replace(body, past_pages=()) if body.past_pages else body
+    refs = (*body.pages, *body.evicted_pages)
+    if not refs:
+        return body
+    assert {ref.key for ref in refs} <= world.wrote.keys(), "I3: a page was named before it was written"
+    pages = [_page(world.wrote[ref.key]) for ref in refs]
+    live = [entry for page in pages for entry in page.live]
+    evicted = [item for page in pages for item in page.evicted]
+    assert not {entry.key for entry in live} & body.kept_newest, "the head or what is restored is in a page"
+    for ref, page in zip(refs, pages, strict=True):
+        keys = [item.key for item in (*page.live, *page.evicted)]
+        assert (ref.count, ref.first, ref.last) == (len(keys), keys[0], keys[-1])
+        assert (ref.size_bytes, ref.crc32) == (len(world.wrote[ref.key]), crc32(world.wrote[ref.key]))
+    return replace(
+        body,
+        newest=in_order((*live, *body.newest)),
+        pages=(),
+        newest_evicted=(*evicted, *body.newest_evicted),
+        evicted_pages=(),
+    )
+
+
+@lru_cache(maxsize=5_000)
+def _page(data: bytes) -> Page:
+    return load_page(data, what="page")
 
 
 @lru_cache(maxsize=5_000)
@@ -149,8 +188,12 @@ def _objects(data: bytes) -> dict[str, tuple[int, int]]:
     return {key: (record.size_bytes, record.crc32) for key, record in _manifest(data).objects()}
 
 
+def _evicted(world: World, data: bytes) -> frozenset[str]:
+    return frozenset(item.key for item in whole(world, data).evicted) if load(data).evicted_pages else _in_body(data)
+
+
 @lru_cache(maxsize=20_000)
-def _evicted(data: bytes) -> frozenset[str]:
+def _in_body(data: bytes) -> frozenset[str]:
     return frozenset(item.key for item in load(data).evicted)
 
 

@@ -3,6 +3,7 @@
 from functools import cache
 
 from raycheck.bucket.format import object_keys
+from raycheck.bucket.protocol import paging
 from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.store.interface import Upload
 from tests.support.histories.invariants import assert_write
@@ -24,7 +25,8 @@ def new() -> World:
 
 
 @cache
-def _old() -> World:
+def _old(most_newest: int) -> World:
+    del most_newest
     world = new()
     ann = Driver(world.open())
     ann.claim("g1")
@@ -45,7 +47,7 @@ def _old() -> World:
 
 def old() -> World:
     """Make a run of ann's in its second attempt, with every kind of leftover."""
-    return _old().copy()
+    return _old(paging.MOST_NEWEST).copy()
 
 
 def current(wire: Wire) -> Driver:

@@ -123,6 +123,7 @@ class Gcs:
 
     def __init__(self) -> None:
         self.buckets: dict[str, dict[str, Stored]] = {BUCKET: {}}
+        self.about: dict[str, dict] = {}  # what somebody has set of a bucket's metadata: rules, versioning
         self.uploads: dict[str, Upload] = {}
         self.faults: list[dict] = []
         self._generation = time.time_ns() // 1000
@@ -234,6 +235,7 @@ class Server:
                 web.put("/upload/storage/v1/b/{bucket}/o", self._chunk),
                 web.delete("/upload/storage/v1/b/{bucket}/o", self._cancel),
                 web.get("/storage/v1/b/{bucket}", self._look),
+                web.patch("/storage/v1/b/{bucket}", self._change),
                 web.get("/storage/v1/b/{bucket}/o", self._list),
                 web.get(one, self._get, allow_head=False),
                 web.get(f"/download{one}", self._media, allow_head=False),
@@ -328,7 +330,14 @@ class Server:
     async def _look(self, request: web.Request) -> web.Response:
         name = request.match_info["bucket"]
         self.gcs.bucket(name)
-        return web.json_response({"kind": "storage#bucket", "id": name, "name": name})
+        about = {"kind": "storage#bucket", "id": name, "name": name, "location": "US", **self.gcs.about.get(name, {})}
+        return web.json_response({key: value for key, value in about.items() if value is not None})
+
+    async def _change(self, request: web.Request) -> web.Response:
+        name = request.match_info["bucket"]
+        self.gcs.bucket(name)
+        self.gcs.about.setdefault(name, {}).update(await request.json())
+        return await self._look(request)
 
     async def _list(self, request: web.Request) -> web.Response:
         return web.json_response(self.gcs.list(request.match_info["bucket"], dict(request.query)))

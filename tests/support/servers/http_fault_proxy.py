@@ -4,6 +4,8 @@ Rules match a request by method and key. `hold` stops a request before it reache
 tells the test that it got there; `reset` breaks the connection before the server sees the request; `lose_answer`
 lets the server apply it and breaks the connection instead of answering, `short_answer` in the middle of the answer;
 `cut` breaks it in the middle of the body, `flip` changes the body's last byte but `back`;
+`check_first` checks the condition of a write, and writes once another such request has checked it too, or after
+`delay_s`: a gateway that is not atomic;
 `delay` lets it through late; `throttle` makes all transfers slow; `deny` and `busy` answer 403 and 503 as S3 does, `answer` what the rule says, `edit` what
 the rule makes of the server's body. It also keeps every request's head, so that a test can assert what was really sent.
 """
@@ -17,13 +19,29 @@ import ssl
 import struct
 import threading
 import time
+import urllib.error
+import urllib.request
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
-Kind = Literal["hold", "reset", "cut", "lose_answer", "short_answer", "delay", "deny", "busy", "answer", "edit", "flip"]
+Kind = Literal[
+    "hold",
+    "reset",
+    "cut",
+    "lose_answer",
+    "short_answer",
+    "delay",
+    "deny",
+    "busy",
+    "answer",
+    "edit",
+    "flip",
+    "check_first",
+]
 
 
 @dataclass(frozen=True)
@@ -122,6 +140,8 @@ class FaultProxy:
         self._chaos: Callable[[], Kind | None] = lambda: None
         self._up, self._down = _Line(), _Line()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._connections: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()
+        self._checked: dict[str, list[asyncio.Event]] = {}
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="fault-proxy", daemon=True)
@@ -169,27 +189,31 @@ class FaultProxy:
 
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
-        server = await asyncio.start_server(self._handle, "127.0.0.1", 0, limit=1 << 20, ssl=self._tls)
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=1 << 20, ssl=self._tls)
         self.port = server.sockets[0].getsockname()[1]
         self._started.set()
         await self._stop.wait()
         server.close()
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in self._tasks:  # asyncio's own, which take in the last connections, end by themselves
+                task.cancel()
+            await asyncio.wait(others)
+        for connection in self._connections:  # that of a task which was cancelled before it began, too
+            connection.abort()
         await asyncio.sleep(0.05)  # closing transports take a turn of the loop to go
 
-    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections.add(writer.transport)
+        task = self._loop.create_task(self._handle(reader, writer))
         self._tasks.add(task)  # asyncio itself holds a task by a weak reference only
+        task.add_done_callback(self._tasks.discard)
+
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await self._exchange(reader, writer)
             writer.close()
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             writer.transport.abort()
-        finally:
-            self._tasks.discard(task)
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One request per connection: both sides are told to close, which keeps the proxy's state in one place."""
@@ -214,6 +238,12 @@ class FaultProxy:
                 await reader.readexactly(int(request.headers.get("content-length", 0)) // 2)
                 _reset(writer)
                 return
+            elif rule.kind == "check_first" and {"if-match", "if-none-match"} & request.headers.keys():
+                if not await asyncio.to_thread(self._holds, request):
+                    await _refuse(reader, writer, request, of_s3("412 Precondition Failed", "PreconditionFailed"))
+                    return
+                await self._until_two_have_checked(request, rule.delay_s)
+                head = re.sub(rb"(?im)^if-(none-)?match:[^\r]*\r\n", b"", head)
             elif answer := rule.answer or _ANSWERS.get(rule.kind):
                 await _refuse(reader, writer, request, answer)
                 return
@@ -246,6 +276,30 @@ class FaultProxy:
             up_writer.transport.abort()
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
+
+    def _holds(self, request: Head) -> bool:
+        """Asks the server whether the condition of a write is true now."""
+        signed = {"Authorization": request.headers["authorization"]}  # for another request, so not for all servers
+        ask = urllib.request.Request(f"http://{':'.join(self._upstream)}{request.target}", None, signed, method="HEAD")
+        try:
+            with urllib.request.urlopen(ask, timeout=60.0) as answer:
+                etag = answer.headers["ETag"]
+        except urllib.error.HTTPError as error:
+            error.close()
+            etag = None
+        if "if-none-match" in request.headers:
+            return etag is None
+        return etag is not None and request.headers["if-match"].strip('"') == etag.strip('"')
+
+    async def _until_two_have_checked(self, request: Head, at_most_s: float) -> None:
+        turn = f"{request.target} {request.headers.get('if-match')}"
+        waiting = self._checked.setdefault(turn, [])
+        waiting.append(asyncio.Event())
+        if len(waiting) >= 2:
+            for event in waiting:
+                event.set()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(waiting[-1].wait(), at_most_s)
 
     def _count(self, size_bytes: int) -> None:
         self.answered_bytes += size_bytes

@@ -9,8 +9,9 @@ commit (I4).
 Nothing outside `checkpoints/` is ever touched, and nothing whose name is not exactly a checkpoint's.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,6 +19,10 @@ from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.history.attempt_facts import facts_of
+from raycheck.bucket.history.facts import Facts
+from raycheck.bucket.history.segments import record_facts
+from raycheck.bucket.protocol.paging import sweep_pages
 from raycheck.bucket.protocol.pin_and_evict import evict, forget
 from raycheck.bucket.protocol.retention import decide_retention
 from raycheck.bucket.protocol.sharing.holds import drop_orphans, settle
@@ -25,12 +30,11 @@ from raycheck.bucket.protocol.swap import Register, lost_error
 from raycheck.bucket.reading import list_directories, read_latest
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import Upload
-from raycheck.errors import CorruptError, DeniedError, StoreError
+from raycheck.errors import CorruptError, DeniedError, RaycheckError, StoreError
 from raycheck.settings import Retention
 from raycheck.show_progress import ProgressTally
 
 GRACE_S = 600.0
-MAX_EVICTED = 200
 AT_ONCE = 8
 NO_RULES = Retention()
 
@@ -66,12 +70,11 @@ def prune(
     the names that are completely deleted. After a crash at any point the next prune continues. Raises NotFoundError
     without a run.
     """
-    crowded = _crowded(register.read_existing()[0])
     evict(register, rules)
     body, got = register.read_existing()
     held = body.held()
     gone, failures = [], []
-    for name, wait_s in _waits(body, got.at, grace_s, crowded):
+    for name, wait_s in _waits(body, got.at, grace_s):
         if not wait_s and name not in spare:
             try:
                 _delete_checkpoint(register.store, name, is_held=name in held, tally=tally)
@@ -81,14 +84,24 @@ def prune(
             if name not in held:
                 gone.append(name)  # otherwise its objects stay, and it stays in `evicted`, until nobody refers to it
     if gone:
+        _record_drops(register.store, body, gone)
         forget(register, frozenset(gone))
     try:
         settle(register)
+        if body.past_pages:
+            sweep_pages(register.store)
     except (StoreError, CorruptError) as error:
         failures.append(error)
     if failures:
         raise failures[0]
     return tuple(gone)
+
+
+def _record_drops(store: Store, body: Latest, keys: Collection[str]) -> None:
+    """Write into the history why these checkpoints were evicted, which `latest` will no longer say. Step 21."""
+    drops = {item.key: item for item in facts_of(body).drops.values() if item.key in keys}
+    with suppress(RaycheckError):  # for people only: losing it loses no checkpoint
+        record_facts(store, Facts(drops=drops), run_id=body.run_id, counter=body.counter)
 
 
 def plan_prune(
@@ -101,8 +114,8 @@ def plan_prune(
     """List what `prune` would delete now or after the grace period. Write nothing. tally: counts the objects."""
     body, got = register.read_existing()
     decisions = decide_retention(body, rules, now=got.at)
-    held = replace(body, live=tuple(item.entry for item in decisions if item.is_kept), head=None).held()
-    due = [(name, "evicted", wait_s) for name, wait_s in _waits(body, got.at, grace_s, _crowded(body))]
+    held = replace(body, newest=tuple(item.entry for item in decisions if item.is_kept), head=None).held()
+    due = [(name, "evicted", wait_s) for name, wait_s in _waits(body, got.at, grace_s)]
     due += [(item.entry.key, item.reason, grace_s) for item in decisions if not item.is_kept]
     found = []
     for name, why, wait_s in due:
@@ -129,6 +142,7 @@ def sweep(store: Store, *, also_whole: bool = False, tally: ProgressTally | None
     aborted = [_unfinished(store, upload) for upload in uploads]
     for upload in uploads:
         store.abort_upload(upload)
+    sweep_pages(store)
     return tuple(replace(item, is_deleted=True) for item in (*swept, *aborted))
 
 
@@ -138,18 +152,10 @@ def plan_sweep(store: Store, *, also_whole: bool = False) -> tuple[Deletion, ...
     return (*swept, *(_unfinished(store, upload) for upload in uploads))
 
 
-def _crowded(body: Latest) -> set[str]:
-    """Return the evicted checkpoints beyond the newest MAX_EVICTED, which get no grace period.
-
-    `latest` has a size limit, and a full one would end the run: that matters more than the readers' grace period.
-    """
-    return {item.key for item in body.evicted[:-MAX_EVICTED]}
-
-
-def _waits(body: Latest, now: float, grace_s: float, crowded: set[str]) -> Iterator[tuple[str, float]]:
+def _waits(body: Latest, now: float, grace_s: float) -> Iterator[tuple[str, float]]:
     """Yield each evicted checkpoint, and the number of seconds that readers still have."""
     for item in body.evicted:
-        yield item.key, 0.0 if item.key in crowded else max(0.0, grace_s - (now - item.at))
+        yield item.key, max(0.0, grace_s - (now - item.at))
 
 
 def _garbage(store: Store, *, also_whole: bool) -> tuple[list[Deletion], list[Upload]]:

@@ -19,7 +19,7 @@ from raycheck.bucket.format.latest import Hold, Latest, Loan, check_room
 from raycheck.bucket.format.object_keys import borrowed_directory, split_directory
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import put_once
-from raycheck.bucket.reading import get_latest, list_directories, read_latest
+from raycheck.bucket.reading import get_latest, list_directories, read_newest
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, NotFoundError, StoreError
 
@@ -259,7 +259,7 @@ def _hold_seen(store: Store, way: str) -> Hold | None:
     exists."""
     source, holder = _lender(store, way)
     try:
-        return _hold_of(read_latest(source), holder)
+        return _hold_of(read_newest(source), holder)
     except NotFoundError:
         return None
 

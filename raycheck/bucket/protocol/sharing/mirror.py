@@ -161,10 +161,10 @@ def show(
             attempts=(*source.attempts[1 - MAX_ATTEMPTS_LISTED :], last),
             head=source.head,
             finished=source.finished,
-            live=live,
+            newest=live,
             mirror=replace(body.mirror, source=uri, counter=source.counter, missing=len(set(coming) - here)),
         )
-        new = replace(new, evicted=_evicted(body, new, source, directories, now))
+        new = replace(new, newest_evicted=_evicted(body, new, source, directories, now))
         return None if new == body else new
 
     return register.swap(decide, what="mirror")
@@ -175,16 +175,20 @@ def _evicted(body: Latest, new: Latest, source: Latest, directories: Iterable[st
     not listed here."""
     before, live = {item.key for item in body.evicted}, {entry.key for entry in new.live}
     released = (body.held() - new.held()) & before  # again, so that readers have the whole grace period
-    left = {key for key in body.held() | set(directories) if key not in before | live and _has_gone(source, key)}
+    there = {entry.key for entry in source.live}
+    candidates = (body.held() | set(directories)) - before - live - there
+    left = {key for key in candidates if _has_gone(source, key)}
     kept = tuple(item for item in body.evicted if item.key not in released)
-    return (*kept, *(Evicted(key=key, at=now) for key in sorted(released | left)))
+    why = "its source no longer lists it"
+    return (*kept, *(Evicted(key=key, at=now, why=why) for key in sorted(released | left)))
 
 
 def _has_gone(source: Latest, key: str) -> bool:
-    """Return whether checkpoint `key` is not live in the source and never will be, again or for the first time (I4).
+    """Return whether checkpoint `key`, which is not live in the source, never will be, again or for the first time
+    (I4).
 
     A later commit there is of a higher attempt, or of a higher save of the live one.
     """
     name = CheckpointName.parse(key)
     last = source.attempt
-    return name is not None and source.entry(key) is None and (name.attempt, name.save) <= (last.number, last.last_save)
+    return name is not None and (name.attempt, name.save) <= (last.number, last.last_save)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
+from raycheck.bucket.store.bucket_rules import BucketRules, Unread
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
     Buffer,
@@ -40,7 +41,8 @@ from raycheck.storage_settings import StorageSettings
 
 CONNECT_TIMEOUT_S = 10
 ROLE = "Storage Blob Data Contributor"
-_AS_IT_IS = {"decompress": False}  # raycheck compresses no object, and a hostile one may decompress to any size
+_AS_IT_IS = {"decompress": False}
+"""raycheck compresses no object, and a hostile one may decompress to any size."""
 _BAD_IDENTITY = ("InvalidAuthenticationInfo", "AuthenticationFailed")
 
 
@@ -170,6 +172,57 @@ class AzStore(RemoteStore):
         same = self._azure.MatchConditions.IfNotModified
         upload = self._upload(key, data, overwrite=True, etag=version, match_condition=same)
         return _written(self._run_conditional(key, upload))
+
+    def unchecked_writes(self, key: str) -> tuple[str, ...]:
+        wrong = hashlib.md5(b"not what was sent", usedforsecurity=False).digest()
+
+        async def call(client: Any) -> bool:
+            sent = {"transactional_content_md5": bytearray(wrong), "overwrite": True}
+            try:
+                await self._blob(client, key).upload_blob(b"what was sent", **sent, **self._options)
+            except self._azure.exceptions.HttpResponseError as error:
+                if error.status_code != 400:
+                    raise
+                return False
+            return True
+
+        objects = ("objects",) if self._run(key, call) else ()
+        return (*objects, "parts")  # a block is staged without a checksum
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self._fs.service_client.url.partition('?')[0].rstrip('/')}, through adlfs"
+
+    def bucket_rules(self, key: str) -> BucketRules:
+        async def container(client: Any) -> Any:
+            return await client.get_container_properties(**self._options)
+
+        async def service(_: Any) -> Any:
+            return await self._fs.service_client.get_service_properties(**self._options)
+
+        async def put(client: Any) -> Any:
+            return await self._blob(client, key).upload_blob(b"versioning", overwrite=True, **self._options)
+
+        about = self._read("container's properties", container)
+        account = self._read("account's properties", service)
+        written = self._read(key, put)
+        self.delete(key)
+        is_immutable = not isinstance(about, Unread) and bool(about.has_immutability_policy or about.has_legal_hold)
+        kept = account if isinstance(account, Unread) else account["delete_retention_policy"]
+        return BucketRules(
+            versioning=written if isinstance(written, Unread) else bool(written.get("version_id")),
+            lock=about if isinstance(about, Unread) else "an immutability policy or a legal hold" * is_immutable,
+            is_immutable=is_immutable,
+            kept_days=kept if isinstance(kept, Unread) else float(kept.days or 0) * bool(kept.enabled),
+            lifecycle=Unread("Azure shows them only to its management API (az storage account management-policy show)"),
+        )
+
+    def _read(self, what: str, call: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Return the response about one of the rules, or why it is not known. Sends one request."""
+        try:
+            return self._run(what, call, attempts=1)
+        except StoreError as error:
+            return Unread(str(error))
 
     def delete(self, key: str) -> None:
         async def call(client: Any) -> None:

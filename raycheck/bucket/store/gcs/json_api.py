@@ -63,8 +63,8 @@ class RefusedError(Exception):
         self.is_rate_limit = self.status == 429 or (self.status == 403 and "ateLimitExceeded" in self.reasons)
         # Without a token the request names no identity: then 401 means that a permission is missing.
         self.is_bad_identity = self.status == 401 and (is_signed or "authError" in self.reasons)
+        # True when the condition of the request was refused: a server may also answer 412 to a wrong checksum.
         self.is_by_condition = False
-        """True when the condition of the request was refused: a server may also answer 412 to a wrong checksum."""
         super().__init__(f"{self.status} {self.message}")
 
 

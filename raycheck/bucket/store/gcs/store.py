@@ -19,6 +19,8 @@ from typing import Any
 from urllib.parse import quote
 from uuid import uuid4
 
+from raycheck.bucket.store.bucket_rules import BucketRules, Unread
+from raycheck.bucket.store.gcs.bucket_rules import FIELDS, LOOK, rules_of
 from raycheck.bucket.store.gcs.json_api import Api, ApiResponse, RefusedError, ResumableUpload
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
@@ -200,6 +202,50 @@ class GsStore(RemoteStore):
             params["rewriteToken"] = answer["rewriteToken"]
         return dict(answer["resource"])
 
+    def unchecked_writes(self, key: str) -> tuple[str, ...]:
+        sent, wrong = b"what was sent", self._crc(b"not what was sent")
+        found = []
+        if self._accepts(key, self._insert(key, sent, {}, crc=wrong)):
+            found.append("objects")
+        upload = self._run(key, partial(self._open_upload, key, len(sent)))
+        if self._accepts(key, partial(upload.finish, 0, memoryview(sent), f"crc32c={_encoded(wrong)}")):
+            found.append("parts")
+        else:
+            self._abandon(key, upload)
+        return tuple(found)
+
+    def _accepts(self, key: str, send: Callable[[Api], Awaitable[object]]) -> bool:
+        """Return whether the store takes a body that does not have the checksum sent along."""
+
+        async def call(api: Api) -> bool:
+            try:
+                await send(api)
+            except RefusedError as error:
+                if error.status not in (400, 412):
+                    raise
+                return False
+            except StoreError:  # a resumable upload was refused
+                return False
+            return True
+
+        return self._run(key, call, attempts=1)
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self._endpoint or 'Google Cloud Storage'}, by the JSON API"
+
+    def bucket_rules(self, key: str) -> BucketRules:
+        del key
+
+        async def call(api: Api) -> Any:
+            return (await api.ask("GET", f"/storage/v1/b/{self._bucket}", params={"fields": FIELDS}, needs=LOOK)).json()
+
+        try:
+            return rules_of(self._run("bucket's metadata", call))
+        except StoreError as error:
+            why = Unread(str(error))
+            return BucketRules(region=why, versioning=why, lock=why, kept_days=why, lifecycle=why)
+
     def put_if_absent(self, key: str, data: bytes) -> Written:
         check_conditional_size(key, data)
         return self._insert_if(key, data, "0")
@@ -270,10 +316,15 @@ class GsStore(RemoteStore):
         about = {"name": self._full(key), "contentType": "application/octet-stream", "cacheControl": "no-store"}
         return json.dumps(about | more).encode()
 
-    def _insert(self, key: str, data: Buffer, condition: dict[str, str]) -> Callable[[Api], Awaitable[ApiResponse]]:
-        """Return one request that writes one object. GCS refuses it when the bytes do not match the checksum."""
+    def _insert(
+        self, key: str, data: Buffer, condition: dict[str, str], crc: int | None = None
+    ) -> Callable[[Api], Awaitable[ApiResponse]]:
+        """Return one request that writes one object. GCS refuses it when the bytes do not match the checksum.
+
+        crc: a checksum to send instead of that of `data`.
+        """
         mark = uuid4().hex
-        about = self._described(key, crc32c=_encoded(self._crc(data)))
+        about = self._described(key, crc32c=_encoded(self._crc(data) if crc is None else crc))
         head = f"--{mark}\r\nContent-Type: application/json\r\n\r\n".encode() + about
         head += f"\r\n--{mark}\r\nContent-Type: application/octet-stream\r\n\r\n".encode()
         tail = f"\r\n--{mark}--\r\n".encode()

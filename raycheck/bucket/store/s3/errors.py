@@ -31,12 +31,15 @@ _PERMISSIONS = {
     "GetObject": "s3:GetObject",
     "HeadObject": "s3:GetObject",
     "ListObjectsV2": "s3:ListBucket",
+    "HeadBucket": "s3:ListBucket",
+    "GetBucketVersioning": "s3:GetBucketVersioning",
+    "GetObjectLockConfiguration": "s3:GetBucketObjectLockConfiguration",
+    "GetBucketLifecycleConfiguration": "s3:GetLifecycleConfiguration",
     "ListMultipartUploads": "s3:ListBucketMultipartUploads",
     "ListParts": "s3:ListMultipartUploadParts",
     "DeleteObject": "s3:DeleteObject",
     "AbortMultipartUpload": "s3:AbortMultipartUpload",
 }
-# The last four mean that the bytes that arrived are not those that were sent.
 _MAY_PASS = (
     "SlowDown",
     "RequestTimeout",
@@ -45,6 +48,8 @@ _MAY_PASS = (
     "XAmzContentChecksumMismatch",
     "XAmzContentSHA256Mismatch",
 )
+"""The last four mean that the bytes that arrived are not those that were sent."""
+_WRONG_CLOCK = ("RequestTimeTooSkewed", "RequestExpired")
 BAD_IDENTITY = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "InvalidClientTokenId")
 _MISCONFIGURED = (
     ConfigNotFound,
@@ -80,6 +85,11 @@ def _answered(uri: str, key: str, error: ClientError, settings: StorageSettings)
     verb = error.operation_name
     if verb.startswith("AssumeRole") and status < 500:
         return ConfigError(f"{shown_uri(uri)}: the role {settings.role_arn or ''} could not be assumed: {error}"), False
+    if code in _WRONG_CLOCK:
+        return ConfigError(
+            f"{shown_uri(uri)}: the store refuses requests with this time ({said(code, message)}); set this machine's "
+            "clock, as by NTP"
+        ), False
     if code == "NoSuchBucket":
         return ConfigError(f"{shown_uri(uri)}: there is no such bucket; create it or correct the name"), False
     if status == 404:

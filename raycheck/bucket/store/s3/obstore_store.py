@@ -37,7 +37,8 @@ MAX_RETRIES = 4
 """How often obstore retries a request of an upload in parts. Every other request is repeated through s3fs instead."""
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.=-]*(/[A-Za-z0-9_-][A-Za-z0-9_.=-]*)*")
 """Other keys, such as those of a hostile run name, may be written differently by obstore than by S3."""
-_PLAIN_REGION = "us-east-1"  # servers at a custom endpoint accept it
+_PLAIN_REGION = "us-east-1"
+"""Servers at a custom endpoint accept this region."""
 
 
 class FastS3Store(S3Store):

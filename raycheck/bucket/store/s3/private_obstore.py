@@ -18,7 +18,8 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-_NAME = "_obstore"  # the library's start function is named after it
+_NAME = "_obstore"
+"""The name of the module, after which the library's start function is named."""
 
 
 def own_obstore() -> Any:

@@ -4,15 +4,16 @@ Requests are made directly on its botocore client. s3fs itself drops If-Match on
 conditional writes, which then conflict with themselves, and uploads parts one after another.
 """
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from botocore.exceptions import FlexibleChecksumError
+from botocore.exceptions import ClientError, FlexibleChecksumError
 from botocore.handlers import set_operation_specific_signer
 
+from raycheck.bucket.store.bucket_rules import BucketRules, Unread
 from raycheck.bucket.store.client_options import on_every_request, on_write, s3fs_options
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
@@ -30,6 +31,7 @@ from raycheck.bucket.store.interface import (
 from raycheck.bucket.store.part_sizes import PART_SIZES
 from raycheck.bucket.store.remote_store import RemoteStore, bucket_time
 from raycheck.bucket.store.retry import Repeat
+from raycheck.bucket.store.s3.bucket_rules import lifecycle_rules, lock_in_words
 from raycheck.bucket.store.s3.client import ChainedFiles, session
 from raycheck.bucket.store.s3.credentials import CredentialChain
 from raycheck.bucket.store.s3.errors import translate
@@ -44,8 +46,17 @@ from raycheck.bucket.store.s3.requests import (
     upload_part,
 )
 from raycheck.bucket.store.upload_parts import send_parts
-from raycheck.errors import ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
+from raycheck.errors import (
+    ConflictError,
+    CorruptError,
+    DeniedError,
+    NotFoundError,
+    RaycheckError,
+    StoreError,
+)
 from raycheck.storage_settings import StorageSettings
+
+OTHER_BYTES = b"not what was sent"
 
 
 class S3Store(RemoteStore):
@@ -268,6 +279,82 @@ class S3Store(RemoteStore):
         with suppress(NotFoundError):
             self._run(upload.key, lambda client: client.abort_multipart_upload(**where))
 
+    def begin_upload(self, key: str) -> Upload:
+        begin = self._at(key) | self._on_write | {"ChecksumAlgorithm": "CRC32"}
+        return Upload(key, self._run(key, lambda client: client.create_multipart_upload(**begin))["UploadId"])
+
+    def unchecked_writes(self, key: str) -> tuple[str, ...]:
+        sent = {"Body": b"what was sent", "ChecksumCRC32": crc_header(OTHER_BYTES)}
+        found = []
+        if self._accepts(key, lambda client: client.put_object(**self._at(key), **self._on_write, **sent)):
+            found.append("objects")
+        upload = self.begin_upload(key)
+        where = self._at(key) | {"UploadId": upload.id}
+        try:
+            if self._accepts(key, lambda client: client.upload_part(**where, **sent, PartNumber=1)):
+                found.append("parts")
+        finally:
+            self._abandon(key, where)
+        return tuple(found)
+
+    def _accepts(self, key: str, send: Callable[[Any], Awaitable[object]]) -> bool:
+        """Return whether the store takes a body that does not have the checksum sent along."""
+
+        async def call(client: Any) -> bool:
+            try:
+                await send(client)
+            except ClientError as error:
+                if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 400:
+                    return False
+                raise
+            return True
+
+        return self._run(key, call)
+
+    @property
+    def endpoint(self) -> str:
+        client = "obstore and s3fs" if type(self) is not S3Store else "s3fs"
+        return f"{self._settings.endpoint or 'AWS'}, through {client}"
+
+    def bucket_rules(self, key: str) -> BucketRules:
+        where = {"Bucket": self._bucket}
+        versions = self._read("versioning", lambda client: client.get_bucket_versioning(**where))
+        if isinstance(versions, Unread):
+            versioning: bool | Unread = self._writes_versions(key)
+        else:
+            versioning = versions.get("Status") == "Enabled"
+        lock = self._read("object lock", lambda client: client.get_object_lock_configuration(**where))
+        life = self._read("lifecycle rules", lambda client: client.get_bucket_lifecycle_configuration(**where))
+        head = self._read("region", lambda client: client.head_bucket(**where))
+        return BucketRules(
+            region=head if isinstance(head, Unread) else _region(head),
+            asked_region=self._settings.region or "" if self._settings.endpoint is None else "",
+            versioning=versioning,
+            lock=lock if isinstance(lock, Unread) else lock_in_words(lock),
+            lifecycle=life if isinstance(life, Unread) else lifecycle_rules(life),
+            keeps_uploads=True,
+        )
+
+    def _writes_versions(self, key: str) -> bool | Unread:
+        """Return whether a new object gets a version, which needs no permission to read the bucket's settings."""
+        try:
+            answer = self._run(key, lambda client: self._put_object(client, key, b"versioning"))
+            self.delete(key)
+        except StoreError as error:
+            return Unread(str(error))
+        return answer.get("VersionId") not in (None, "null")
+
+    def _read(self, what: str, call: Callable[[Any], Awaitable[dict[str, Any]]]) -> dict[str, Any] | Unread:
+        """Return the response about one of the bucket's rules, empty if there is none. Sends one request."""
+        try:
+            return self._run(what, call, attempts=1)
+        except NotFoundError:
+            return {}
+        except DeniedError as error:
+            return Unread(str(error))
+        except StoreError as error:  # many stores do not implement all of these
+            return Unread(f"this store does not say ({error})")
+
     def _put_conditional(self, key: str, data: bytes, **condition: str) -> Written:
         try:
             answer = self._run_conditional(key, lambda client: self._put_object(client, key, data, **condition))
@@ -306,6 +393,12 @@ class S3Store(RemoteStore):
             return self._judge(key, ChangedError())
         translated, may_repeat = translate(self.uri, key, error, self._settings)
         return translated, Repeat.UNCONDITIONAL if may_repeat else Repeat.NOTHING
+
+
+def _region(answer: Any) -> str:
+    """Return the bucket's region in the response to head_bucket; "" where the store has none."""
+    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    return str(headers.get("x-amz-bucket-region") or "")
 
 
 def _as_requests(signature_version: str, context: dict[str, Any], signing_name: str, **_: object) -> str:

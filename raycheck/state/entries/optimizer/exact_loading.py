@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from raycheck.state.entries.optimizer.parameter_groups import ParameterGroups
 from raycheck.state.entries.optimizer.slot_allocation import STEP
 
-_FOUR_BITS = getattr(torch, "float4_e2m1fn_x2", None)  # older versions of torch lack this dtype
+_FOUR_BITS = getattr(torch, "float4_e2m1fn_x2", None)
+"""Older versions of torch lack this dtype."""
 
 
 def load_exactly(

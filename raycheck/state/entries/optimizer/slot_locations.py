@@ -24,7 +24,7 @@ class SlotLocations:
 
     def fetch(self) -> list[Any]:
         """Return the slots in the order of the names. Raises LookupError if the optimizer now has other slots."""
-        state = self._optimizer.state
+        state = dict(self._optimizer.state)  # of an engine they are views, made each time
         is_simple = all(type(slots) is dict for slots in state.values()) and is_plain(self._optimizer)
         if not is_simple or sum(map(len, state.values())) != len(self._places):
             raise LookupError("there are other slots now")

@@ -1,0 +1,117 @@
+"""Reads the pages of `latest`: immutable objects that list the live checkpoints which are not the newest. Step 40.
+
+A body of `latest` names the pages with their checksums, so the body and its pages are one value, read in several
+requests. A page is deleted only long after the last body that named it was replaced; a reader that is slower than that
+reads `latest` again.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from raycheck.bucket.document_reading import again_if_corrupt
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.latest import Latest, Page, PageRef, PagesNeededError, in_order, load_page
+from raycheck.bucket.store import Got, Store
+from raycheck.errors import CorruptError, NotFoundError
+
+T = TypeVar("T")
+AT_ONCE = 32
+Read = Callable[[], tuple[Latest, Got]]
+
+
+class PageMissingError(Exception):
+    """A page that a body names is not there: the body was replaced long ago, or the page was lost."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+class Pages:
+    """The pages of one run. Each is read once. Several threads may use them."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._read_pages: dict[str, Page] = {}
+
+    def read(self, refs: Iterable[PageRef]) -> list[Page]:
+        """Return these pages. Raises PageMissingError, and CorruptError for damaged bytes."""
+        refs = tuple(refs)
+        known = self._read_pages  # another thread may replace it meanwhile
+        found = {ref.key: known[ref.key] for ref in refs if ref.key in known}
+        unread = [ref for ref in refs if ref.key not in found]
+        for first in range(0, len(unread), AT_ONCE):
+            batch = unread[first : first + AT_ONCE]
+            pages = self._store.together(*(partial(self._read, ref) for ref in batch))
+            found.update(zip((ref.key for ref in batch), pages, strict=True))
+        self._read_pages.update(found)
+        return [found[ref.key] for ref in refs]
+
+    def __str__(self) -> str:
+        return str(self._store)
+
+    def remember(self, key: str, page: Page) -> None:
+        """Remember a page that is about to be written at `key`."""
+        self._read_pages[key] = page
+
+    def ask(self, body: Latest, question: Callable[[Latest], T]) -> T:
+        """Return the answer of `body` to a question; its pages are read if the answer depends on them."""
+        try:
+            return question(body)
+        except PagesNeededError:
+            return question(self.whole(body))
+
+    def whole(self, body: Latest) -> Latest:
+        """Return `body` with what its pages list, as a whole body. Raises the errors of `read`."""
+        refs = (*body.pages, *body.evicted_pages)
+        if not refs:
+            return body
+        found = self.read(refs)
+        self._read_pages = dict(zip((ref.key for ref in refs), found, strict=True))
+        live = (entry for page in found for entry in page.live)
+        evicted = (item for page in found for item in page.evicted)
+        return replace(
+            body,
+            newest=in_order((*live, *body.newest)),
+            pages=(),
+            newest_evicted=(*evicted, *body.newest_evicted),
+            evicted_pages=(),
+        )
+
+    def _read(self, ref: PageRef) -> Page:
+        def read() -> Page:
+            try:
+                data = self._store.get(ref.key, ref.size_bytes).data
+            except NotFoundError:
+                raise PageMissingError(ref.key) from None
+            if len(data) != ref.size_bytes or crc32(data) != ref.crc32:
+                raise CorruptError(
+                    f"{self._store}: {ref.key}, which lists {ref.count} checkpoints, is damaged. Put an earlier "
+                    "version of it back (bucket versioning), or rebuild the list with 'raycheck repair'"
+                )
+            return load_page(data, what=f"{self._store}: {ref.key}")
+
+        return again_if_corrupt(read)
+
+
+def read_whole(read: Read, pages: Pages) -> tuple[Latest, Got]:
+    """Read `latest`, by `read`, and its pages. Raises what `read` raises, and CorruptError when a page is lost."""
+    missing = ""
+    while True:
+        body, got = read()
+        try:
+            return pages.whole(body), got
+        except PageMissingError as error:
+            if error.key == missing:
+                raise lost_page_error(pages, error.key) from None
+            missing = error.key
+
+
+def lost_page_error(pages: Pages, key: str) -> CorruptError:
+    return CorruptError(
+        f"{pages}: {key} is missing, although latest names it: checkpoints that it lists are not in the list. Training "
+        "and restoring the newest checkpoint need no page. Put it back (bucket versioning), or rebuild the list with "
+        "'raycheck repair'"
+    )

@@ -1,0 +1,194 @@
+"""Keeps `latest` small: moves all but the newest entries to pages, which are written before the swap. Step 40.
+
+Every swap computes its new body as if `latest` listed everything. Below it, this module decides where each checkpoint
+is listed: in the body itself, in a page that exists, or in a new page. A page never changes (I2): when what one lists
+changes or leaves, a new page takes its place. Live and evicted checkpoints are listed apart, in the same way.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Generic, TypeVar
+from uuid import uuid4
+
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.document import dump
+from raycheck.bucket.format.latest import Entry, Evicted, Latest, Page, PageRef, PastPage, in_order
+from raycheck.bucket.format.object_keys import PAGES_PREFIX, counter_of_page, page_key
+from raycheck.bucket.pages import PageMissingError, Pages
+from raycheck.bucket.reading import read_newest
+from raycheck.bucket.store import Store
+from raycheck.errors import CorruptError
+
+MOST_NEWEST, MOST_NEWEST_BYTES = 128, 32 * 1024
+"""Above either of these, the oldest entries of a body move to a page..."""
+KEPT_NEWEST, KEPT_NEWEST_BYTES = 64, 16 * 1024
+"""...until it lists no more than these, and no fewer than LEAST_NEWEST."""
+LEAST_NEWEST = 8
+PAGE_ENTRIES = 1000
+"""The last page is replaced by a longer one until it lists this many; then a new one begins."""
+MOST_PAGES = 64
+"""Of more pages, the two neighbors that list the fewest become one. So a body never names more."""
+WRITES_KEPT = 100
+"""A page stays for this many writes of `latest` after the first body that does not name it: for slow readers, and for
+whoever puts an older version of `latest` back."""
+MOST_PAST = 200
+"""Of more such pages, the first are deleted earlier."""
+
+LOST = (PageMissingError, CorruptError)
+"""The errors for a page that cannot be read. A swap that would only make it longer then begins a new one instead."""
+
+Item = TypeVar("Item", bound=Entry | Evicted)
+
+
+def fold(new: Latest, old: Latest | None, pages: Pages) -> tuple[Latest, Mapping[str, bytes]]:
+    """Return `new` as it is to be stored, and the pages to write before it, by key.
+
+    new: the body to write, whole or with pages of `old`. old: the body that it replaces. Raises PageMissingError.
+    """
+    written: dict[str, bytes] = {}
+
+    def write(page: Page) -> PageRef:
+        key = page_key(new.counter, uuid4().hex[:8])
+        data = written[key] = dump(page)
+        pages.remember(key, page)
+        keys = [*(entry.key for entry in page.live), *(item.key for item in page.evicted)]
+        return PageRef(key=key, crc32=crc32(data), size_bytes=len(data), count=len(keys), first=keys[0], last=keys[-1])
+
+    live: _List[Entry] = _List(
+        read=lambda ref: pages.read([ref])[0].live,
+        write=lambda items: write(Page(run_id=new.run_id, live=in_order(items))),
+        stay=new.kept_newest,
+    )
+    evicted: _List[Evicted] = _List(
+        read=lambda ref: pages.read([ref])[0].evicted,
+        write=lambda items: write(Page(run_id=new.run_id, evicted=items)),
+    )
+    newest, refs = live.divide(new.newest, new.pages, old.pages if old else ())
+    newest_evicted, evicted_refs = evicted.divide(
+        new.newest_evicted, new.evicted_pages, old.evicted_pages if old else ()
+    )
+    stored = replace(new, newest=newest, pages=refs, newest_evicted=newest_evicted, evicted_pages=evicted_refs)
+    return replace(stored, past_pages=_past(stored, old)), written
+
+
+def _past(new: Latest, old: Latest | None) -> tuple[PastPage, ...]:
+    """Return the pages whose objects stay although the body `new` does not name them."""
+    named = {ref.key for ref in (*new.pages, *new.evicted_pages)}
+    left = [ref.key for ref in ((*old.pages, *old.evicted_pages) if old else ()) if ref.key not in named]
+    stay = (page for page in new.past_pages if page.since > new.counter - WRITES_KEPT)
+    return (*stay, *(PastPage(key=key, since=new.counter) for key in left))[-MOST_PAST:]
+
+
+@dataclass(frozen=True, slots=True)
+class _List(Generic[Item]):
+    """A list that is divided into pages and the newest items, which the body lists itself.
+
+    read: returns what a page lists. write: makes a page. stay: the keys of items that no page may list.
+    """
+
+    read: Callable[[PageRef], tuple[Item, ...]]
+    write: Callable[[tuple[Item, ...]], PageRef]
+    stay: frozenset[str] = frozenset()
+
+    def divide(
+        self, newest: tuple[Item, ...], refs: tuple[PageRef, ...], old: tuple[PageRef, ...]
+    ) -> tuple[tuple[Item, ...], tuple[PageRef, ...]]:
+        """Return the items that the new body lists itself, and its pages.
+
+        newest, refs: those of the new body; without refs, it is whole. old: the pages of the body that it replaces.
+        """
+        parts: list[PageRef | tuple[Item, ...]] = list(refs)
+        if old and not refs:
+            parts, newest = self._in_pages(newest, old)
+        moved = self._too_old(newest)
+        if moved:
+            keys = {item.key for item in moved}
+            newest = tuple(item for item in newest if item.key not in keys)
+            parts = self._merged(self._with_moved(parts, moved))
+        return newest, tuple(part if isinstance(part, PageRef) else self.write(part) for part in parts)
+
+    def _in_pages(
+        self, items: tuple[Item, ...], old: tuple[PageRef, ...]
+    ) -> tuple[list[PageRef | tuple[Item, ...]], tuple[Item, ...]]:
+        """Find what of all items the old pages list. Return the pages, and the items in none of them."""
+        left = {item.key: item for item in items}
+        parts: list[PageRef | tuple[Item, ...]] = []
+        for ref in old:
+            before = self.read(ref)
+            now = tuple(
+                left.pop(item.key)
+                for item in before
+                if item.key in left and item.key not in self.stay and not self._moved_on(item, left[item.key])
+            )
+            if now:
+                parts.append(ref if now == before else now)
+        return parts, tuple(left.values())
+
+    @staticmethod
+    def _moved_on(before: Item, now: Item) -> bool:
+        """Return whether an item has left its place: a checkpoint was evicted again, now as the newest one."""
+        return isinstance(before, Evicted) and before != now
+
+    def _too_old(self, newest: Sequence[Item]) -> tuple[Item, ...]:
+        """Return the items of a body that move to a page, in order."""
+        sizes = [len(dump(item)) for item in newest]
+        left, size = len(newest), sum(sizes)
+        if left <= MOST_NEWEST and (size <= MOST_NEWEST_BYTES or left <= LEAST_NEWEST):
+            return ()
+        moved = []
+        for item, its_size in zip(newest, sizes, strict=True):
+            if left <= LEAST_NEWEST or (left <= KEPT_NEWEST and size <= KEPT_NEWEST_BYTES):
+                break
+            if item.key not in self.stay:
+                moved.append(item)
+                left, size = left - 1, size - its_size
+        return tuple(moved)
+
+    def _with_moved(
+        self, parts: list[PageRef | tuple[Item, ...]], moved: tuple[Item, ...]
+    ) -> list[PageRef | tuple[Item, ...]]:
+        """Return the pages with more items at their end: in the last page, unless that is full or lost."""
+        if parts and _count(parts[-1]) + len(moved) <= PAGE_ENTRIES:
+            with suppress(*LOST):
+                return [*parts[:-1], (*self._items(parts[-1]), *moved)]
+        return [*parts, *(moved[first : first + PAGE_ENTRIES] for first in range(0, len(moved), PAGE_ENTRIES))]
+
+    def _merged(self, parts: list[PageRef | tuple[Item, ...]]) -> list[PageRef | tuple[Item, ...]]:
+        """Return no more than MOST_PAGES pages. A page that is lost remains as it is."""
+        while len(parts) > MOST_PAGES and (found := self._shortest_pair(parts)):
+            at, both = found
+            parts[at : at + 2] = [both]
+        return parts
+
+    def _shortest_pair(self, parts: list[PageRef | tuple[Item, ...]]) -> tuple[int, tuple[Item, ...]] | None:
+        """Return the place and the items of the two neighbors that list the fewest, among pages that can be read."""
+        counts = [_count(one) + _count(other) for one, other in pairwise(parts)]
+        for at in sorted(range(len(counts)), key=counts.__getitem__):
+            with suppress(*LOST):
+                return at, (*self._items(parts[at]), *self._items(parts[at + 1]))
+        return None
+
+    def _items(self, part: PageRef | tuple[Item, ...]) -> tuple[Item, ...]:
+        return self.read(part) if isinstance(part, PageRef) else part
+
+
+def _count(part: PageRef | tuple[object, ...]) -> int:
+    return part.count if isinstance(part, PageRef) else len(part)
+
+
+def sweep_pages(store: Store) -> None:
+    """Delete the pages that no body of `latest` will ever name again.
+
+    A body names only pages that were written for it, and pages that the body it replaces names. So if the one that is
+    read here does not name a page that was written for it or for an earlier one, no later body names it (I6). The pages
+    are listed before: if an older `latest` was put back since, its next bodies have the same counters.
+    """
+    listed = list(store.list_objects(PAGES_PREFIX))
+    body = read_newest(store)
+    spared = {page.key for page in (*body.pages, *body.evicted_pages)} | {page.key for page in body.past_pages}
+    for item in listed:
+        counter = counter_of_page(item.key)
+        if counter is not None and counter <= body.counter and item.key not in spared:
+            store.delete(item.key)

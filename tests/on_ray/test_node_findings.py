@@ -1,0 +1,44 @@
+"""raycheck doctor --address: every node of a Ray examines the place with its own clock, rights and file system."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import join_uri
+from tests.support.processes.ray_cluster import ENV, arena
+
+pytestmark = pytest.mark.ray
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_node_whose_clock_is_wrong_is_named_and_the_others_are_fit(s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    path = os.pathsep.join((str(ROOT / "tests/elastic/clock"), ENV["PYTHONPATH"]))
+    with arena() as ray:
+        (_fit,) = ray.add()
+        (_late,) = ray.add(env_vars={"PYTHONPATH": path, "RAYCHECK_TEST_CLOCK_S": "-3500"})
+
+        arguments = ["doctor", uri, "--address", ray.address, "--transfer-size", "1MiB", "--json"]
+        done = subprocess.run(
+            [sys.executable, "-m", "raycheck", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+
+    assert done.returncode == 1, done.stderr
+    findings = json.loads(done.stdout)["findings"]
+    of_nodes = [item for item in findings if item["name"].endswith("Ray's file system") and ": " in item["name"]]
+    assert [item["state"] for item in of_nodes] == ["ok"] * 3
+    (wrong,) = (item for item in findings if item["state"] == "wrong")
+    assert wrong["name"].endswith(": clock")
+    assert re.search(r"3[45]\d\d s behind", wrong["text"])
+    assert list(open_store(uri).list_objects("")) == []
