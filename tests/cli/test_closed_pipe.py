@@ -75,6 +75,9 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return {
         "ls": ["ls", uri],
         "show": ["show", uri],
+        "history": ["history", uri],
+        "doctor": ["doctor", uri],
+        "watch": ["watch", "--help"],
         "verify": ["verify", uri],
         "tensors": ["tensors", uri],
         "diff": ["diff", uri, "3", "6"],

@@ -34,7 +34,7 @@ def test_a_node_whose_clock_is_wrong_is_named_and_the_others_are_fit(s3: str) ->
             check=False,
         )
 
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 1, done.stderr + done.stdout
     findings = json.loads(done.stdout)["findings"]
     of_nodes = [item for item in findings if item["name"].endswith("Ray's file system") and ": " in item["name"]]
     assert [item["state"] for item in of_nodes] == ["ok"] * 3

@@ -30,7 +30,8 @@ def test_settings_given_to_fit_reach_workers_coordinator_and_ray(job, s3: str) -
         assert any(".validate_storage_marker" in head.target for head in writes), "by Ray"
         assert refused("trainer", proxy.requests) == []
         for head in writes:
-            assert head.headers.get("x-amz-server-side-encryption") == "AES256", head.target
+            if "partNumber=" not in head.target:  # the request that begins an upload says it for all of its parts
+                assert head.headers.get("x-amz-server-side-encryption") == "AES256", head.target
             assert head.headers.get("x-amz-request-payer") == "requester", head.target
         checkpoint = raycheck.open_checkpoint(result.checkpoint)
         assert checkpoint.step == 12
