@@ -97,7 +97,13 @@ class _Views:
         return await self._shown("runs.html", pages.runs_view)
 
     async def run(self, request: web.Request) -> web.Response:
-        return await self._shown("run.html", pages.run_view, _asked(request, "name"))
+        """Respond with the view of a run, or with one that waits for the run to start."""
+        name = _asked(request, "name")
+        status, found = await self._read(pages.run_view, name)
+        if status == 404 and self._place.may_have(name):
+            html = render("no_run_yet.html", self._place, name=name, error=found)
+            return web.Response(status=404, text=html, content_type="text/html")
+        return self._response("run.html", status, found)
 
     async def freed(self, request: web.Request) -> web.Response:
         return await self._shown("freed.html", pages.freed_view, _asked(request, "name"))
@@ -165,6 +171,9 @@ class _Views:
     async def _shown(self, template: str, view: Callable[..., dict[str, Any]], *arguments: str) -> web.Response:
         """Return the HTML of a view, or of the error that occurred while reading it."""
         status, found = await self._read(view, *arguments)
+        return self._response(template, status, found)
+
+    def _response(self, template: str, status: int, found: Any) -> web.Response:
         if status == 200:
             html = render(template, self._place, **found)
         else:
