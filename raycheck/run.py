@@ -386,8 +386,8 @@ class Run:
         return status_of(self._newest, read_record(self._store, self.attempt), now=self._now())
 
     def history(self) -> "RunHistory":
-        """Read the run's history up to when it was opened: its attempts, why each ended, its commits, and its
-        goodput."""
+        """Read the run's history: all attempts, why each ended, all commits, what became of them, the metrics of the
+        steps (`rows`, `curve`), and its goodput."""
         from raycheck.views.history import read_history
 
         return read_history(self._store, self._latest, now=self._now())

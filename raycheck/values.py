@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from raycheck.state.preview import Preview
     from raycheck.state.restore_result import RestoreReport
     from raycheck.state.restore_selection import Selection
-    from raycheck.views.attempts import AttemptHistory, Commit
+    from raycheck.views.attempts import AttemptHistory, Commit, MetricLine
     from raycheck.views.details import CheckpointDetails
     from raycheck.views.difference import CheckpointDifference, TensorDifference
     from raycheck.views.history import RunHistory
@@ -45,6 +45,7 @@ __all__ = [
     "KeepBest",
     "KeptCheckpoint",
     "KeptCheckpoints",
+    "MetricLine",
     "Picture",
     "Preview",
     "RestoreReport",
@@ -80,7 +81,7 @@ __getattr__, __dir__ = on_first_use(
         "raycheck.state.preview": ("Preview",),
         "raycheck.state.restore_result": ("RestoreReport",),
         "raycheck.state.restore_selection": ("Selection",),
-        "raycheck.views.attempts": ("AttemptHistory", "Commit"),
+        "raycheck.views.attempts": ("AttemptHistory", "Commit", "MetricLine"),
         "raycheck.views.details": ("CheckpointDetails",),
         "raycheck.views.difference": ("CheckpointDifference", "TensorDifference"),
         "raycheck.views.history": ("RunHistory",),

@@ -11,5 +11,6 @@ order:
 - protocol/: everything that writes `latest`, commits, or deletes.
 - assembly/: turns the ranks' reports into one checkpoint.
 - stored_export.py: reads and deletes an exported directory of a run.
+- history/: what a run was, beyond what `latest` lists: every commit, attempt, and metric of a step. For people.
 - attempt_records.py, run_status.py: what each attempt was and cost; whether the run is still active.
 """

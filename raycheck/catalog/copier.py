@@ -16,6 +16,7 @@ from raycheck.bucket.attempt_records import load_record, load_resume
 from raycheck.bucket.document_reading import read_document
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Entry, Latest
+from raycheck.bucket.history.segments import copy_segments
 from raycheck.bucket.protocol.object_copy import (
     LOOK_EVERY_S,
     CopiedCheckpoint,
@@ -93,6 +94,7 @@ class MirrorCopier:
         self._done: set[str] = set()  # keys of objects that are complete in the target
         self._begun: set[str] = set()  # directories in the target that may contain a part of a checkpoint
         self._records: set[str] = set()  # keys of attempts' records that are in the target or cannot be read
+        self._segments: frozenset[str] = frozenset()  # keys of the history's segments that were copied
 
     def read_source(self) -> SourceBody:
         """Read the source. Raises NotFoundError without a run, ConfigError for one that cannot be copied: a mirror that
@@ -225,7 +227,9 @@ class MirrorCopier:
         return shown
 
     def copy_records(self) -> None:
-        """Copy the records of attempts that the mirror lacks. Records that cannot be read are left out."""
+        """Copy the records of attempts and the segments of the history that the mirror lacks. What cannot be read is
+        left out."""
+        self._segments = copy_segments(self.objects.source, self.objects.target, self._segments)
         source, target = self.objects.source, self.objects.target
         number = self._target.read_existing()[0].attempt.number
         wanted = {item.key for item in source.list_objects(object_keys.ATTEMPTS_PREFIX)} - self._records

@@ -8,7 +8,8 @@
   Hugging Face directories, tinker.py serves the tinker SDK, demo.py runs a demo, docs.py prints the guides.
 - catalog/ works with many runs in one bucket: `runs`, `fork`, `delete`, `delete-run`, `pack`, `unpack`, `download`,
   `import`, `prune-runs`, `cp`.
-- views/ looks into checkpoints: `tensors`, `diff`; watches a run: `top`; and serves the `page`.
+- views/ looks into checkpoints: `tensors`, `diff`; shows what a run was: `history`; watches a run: `top`; and serves
+  the `page`.
 - options.py has the shared arguments, their shell completion, and the printing functions.
 
 To add a command, write a function in the file of its topic and add it to GROUPS below. The function's name, with
@@ -34,7 +35,7 @@ from raycheck.cli.catalog import archives, delete, fork, import_command, policy,
 from raycheck.cli.catalog import copy as copies
 from raycheck.cli.closed_pipe import end_with_the_reader
 from raycheck.cli.options import Text, out, with_flags
-from raycheck.cli.views import page, tensors, top
+from raycheck.cli.views import history, page, tensors, top
 from raycheck.errors import RaycheckError
 from raycheck.terminal import printable_lines
 
@@ -43,6 +44,7 @@ GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
         runs.runs,
         browse.ls,
         browse.show,
+        history.history,
         top.top,
         tensors.tensors,
         tensors.diff,

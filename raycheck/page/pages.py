@@ -3,9 +3,10 @@
 Every function here blocks while it reads from the bucket; server.py calls them in threads.
 """
 
+import json
 import posixpath
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -15,17 +16,23 @@ import raycheck
 from raycheck import Run, StorageSettings
 from raycheck.catalog import RunFolder
 from raycheck.errors import ConfigError, NotFoundError, RaycheckError
-from raycheck.views.charts import curves_of, timeline_of
+from raycheck.terminal import printable_lines
+from raycheck.views.charts import LEFT, RIGHT, WIDTH, timeline_of
 from raycheck.views.context_pool import ContextPool
 from raycheck.views.in_words import PRICE, goodput_text, monthly_cost
+from raycheck.views.metric_charts import MetricChart, metric_chart
 from raycheck.views.tensors import with_moments
 
 if TYPE_CHECKING:
     from raycheck import CommittedCheckpoint
     from raycheck.views.attempts import Commit
+    from raycheck.views.history import RunHistory
 
 MAX_ROWS = 2000
 """The maximum number of tensors in one view; the search finds the others."""
+MAX_CHARTS = 24
+MAX_RUNS = 8
+"""The maximum number of runs in one chart."""
 MAX_COLUMNS = 4
 """The maximum number of metrics with a column of their own, by which a table can be sorted."""
 MAX_SAMPLE_BYTES = 64 * 1024 * 1024
@@ -133,7 +140,54 @@ def columns_of(found: Iterable[Mapping[str, float]]) -> tuple[str, ...]:
     return tuple(sorted(sorted(counts, key=lambda name: (-counts[name], name))[:MAX_COLUMNS]))
 
 
-def run_view(place: PageScope, name: str) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class ChartOptions:
+    """How to draw metrics. smooth: from 0 to below 1. only: a part of the names of the metrics to show."""
+
+    is_log: bool = False
+    smooth: float = 0.0
+    only: str = ""
+
+
+def charts_view(found: Sequence[tuple[str, "RunHistory"]], options: ChartOptions) -> dict[str, Any]:
+    """Return the charts of the metrics of runs, at most MAX_CHARTS, each with the values that the crosshair shows."""
+    names = sorted({metric for _, history in found for metric in history.metrics if options.only in metric})
+    charts = []
+    for metric in names[:MAX_CHARTS]:
+        curves = [(label, history.curve(metric)) for label, history in found]
+        chart = metric_chart(metric, curves, is_log=options.is_log, smooth=options.smooth)
+        if chart is not None:
+            charts.append((chart, _crosshair(chart)))
+    return {"charts": charts, "options": options, "num_metrics": len(names), "max_charts": MAX_CHARTS}
+
+
+def _crosshair(chart: MetricChart) -> str:
+    """Return the values of a chart as JSON, for static/page.js."""
+    lines = [
+        {
+            "run": path.run,
+            "label": printable_lines(path.label) + (", went back" if path.is_abandoned else ""),
+            "steps": [step for step, _ in path.points],
+            "values": [float(f"{value:.6g}") for _, value in path.points],
+        }
+        for path in chart.paths
+        if not path.is_faint
+    ]
+    return json.dumps({"first": chart.first, "last": chart.last, "left": LEFT, "right": WIDTH - RIGHT, "lines": lines})
+
+
+def compare_view(place: PageScope, *names: str, options: ChartOptions) -> dict[str, Any]:
+    """Return the metrics of several runs, one over the other. Raises ConfigError above MAX_RUNS."""
+    if len(names) > MAX_RUNS:
+        raise ConfigError(f"{len(names)} runs are chosen: one chart shows at most {MAX_RUNS}")
+    with ContextPool(max(1, len(names)), thread_name_prefix="raycheck-compare") as pool:
+        histories = list(pool.map(lambda name: place.run(name).history(), names))
+    labels = [name or "run" for name in names]
+    found = list(zip(labels, histories, strict=True))
+    return {"names": names, "labels": labels, **charts_view(found, options)}
+
+
+def run_view(place: PageScope, name: str, options: ChartOptions = ChartOptions()) -> dict[str, Any]:
     """Return the values of a run's view."""
     run = place.run(name)
     history = run.history()
@@ -144,12 +198,12 @@ def run_view(place: PageScope, name: str) -> dict[str, Any]:
         "uri": _address(place.uri(name)),
         "history": history,
         "timeline": timeline_of(history.attempts, until=history.until),
-        "curves": curves_of(history.attempts),
+        **charts_view([("", history)], options),
         "kept": kept,
         "reasons": {item.key: item for item in kept.decisions},
         "shares": {item.key: item.shares_with for item in run.checkpoints},
         "freed": sum(item.size_bytes for item in kept.decisions if not item.is_kept),
-        "commits": tuple(reversed(history.commits)),
+        "commits": tuple(reversed(history.commits))[:MAX_ROWS],
         "metrics": columns_of([values_of(commit) for commit in history.commits]),
         "values_of": values_of,
         "goodput": goodput_text(history.goodput, history.goodput_limit),

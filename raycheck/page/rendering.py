@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 
 from raycheck.page.pages import PageScope, version
 from raycheck.terminal import printable_lines
-from raycheck.views.drawing import curve_svg, heat_svg, histogram_svg, timeline_svg
+from raycheck.views.drawing import heat_svg, histogram_svg, metric_svg, timeline_svg
 from raycheck.views.in_words import age, duration, short_number, size, time_of
 
 _SETTINGS = re.compile(r"(\w+://[^\s?'\"]+)\?[^\s'\"]*?(?=[:,.;)]*(?:[\s'\"]|$))")
@@ -38,7 +38,7 @@ def _environment() -> Environment:
         "since": since,
         "moving": moving,
         "link": _link,
-        "drawing": {"timeline": timeline_svg, "curve": curve_svg, "histogram": histogram_svg, "heat": heat_svg},
+        "drawing": {"timeline": timeline_svg, "metric": metric_svg, "histogram": histogram_svg, "heat": heat_svg},
         "version": version(),
     }
     return env

@@ -1,4 +1,4 @@
-"""The attempts of a run and their commits, read by history.py and drawn by charts.py."""
+"""The attempts of a run, their commits and their metrics, read by history.py and drawn by charts.py."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,13 +11,19 @@ Ending = Literal[
 ]
 
 
+CommitState = Literal["kept", "damaged", "dropped", "deleted"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """A commit of a run whose checkpoint still exists.
+    """A commit of a run, and what became of its checkpoint.
 
-    key: the checkpoint's name. at: the time of the commit in unix seconds, by the bucket's clock. is_head: the next
-    start restores it. is_by_notice: it was saved because of a preemption notice. is_rolling, is_pinned, name, damaged,
-    metrics, scores: from its entry in `latest`.
+    key: the checkpoint's name. at: the time of the commit in unix seconds, by the bucket's clock; of a commit that is
+    only known to have been dropped, the time of that. is_head: the next start restores it. is_by_notice: it was saved
+    because of a preemption notice. is_rolling, is_pinned, name, damaged, metrics, scores: from its entry in `latest`.
+    state: "kept" and "damaged" are live, "dropped" may still be readable for a few minutes, and of "deleted" nothing is
+    left. why: the reason for "dropped" or "deleted", "" if it is not known. dropped_at: when that was, in unix seconds.
+    is_abandoned: the run went back behind it, so it is not in the past of the newest attempt.
     """
 
     key: str
@@ -32,6 +38,32 @@ class Commit:
     damaged: str | None
     metrics: Mapping[str, float]
     scores: Mapping[str, float]
+    state: CommitState = "kept"
+    why: str = ""
+    dropped_at: float | None = None
+    is_abandoned: bool = False
+
+    @property
+    def is_live(self) -> bool:
+        """Return whether `latest` lists its checkpoint."""
+        return self.state in ("kept", "damaged")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricLine:
+    """A metric over the steps of one attempt, in order: a piece of the curve.
+
+    steps, values: one value per step; not every step needs to have one. times: when each step ended, in unix seconds by
+    the bucket's clock, None where it is not known. is_abandoned: the run went back behind these steps, so they are not
+    in the past of the newest attempt.
+    """
+
+    name: str
+    attempt: int
+    is_abandoned: bool
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+    times: tuple[float | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +75,10 @@ class AttemptHistory:
     a word or two ("driver lost": killed, or replaced by another driver); cause: the text of its record. restored: the
     checkpoint from which it started, None for a fresh start. last_save: the number of its last save. restore_s: seconds
     that its slowest rank took to restore. start_step: the step from which it continued. lost_steps, lost_s: steps and
-    seconds of training lost at the end of the previous attempt. These four are None if unknown. commits: its commits
-    that still exist, in order. resume: the record of its start, None if there is none.
+    seconds of training lost at the end of the previous attempt. These four are None if unknown. commits: all its
+    commits, in order. resume: the record of its start, None if there is none. last_seen_at: the last sign of life that
+    the bucket has: its last commit or row of metrics, or its start. A dead attempt trained until then, and perhaps a
+    little longer; ended_at is when somebody noticed.
     """
 
     number: int
@@ -61,3 +95,4 @@ class AttemptHistory:
     commits: tuple[Commit, ...]
     last_save: int = 0
     resume: ResumeRecord | None = None
+    last_seen_at: float | None = None

@@ -1,42 +1,50 @@
 """The history of a run: its attempts, why each ended and what that cost, its commits, and its goodput.
 
-It is assembled from `latest`, the two small records of each attempt, and the newest manifest. Commits whose checkpoints
-retention has dropped are not included.
+It is the union of the segments of the history, `latest`, and the small records of the attempts that no segment has yet;
+the newest manifest states the goodput. A run without segments, as an older raycheck wrote, has what the others say.
 """
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from raycheck.bucket.attempt_records import AttemptRecord, ResumeRecord, read_record, read_resumes
-from raycheck.bucket.format.latest import Attempt, Entry, Latest
+from raycheck.bucket.attempt_records import AttemptRecord
+from raycheck.bucket.format.latest import Attempt, Latest
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.history.attempt_facts import with_records
+from raycheck.bucket.history.facts import CommitRecord, Facts
+from raycheck.bucket.history.metric_rows import TIME, Series
+from raycheck.bucket.history.segments import read_facts
 from raycheck.bucket.protocol.sharing.fork import origin_in, origin_of
 from raycheck.bucket.reading import Checkpoint, read_latest_at
 from raycheck.bucket.run_status import Status, status_of
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, DamagedError, DeniedError, NotFoundError
-from raycheck.views.attempts import AttemptHistory, Commit, Ending
+from raycheck.views.attempts import AttemptHistory, Commit, CommitState, Ending, MetricLine
 from raycheck.views.context_pool import ContextPool
 from raycheck.views.goodput import goodput_limit, goodput_of
 from raycheck.views.in_words import goodput_text
 from raycheck.views.notebook import Picture, history_html, steps_html
 
-AT_ONCE = 32
+COLUMNS = ("step", "attempt", "is_abandoned", "time")
+"""The columns of `RunHistory.rows` that are not metrics."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHistory:
     """A run from its first attempt until now.
 
-    status: whether it is running, judging by the bucket. attempts: the newest 50, the live one last. began_at: the
+    status: whether it is running, judging by the bucket. attempts: all of them, the live one last. began_at: the
     start of the first attempt, None if unknown. trained_s: seconds of training in the head's state, excluding lost work
     and the time of saves. goodput: trained_s divided by the seconds from began_at to the head's commit, between 0 and
     1; None without a commit. goodput_limit: the highest possible goodput, see raycheck/views/goodput.py; None for fewer
     than two failures or if a cost is unknown. parent: the URI of the run that this one was forked from; None for a run
     that is not a fork, or has dropped the checkpoint from which it started. settings: those of the training at its
-    newest commit, as text; None if its manifest cannot be read.
+    newest commit, as text; None if its manifest cannot be read. problems: in words, what of the history cannot be read,
+    which is therefore missing here. every: 1 if every step's metrics are here; otherwise older ones are the first of
+    each span of this many steps.
     """
 
     uri: str
@@ -49,6 +57,66 @@ class RunHistory:
     goodput_limit: float | None = None
     parent: str | None = None
     settings: tuple[str, ...] | None = None
+    problems: tuple[str, ...] = ()
+    every: int = 1
+    _series: Mapping[tuple[int, str], Series] = field(default_factory=dict, repr=False)
+    _line: Mapping[int, int] = field(default_factory=dict, repr=False)
+
+    def rows(self) -> list[dict[str, float | None]]:
+        """Return the metrics as one row per step of each attempt, for `pandas.DataFrame(history.rows())`.
+
+        Each row has step, attempt, is_abandoned (the run went back behind this step), time (when the step ended, in
+        unix seconds by the bucket's clock, or None), and the metrics that the step had. Order: by attempt and step.
+        """
+        found: dict[tuple[int, int], dict[str, float | None]] = {}
+        for (attempt, name), values in self._all_series().items():
+            for step, value in values.items():
+                if (row := found.get((attempt, step))) is None:
+                    is_abandoned = _is_abandoned(self._line, attempt, step)
+                    row = {"step": step, "attempt": attempt, "is_abandoned": is_abandoned, "time": None}
+                    found[attempt, step] = row
+                if name not in COLUMNS:  # a metric of such a name is in `curve`
+                    row["time" if name == TIME else name] = value
+        return [row for _, row in sorted(found.items(), key=lambda item: item[0])]
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Return the names of all metrics of steps and commits, sorted."""
+        return tuple(sorted({name for _, name in self._all_series()} - {TIME}))
+
+    def curve(self, metric: str) -> tuple[MetricLine, ...]:
+        """Return a metric over steps, as one line per attempt, or two where the run went back behind a part of it.
+
+        It has every step that had the metric; if `every` is above 1, older ones may be the first of each span of so
+        many steps.
+        """
+        lines, series = [], self._all_series()
+        for (attempt, name), values in sorted(series.items()):
+            for is_abandoned in (False, True):
+                steps = [step for step in sorted(values) if _is_abandoned(self._line, attempt, step) == is_abandoned]
+                if name == metric and steps:
+                    times = series.get((attempt, TIME), {})
+                    lines.append(
+                        MetricLine(
+                            name=metric,
+                            attempt=attempt,
+                            is_abandoned=is_abandoned,
+                            steps=tuple(steps),
+                            values=tuple(values[step] for step in steps),
+                            times=tuple(map(times.get, steps)),
+                        )
+                    )
+        return tuple(lines)
+
+    def _all_series(self) -> Mapping[tuple[int, str], Series]:
+        """Return the rows with the metrics of commits, which those of an older raycheck lack."""
+        found = {key: dict(values) for key, values in self._series.items()}
+        for attempt in self.attempts:
+            for commit in attempt.commits:
+                for name, value in {TIME: commit.at, **commit.metrics}.items():
+                    if commit.metrics:
+                        found.setdefault((attempt.number, name), {}).setdefault(commit.step, value)
+        return found
 
     @property
     def commits(self) -> tuple[Commit, ...]:
@@ -75,25 +143,26 @@ class RunHistory:
         return history_html(facts, self.attempts, until=self.until)
 
 
-def read_history(store: Store, body: Latest | None = None, *, now: float | None = None) -> RunHistory:
+def read_history(
+    store: Store, body: Latest | None = None, *, now: float | None = None, read: dict[str, Facts] | None = None
+) -> RunHistory:
     """Read the history of the run in `store`. Raises NotFoundError if there is no run.
 
-    body, now: the run's `latest` and the store's time if the caller has just read them; then they are not read again.
-    Requests: two per attempt, one for the head's manifest, and one more for some forks.
+    body, now: the run's `latest`, whole, and the store's time if the caller has just read them; then they are not read
+    again. read: see read_facts. Requests: one listing and at most nine others for the segments of the history, one for
+    the head's manifest, two for each attempt whose records the history does not have yet, and one more for some forks.
     """
     if body is None or now is None:
         body, now = read_latest_at(store)
-    numbers = [attempt.number for attempt in body.attempts]
-    with ContextPool(AT_ONCE, thread_name_prefix="raycheck-history") as pool:
+    with ContextPool(2, thread_name_prefix="raycheck-history") as pool:
         read_head = pool.submit(_head, store, body)
-        ends = pool.map(lambda number: _record(store, number), numbers)
-        begins = pool.map(lambda number: _resume(store, number), numbers)
-        records = dict(zip(numbers, ends, strict=True))
-        resumes = dict(zip(numbers, begins, strict=True))
+        known, problems = read_facts(store, body.run_id, read)
+        facts = with_records(store, body, known)
         head = read_head.result()
-    attempts = tuple(_attempts(body, records, resumes))
+    line = _line_of(facts)
+    attempts = tuple(_attempts(facts, body, line))
     entry = None if body.head is None else body.entry(body.head)
-    status = status_of(body, records[body.attempt.number], now=now)
+    status = status_of(body, facts.ends.get(body.attempt.number), now=now)
     until = now if status.state == "running" else max(status.at, 0.0 if entry is None else entry.committed_at)
     blocked_s = max((rank.blocked_s for rank in head.ranks), default=None) if head is not None else None
     return RunHistory(
@@ -109,20 +178,11 @@ def read_history(store: Store, body: Latest | None = None, *, now: float | None 
         goodput_limit=goodput_limit(attempts, blocked_s=blocked_s, until=until),
         parent=_parent(store, body, head),
         settings=None if head is None else head.settings,
+        problems=problems,
+        every=facts.rows.every,
+        _series=facts.rows.series,
+        _line=line,
     )
-
-
-def _record(store: Store, number: int) -> AttemptRecord | None:
-    """Return how an attempt ended, or None if that cannot be read. For a missing object S3 may answer "denied"."""
-    with suppress(DeniedError):
-        return read_record(store, number)
-    return None
-
-
-def _resume(store: Store, number: int) -> ResumeRecord | None:
-    with suppress(DeniedError):
-        return read_resumes(store, [number]).get(number)
-    return None
 
 
 def _head(store: Store, body: Latest) -> Manifest | None:
@@ -143,55 +203,93 @@ def _parent(store: Store, body: Latest, head: Manifest | None) -> str | None:
     return None
 
 
-def _attempts(
-    body: Latest, records: Mapping[int, AttemptRecord | None], resumes: Mapping[int, ResumeRecord | None]
-) -> Sequence[AttemptHistory]:
-    commits: dict[int, list[Commit]] = {}
-    for entry in body.live:
-        name = CheckpointName.parse(entry.key)
-        if name is not None:
-            commits.setdefault(name.attempt, []).append(_commit(entry, is_head=entry.key == body.head))
-    found = []
-    for place, attempt in enumerate(body.attempts):
-        after = body.attempts[place + 1] if place + 1 < len(body.attempts) else None
-        record, resume = records[attempt.number], resumes[attempt.number]
+def _attempts(facts: Facts, body: Latest, line: Mapping[int, int]) -> Iterator[AttemptHistory]:
+    """Yield all attempts, oldest first. line: see _line_of."""
+    commits = _commits(facts, body, line)
+    known = [fact.attempt for number, fact in sorted(facts.attempts.items()) if number <= body.attempt.number]
+    for place, attempt in enumerate(known):
+        after = known[place + 1] if place + 1 < len(known) else None
+        record, resume = facts.ends.get(attempt.number), facts.starts.get(attempt.number)
         ending, cause = _ending(body, attempt, after, record)
-        found.append(
-            AttemptHistory(
-                number=attempt.number,
-                world_size=attempt.world_size,
-                began_at=attempt.claimed_at,
-                ended_at=_ended_at(body, attempt, after, record, ending),
-                ending=ending,
-                cause=cause,
-                restored=attempt.restore_key,
-                last_save=attempt.last_save,
-                restore_s=None if resume is None else resume.restore_s,
-                start_step=None if resume is None else resume.step,
-                lost_steps=None if resume is None else resume.lost_steps,
-                lost_s=None if resume is None else resume.lost_s,
-                commits=tuple(commits.get(attempt.number, ())),
-                resume=resume,
+        own = tuple(commits.get(attempt.number, ()))
+        times = facts.rows.series.get((attempt.number, TIME), {})
+        yield AttemptHistory(
+            number=attempt.number,
+            world_size=attempt.world_size,
+            began_at=attempt.claimed_at,
+            ended_at=_ended_at(body, attempt, after, record, ending),
+            ending=ending,
+            cause=cause,
+            restored=attempt.restore_key,
+            last_save=attempt.last_save,
+            restore_s=None if resume is None else resume.restore_s,
+            start_step=None if resume is None else resume.step,
+            lost_steps=None if resume is None else resume.lost_steps,
+            lost_s=None if resume is None else resume.lost_s,
+            commits=own,
+            resume=resume,
+            last_seen_at=max((attempt.claimed_at, *(commit.at for commit in own), *times.values())),
+        )
+
+
+def _commits(facts: Facts, body: Latest, line: Mapping[int, int]) -> Mapping[int, list[Commit]]:
+    """Return all commits, by attempt and in order."""
+    live = {entry.key for entry in body.live}
+    evicted = {item.key for item in body.evicted}
+    found: dict[int, list[Commit]] = {}
+    for name in sorted(filter(None, map(CheckpointName.parse, facts.commits.keys() | facts.drops.keys()))):
+        record, drop = facts.commits.get(str(name)), facts.drops.get(str(name))
+        if record is None:
+            assert drop is not None, "each key is one of a commit or of a drop"
+            record = CommitRecord(key=str(name), counter=0, at=drop.at, size_bytes=0)
+        state: CommitState = "dropped" if record.key in evicted else "deleted"
+        if record.key in live:
+            state, drop = "damaged" if record.damaged else "kept", None
+        found.setdefault(name.attempt, []).append(
+            Commit(
+                key=record.key,
+                step=name.step,
+                at=record.at,
+                size_bytes=record.size_bytes,
+                is_head=record.key == body.head,
+                is_by_notice=record.by_notice,
+                is_rolling=record.rolling,
+                is_pinned=record.pinned,
+                name=record.name,
+                damaged=record.damaged,
+                metrics=dict(record.metrics),
+                scores=dict(record.scores),
+                state=state,
+                why="" if drop is None else drop.why,
+                dropped_at=None if drop is None else drop.at,
+                is_abandoned=_is_abandoned(line, name.attempt, name.step),
             )
         )
     return found
 
 
-def _commit(entry: Entry, *, is_head: bool) -> Commit:
-    return Commit(
-        key=entry.key,
-        step=entry.step,
-        at=entry.committed_at,
-        size_bytes=entry.size_bytes,
-        is_head=is_head,
-        is_by_notice=entry.by_notice,
-        is_rolling=entry.rolling,
-        is_pinned=entry.pinned,
-        name=entry.name,
-        damaged=entry.damaged,
-        metrics=dict(entry.metrics),
-        scores=dict(entry.scores),
-    )
+def _line_of(facts: Facts) -> Mapping[int, int]:
+    """Return the attempts in the past of the newest one, itself included, each with its last step that is part of it.
+
+    An attempt continues the one that saved what it restored, up to the step of that checkpoint, and so on.
+    """
+    line: dict[int, int] = {}
+    number, last = max(facts.attempts, default=0), sys.maxsize
+    while number in facts.attempts and number not in line:
+        line[number] = last
+        restored, resume = facts.attempts[number].attempt.restore_key, facts.starts.get(number)
+        if resume is not None and resume.is_from_memory:
+            restored = resume.restored
+        name = CheckpointName.parse(restored or "")
+        if name is None:
+            break
+        number, last = name.attempt, name.step
+    return line
+
+
+def _is_abandoned(line: Mapping[int, int], attempt: int, step: int) -> bool:
+    """Return whether a step of an attempt is not in the past of the newest one. Attempt 0 is the past of a fork."""
+    return attempt > 0 and step > line.get(attempt, -1)
 
 
 def _ended_at(

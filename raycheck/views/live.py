@@ -7,6 +7,7 @@ one listing of the checkpoint directories, and one listing of the directory of a
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from raycheck.bucket.attempt_records import read_record
 from raycheck.bucket.document_reading import again_if_corrupt
@@ -18,6 +19,9 @@ from raycheck.bucket.run_status import status_of
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, DeniedError, NotFoundError
 from raycheck.views.history import RunHistory, read_history
+
+if TYPE_CHECKING:
+    from raycheck.bucket.history.facts import Facts
 
 MAX_GAPS = 5
 """How many of the newest commits the speed is averaged over."""
@@ -69,19 +73,20 @@ class RunWatch:
         self._pages = Pages(store)
         self._version: str | None = None
         self._history: RunHistory | None = None
+        self._segments: dict[str, Facts] = {}  # of its history, by key
         self._expected: tuple[str, int, int] | None = None
 
     def look(self) -> LiveRun:
         """Return the current state of the run."""
         body, got = read_whole(partial(again_if_corrupt, partial(get_latest, self._store)), self._pages)
         if self._history is None or got.version != self._version:
-            self._history = read_history(self._store, body, now=got.at)
+            self._history = read_history(self._store, body, now=got.at, read=self._segments)
             self._version = got.version
         elif self._history.status.state in ("running", "silent"):
             with suppress(DeniedError):
                 record = read_record(self._store, body.attempt.number)
                 if record is not None:  # its driver gave up, which `latest` does not show
-                    self._history = read_history(self._store)
+                    self._history = read_history(self._store, read=self._segments)
         self._history = history = self._aged(self._history, body, got.at)
         head = next((commit for commit in history.commits if commit.is_head), None)
         return LiveRun(

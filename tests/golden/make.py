@@ -4,14 +4,20 @@ Once a format version is released its run is never written again: it stands for 
 later version gets a folder beside `v1`, and readers must read both.
 """
 
+import math
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from raycheck.bucket.format.latest import Latest
+from raycheck.bucket.history.attempt_facts import facts_of
+from raycheck.bucket.history.facts import DropRecord, Facts
+from raycheck.bucket.history.metric_rows import TIME, Rows
+from raycheck.bucket.history.segments import record_facts
 from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol import pin_and_evict
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.store import open_store
+from raycheck.bucket.store import Store, open_store
 from tests.golden import state
 from tests.support.histories.small_pages import small_pages
 from tests.support.processes.gloo_ranks import Ranks
@@ -35,9 +41,25 @@ def make(folder: Path) -> None:
         finally:
             ranks.stop()
     pin_and_evict.pin(Register(store), names[0], pinned=True)
-    protocol.finish(Register(store), ME, group=f"group-of-{state.WORLD_SIZE}")
+    body = protocol.finish(Register(store), ME, group=f"group-of-{state.WORLD_SIZE}")
+    write_history(store, body)
     for lock in folder.glob(".raycheck-*"):
         lock.unlink()
+
+
+def write_history(store: Store, body: Latest) -> None:
+    """Write one segment: what `body` lists itself, a checkpoint that was dropped, and metrics of each width."""
+    name = "step-000000001-a1-s9"
+    rows = Rows(
+        series={
+            (1, "loss"): {1: 1.0, 2: 0.5, 3: 1 / 3, 4: 0.25},
+            (1, "lr"): {1: 0.5, 2: math.nan, 3: math.inf, 4: 0.125},
+            (1, TIME): {step: 1_700_000_000.125 + step for step in range(1, 5)},
+            (1, "eval"): {4: 1e300},
+        }
+    )
+    facts = facts_of(body).joined(Facts(drops={name: DropRecord(key=name, at=5.0, why="expired")}, rows=rows))
+    record_facts(store, facts, run_id=body.run_id, counter=body.counter)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Runs that earlier code wrote stay readable: by raycheck at another world size, and by stock torch."""
 
+import math
 import random
 from io import BytesIO
 from pathlib import Path
@@ -125,6 +126,28 @@ def test_stock_torch_loads_it_into_one_process(folder: Path, step: int) -> None:
     assert leaves["scheduler"]["last_epoch"] == step
     assert leaves["values"]["tuple"] == golden.values_of(step)["tuple"]
     assert leaves["progress"] == {"step": step, "epoch": 1, "samples": 8 * step}
+
+
+def test_its_history_has_its_commits_and_since_version_4_the_metrics_of_every_step(folder: Path) -> None:
+    history = raycheck.open_run(f"file://{folder}").history()
+
+    losses = {
+        step: value for line in history.curve("loss") for step, value in zip(line.steps, line.values, strict=True)
+    }
+    rates = [value.hex() for line in history.curve("lr") for value in line.values]
+    assert history.problems == ()
+    if folder.parent.name in ("v1", "v2", "v3"):
+        assert losses == {step: 1 / step for step in golden.STEPS}
+        assert [commit.state for commit in history.commits] == ["kept", "kept"]
+        return
+    assert losses == {1: 1.0, 2: 0.5, 3: 1 / 3, 4: 0.25}
+    assert rates == [value.hex() for value in (0.5, math.nan, math.inf, 0.125)]
+    assert [row["time"] for row in history.rows()] == [1_700_000_000.125 + step for step in range(1, 5)]
+    assert [(commit.step, commit.state, commit.why) for commit in history.commits] == [
+        (2, "kept", ""),
+        (4, "kept", ""),
+        (1, "deleted", "expired"),
+    ]
 
 
 def is_of_version_1(folder: Path) -> bool:

@@ -203,6 +203,16 @@ def test_times_are_in_one_line_and_ages_are_marked_to_move(browser: Browser) -> 
     assert re.search(r'died <time datetime="[^"]+" title="[^"]+" data-age="8\d{4}">24 h</time> ago', text)
 
 
+def test_runs_are_drawn_over_each_other_as_the_address_asks(browser: Browser) -> None:
+    text = browser.view("/compare?run=real&run=ann/finished&log=1&smooth=0.5&only=loss")
+
+    (drawing,) = re.findall(r"<figure data-chart=.*?</figure>", text, re.DOTALL)
+    assert len(re.findall(r'<polyline class="branch branch-0"', drawing)) == 2, "smoothed, and faint behind it"
+    assert len(re.findall(r'<polyline class="branch branch-1"', drawing)) == 2
+    assert 'name="log" value="1" checked' in text
+    assert browser.ask("/compare?" + "&".join(f"run={number}" for number in range(9)))[0].status == 400
+
+
 def test_hostile_names_are_shown_as_text(browser: Browser) -> None:
     key = "step-000000002-a1-s2"
     for path in ("/run?name=real", f"/checkpoint?name=real&at={key}"):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from raycheck.bucket.assembly.plan_cache import Section
 from raycheck.bucket.format.label import NO_LABEL, Label
@@ -9,6 +10,9 @@ from raycheck.bucket.format.manifest import Component, ShardRecord
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.format.progress import Progress
 from raycheck.settings import HFExport, Retention
+
+if TYPE_CHECKING:
+    from array import array
 
 SAVE_ALIKE = "every rank must call end_step and save equally often"
 
@@ -37,7 +41,8 @@ class Report:
     restored_from, partial, trained_s, began_at, is_rolling, is_by_notice, settings, replaces: see Manifest.
     is_in_memory: the shards are in the node's memory, for a memory checkpoint. label: the name, the note and the expiry
     that the save gives its checkpoint. keeps_drift: replicas that differ do not fail the save, as the first holder's
-    are written.
+    are written. rows: in rank 0's report, the metrics of the steps since its last one: steps and values of each, and
+    under "" the times of the steps by the host's clock. sent_at: when it was sent, by that clock.
     """
 
     group: str
@@ -68,6 +73,8 @@ class Report:
     node: str = ""
     is_in_memory: bool = False
     keeps_drift: bool = False
+    rows: "Mapping[str, tuple[array[int], array[float]]]" = field(default_factory=dict)
+    sent_at: float = 0.0
 
     @property
     def checkpoint(self) -> str:

@@ -96,14 +96,15 @@ class Evicted(Document):
     """A checkpoint that left the live list permanently, at `at` (bucket time).
 
     Its objects may be deleted after a grace period for readers. borrowed: the directories of other runs that it used;
-    they are needed until then.
+    they are needed until then. why: the reason, for people; "" if it is not known.
     """
 
-    when_true: ClassVar[frozenset[str]] = frozenset({"borrowed"})
+    when_true: ClassVar[frozenset[str]] = frozenset({"borrowed", "why"})
 
     key: str
     at: float
     borrowed: tuple[str, ...] = ()
+    why: str = ""
 
     def __post_init__(self) -> None:
         _check_names(self.key)

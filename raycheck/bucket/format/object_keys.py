@@ -20,6 +20,7 @@ _ATTEMPT = re.compile(r"attempts/\d{6,9}\.json")
 _WAY = re.compile(r"(?:\.\./)+([^\0]{1,900})")
 _RECORD = re.compile(r"attempts/(\d{6,9})(?:\.start)?\.json")
 _PAGE = re.compile(r"pages/(\d{12,19})-[0-9a-f]{8}\.json")
+_SEGMENT = re.compile(r"history/\d{12,19}-[0-9a-f]{8}\.json")
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
@@ -206,6 +207,19 @@ def counter_of_page(key: str) -> int | None:
     """Return the counter of the body for which a page was written; None for an object that is not a page."""
     match = _PAGE.fullmatch(key)
     return None if match is None else int(match[1])
+
+
+HISTORY_PREFIX = "history/"
+
+
+def segment_key(counter: int, token: str) -> str:
+    """Return the key of a segment of the history. counter: that of the newest body of `latest` that its writer knew.
+    token: 8 hex digits."""
+    return f"{HISTORY_PREFIX}{counter:012d}-{token}.json"
+
+
+def is_segment_key(key: str) -> bool:
+    return bool(_SEGMENT.fullmatch(key))
 
 
 EXPORTS_PREFIX = "exports/"

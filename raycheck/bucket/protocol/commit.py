@@ -14,7 +14,7 @@ from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.protocol.claim import Identity, check_current, check_owner, claimed_body
 from raycheck.bucket.protocol.name_and_score import with_name_of_save
 from raycheck.bucket.protocol.pin_and_evict import with_evicted
-from raycheck.bucket.protocol.retention import dropped_keys
+from raycheck.bucket.protocol.retention import dropped
 from raycheck.bucket.protocol.sharing.base_run import without_reservation
 from raycheck.bucket.protocol.swap import Register
 from raycheck.errors import SaveFailedError, SupersededError
@@ -69,8 +69,9 @@ def commit(
             new = with_name_of_save(new, manifest.key, manifest.name, may_move=may_move_name, now=now)
         # Of a part of the entries the rules drop no more than of all of them, so this needs no page. A prune does the
         # rest.
-        new = with_evicted(new, _replaced(body, manifest), now=now)
-        return with_evicted(new, dropped_keys(replace(new, pages=()), rules, now=now), now=now)
+        why = f"replaced by {manifest.key}, a later save of its step"
+        new = with_evicted(new, dict.fromkeys(_replaced(body, manifest), why), now=now)
+        return with_evicted(new, dropped(replace(new, pages=()), rules, now=now), now=now)
 
     try:
         return register.swap(decide, what=f"commit of {manifest.key}", at=at).entry(manifest.key)

@@ -4,11 +4,12 @@ Each change is a swap that leaves owner, attempt, coordinator, head and last sav
 not disturbed: its next commit is computed from the changed body. Anyone may make these changes at any time.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from raycheck.bucket.format.latest import Evicted, Latest
 from raycheck.bucket.format.object_keys import split_directory
-from raycheck.bucket.protocol.retention import dropped_keys
+from raycheck.bucket.protocol.retention import dropped
 from raycheck.bucket.protocol.swap import Register, refuse_mirror
 from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import NotFoundError
@@ -47,27 +48,32 @@ def evict(register: Register, rules: Retention, *, coordinator: str | None = Non
     def change(body: Latest, now: float) -> Latest | None:
         if coordinator not in (None, body.attempt.coordinator):
             return None
-        new = with_evicted(body, dropped_keys(body, rules, now=now), now=now)
+        new = with_evicted(body, dropped(body, rules, now=now), now=now)
         return None if new == body else new
 
     return register.edit(change, what="eviction")
 
 
-def with_evicted(body: Latest, keys: tuple[str, ...], *, now: float) -> Latest:
-    """Return `body` with the live entries `keys`, which it lists itself, evicted.
+def with_evicted(body: Latest, keys: Mapping[str, str], *, now: float) -> Latest:
+    """Return `body` with the live entries `keys`, which it lists itself, evicted. keys: each with the reason, in words.
 
     Evicted checkpoints to which only these referred are evicted again, so that a reader of `keys` has the whole grace
     period.
     """
-    gone = [entry for entry in body.newest if entry.key in set(keys)]
-    new = replace(body, newest=tuple(entry for entry in body.newest if entry.key not in set(keys)))
+    gone = [entry for entry in body.newest if entry.key in keys]
+    new = replace(body, newest=tuple(entry for entry in body.newest if entry.key not in keys))
     freed = {ref for entry in gone for ref in entry.refs if not split_directory(ref)[0]}
     released = new.not_held(freed)
     evicted = body.evicted if released else body.newest_evicted
     left = tuple(item for item in evicted if item.key not in released)
     again = tuple(replace(item, at=now) for item in evicted if item.key in released)
     dropped = tuple(
-        Evicted(key=entry.key, at=now, borrowed=tuple(ref for ref in entry.refs if split_directory(ref)[0]))
+        Evicted(
+            key=entry.key,
+            at=now,
+            borrowed=tuple(ref for ref in entry.refs if split_directory(ref)[0]),
+            why=keys[entry.key],
+        )
         for entry in gone
     )
     return replace(new, newest_evicted=(*left, *again, *dropped))

@@ -14,6 +14,8 @@ from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.settings import Retention
 
+NO_RULE = "no rule keeps it"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeepDecision:
@@ -39,9 +41,27 @@ def decide_retention(body: Latest, rules: Retention, *, now: float) -> tuple[Kee
     return tuple(_decision(entry, protected, kept, now) for entry in body.live)
 
 
-def dropped_keys(body: Latest, rules: Retention, *, now: float) -> tuple[str, ...]:
-    """Return the keys of the entries to evict."""
-    return tuple(item.entry.key for item in decide_retention(body, rules, now=now) if not item.is_kept)
+def dropped(body: Latest, rules: Retention, *, now: float) -> dict[str, str]:
+    """Return the entries to evict: their keys, and in words why each is dropped."""
+    found = (item for item in decide_retention(body, rules, now=now) if not item.is_kept)
+    return {item.entry.key: _why_dropped(item, rules) for item in found}
+
+
+def _why_dropped(item: KeepDecision, rules: Retention) -> str:
+    if item.reason != NO_RULE:
+        return item.reason
+    if item.entry.damaged:
+        return "damaged, and neither pinned nor named"
+    if item.entry.rolling:
+        return f"retention keeps the newest {rules.rolling_keep_last} rolling ones"
+    best = rules.keep_best
+    words = (
+        None if rules.keep_last is None else f"the newest {rules.keep_last}",
+        None if rules.keep_every_steps is None else f"one per {rules.keep_every_steps} steps",
+        None if rules.keep_every_s is None else f"one per {rules.keep_every_s:g} s",
+        None if best is None else f"the best {best['count']} by {best['metric']}",
+    )
+    return f"retention keeps {', '.join(filter(None, words))}"
 
 
 def _decision(entry: Entry, protected: dict[str, str], kept: dict[str, str], now: float) -> KeepDecision:
@@ -51,7 +71,7 @@ def _decision(entry: Entry, protected: dict[str, str], kept: dict[str, str], now
         return KeepDecision(entry=entry, is_kept=False, reason="expired")
     if entry.key in kept:
         return KeepDecision(entry=entry, is_kept=True, reason=kept[entry.key])
-    return KeepDecision(entry=entry, is_kept=False, reason="no rule keeps it")
+    return KeepDecision(entry=entry, is_kept=False, reason=NO_RULE)
 
 
 def _protected(body: Latest, now: float) -> Iterator[tuple[str, str]]:

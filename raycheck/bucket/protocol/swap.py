@@ -157,6 +157,12 @@ class Register:
             assert body is not None, "only a body has pages"
             return decide(self.pages.whole(body), now)
 
+    @property
+    def newest(self) -> Latest | None:
+        """Return the body that this process last read or wrote, perhaps with pages; None before that. Sends no
+        request."""
+        return None if self._newest is None else self._newest[0]
+
     def edit(self, change: Callable[[Latest, float], Latest | None], *, what: str, at: float | None = None) -> Latest:
         """Swap as `swap` does, but raise NotFoundError when there is no run."""
 

@@ -3,7 +3,8 @@
 What happens, and which module does it:
 
     a save        actor.report gathers the ranks' reports (rendezvous.py); protocol_calls.conclude assembles and commits
-                  them; run_log.py logs the commit; background_deletes.py prunes; commit_tasks.py runs
+                  them; run_log.py logs the commit; history_writer.py writes it, with the metrics
+                  of the steps before it, into the history; background_deletes.py prunes; commit_tasks.py runs
                   the tasks that follow it (export_task.py), in Ray tasks if there is Ray. The reports of a memory
                   checkpoint take the same path, and memory_checkpoints.conclude lists it.
                   Before the first save, and after a failed one, actor.agree has the ranks compare their replicas.

@@ -27,6 +27,7 @@ from raycheck.group.coordinator.background_deletes import BackgroundDeletes
 from raycheck.group.coordinator.base_calls import BaseCalls
 from raycheck.group.coordinator.cluster import Cluster
 from raycheck.group.coordinator.commit_tasks import CommitTasks
+from raycheck.group.coordinator.history_writer import HistoryWriter
 from raycheck.group.coordinator.memory_checkpoints import MemoryCheckpoints
 from raycheck.group.coordinator.messages import (
     Arrival,
@@ -85,6 +86,7 @@ class Coordinator:
         self._plans = PlanCache()
         self._tasks = CommitTasks(self._store, uri, cluster.run_task)
         self._deletes = BackgroundDeletes(register, me, self._tasks)
+        self._history = HistoryWriter(register)
         self._protocol = ProtocolCalls(
             register,
             me,
@@ -93,6 +95,7 @@ class Coordinator:
             cluster=cluster,
             tasks=self._tasks,
             deletes=self._deletes,
+            history=self._history,
             run_log=self._run_log,
         )
         self._base = BaseCalls(register, self._protocol.me, self._table)
@@ -145,6 +148,7 @@ class Coordinator:
                 self._table.claimed(group)
                 self._plans.forget_senders()
                 self._deletes.claimed()
+                self._history.claimed()
             return self._claims[group]
 
     async def rank_failed(self, failure: RankFailure) -> None:
@@ -236,6 +240,8 @@ class Coordinator:
         size = report.world_size
         rendezvous = self._table.meet(report.group, *_which(report), world_size=size, awaited="reported")
         rendezvous.arrive(report.rank, report)
+        if rendezvous.is_open and not report.is_in_memory:
+            self._history.reported(report, self._run_log.now)
         if rendezvous.is_open and (report.failure or rendezvous.is_complete):
             rendezvous.decide_later(self._conclude(dict(rendezvous.arrivals)))
         outcome = await rendezvous.answer(patience_s)
@@ -280,7 +286,7 @@ class Coordinator:
         rendezvous = self._table.meet(group, "end", world_size=world_size, awaited="come to the end of training")
         rendezvous.arrive(rank, None)
         if rendezvous.is_due:
-            rendezvous.decide_later(asyncio.to_thread(self._protocol.finish, group))
+            rendezvous.decide_later(self._finish(group))
         return None if rank else await rendezvous.answer(patience_s)
 
     async def heartbeat(self, group: str, message: HeartbeatMessage) -> bool:
@@ -315,6 +321,8 @@ class Coordinator:
     async def give_up(self, cause: str, is_final: bool) -> None:
         """Record that the driver gives up the run. is_final: the same script would fail in the same way again."""
         await asyncio.to_thread(self._protocol.record_failure, cause, is_final=is_final)
+        self._history.claimed()
+        await self._history.finish()
 
     # --- how decisions are made ---
 
@@ -420,11 +428,18 @@ class Coordinator:
                 self._memory.note_problem(outcome.message, step=first.progress.step)
             return outcome
         self._deletes.start()
+        self._history.start()
         if outcome.is_cured_by_next:
             self._next_save = asyncio.create_task(self._requested.wait())
         if outcome.kind == "committed":
             self._memory.committed(outcome.key, first.progress.step)
         return outcome
+
+    async def _finish(self, group: str) -> None:
+        """Step 33, and the last writes of the history."""
+        await asyncio.to_thread(self._protocol.finish, group)
+        self._history.claimed()
+        await self._history.finish()
 
     async def _adopt(self, group: str) -> None:
         """Step 12: take over the attempt at the first call of a group that this start of the actor does not know."""

@@ -38,6 +38,7 @@ from raycheck.errors import (
 from raycheck.group.coordinator.background_deletes import BackgroundDeletes
 from raycheck.group.coordinator.cluster import Cluster
 from raycheck.group.coordinator.commit_tasks import CommitTasks
+from raycheck.group.coordinator.history_writer import HistoryWriter
 from raycheck.group.coordinator.messages import Claim, Outcome, RankRestore
 from raycheck.group.coordinator.run_log import RunLog
 from raycheck.log import event, logger
@@ -58,6 +59,7 @@ class ProtocolCalls:
         cluster: Cluster,
         tasks: CommitTasks,
         deletes: BackgroundDeletes,
+        history: HistoryWriter,
         run_log: RunLog,
     ) -> None:
         """resume: applies only to this owner's first claim."""
@@ -69,6 +71,7 @@ class ProtocolCalls:
         self._cluster = cluster
         self._tasks = tasks
         self._deletes = deletes
+        self._history = history
         self._run_log = run_log
         self._referred = ReferredObjects(register.store)
         self._is_probed = False
@@ -154,6 +157,7 @@ class ProtocolCalls:
             text = f"{name} holds one replica of several that have drifted apart: {checkpoint.drift}"
             logger.warning(event(text, run=self._store.uri))
         self._deletes.committed(reports[0].retention)
+        self._history.committed()
         self._run_log.committed(manifest, seconds=time.monotonic() - began)
         self._tasks.nodes = [reports[rank].node for rank in sorted(reports)]
         self._tasks.start(name, first.progress, reports[0].tasks)

@@ -12,6 +12,7 @@
 `Checkpointer.end_step` runs LiveAttempt.end_step, which does this in order:
 
     training_progress   stop the clock, count the step, keep its metrics
+    step_metrics        keep them also for the history, until the next save's report takes them
     save_queue          find out which saves have been committed, or have failed
     heartbeat           find out whether the attempt is fenced, and whether the driver asks for a save
     save_triggers       decide whether to save now, and as what: each rank alone for steps and epochs

@@ -382,10 +382,10 @@ class Checkpointer:
     def end_step(self, metrics: Mapping[str, object] | None = None, *, tokens: int = 0, episodes: int = 0) -> None:
         """Call this when an optimizer step is complete, including its scheduler. It saves when a save is due.
 
-        metrics: numbers or 0-dim tensors to store with the checkpoint, if they are finite; they are read only on steps
-        that save. tokens, episodes: how many this step added over all ranks, as counted on rank 0; the checkpoint
-        stores the sums. Raises FencedError or SupersededError when this attempt is over, and SaveFailedError after too
-        many failed saves in a row.
+        metrics: numbers or 0-dim tensors. Rank 0's go into the run's history, and those of a step that saves also into
+        the checkpoint, if they are finite. Tensors on a device are read at the next save. tokens, episodes: how many
+        this step added over all ranks, as counted on rank 0; the checkpoint stores the sums. Raises FencedError or
+        SupersededError when this attempt is over, and SaveFailedError after too many failed saves in a row.
         """
         if self._is_counting_only():
             self._counter.end_step(tokens=tokens, episodes=episodes)

@@ -150,6 +150,8 @@ class LiveAttempt:
         self._triggers.trained(self._clock.step_s, is_saving=queue.busy_s is not None)
         self._counter.end_step(tokens=tokens, episodes=episodes)
         self._metrics = detached(metrics or {})
+        if not self._group.rank:
+            queue.step_metrics.add(self._counter.step, self._metrics)
         if not self._is_prepared:
             self._is_prepared = True
             self._state.prepare()

@@ -25,6 +25,7 @@ from raycheck.group.worker.memory_saves import MemorySaves
 from raycheck.group.worker.save_handle import CheckpointInfo, SaveHandle
 from raycheck.group.worker.save_kind import SaveKind
 from raycheck.group.worker.save_thread import SaveThread
+from raycheck.group.worker.step_metrics import StepMetrics
 from raycheck.group.worker.training_progress import numbers_of
 from raycheck.group.worker.upload_and_report import Uploader
 from raycheck.log import event, logger
@@ -92,7 +93,7 @@ class SaveQueue:
     saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save. newest: name of the
     checkpoint that was committed or restored last. save_s: how long the newest commit took. saves: how many saves were
     begun in this attempt. failed: how many of them have failed. unnamed: see SaveStatus. begun: the handle of the
-    newest save.
+    newest save. step_metrics: the metrics of the steps since the newest save, on rank 0.
     """
 
     begun: SaveHandle
@@ -117,6 +118,7 @@ class SaveQueue:
         self.save_s = 0.0
         self.saves = self.failed = 0
         self.unnamed = ""
+        self.step_metrics = StepMetrics()
         self._reporter = reporter
         self._newest_commit: UnreportedCommit | None = None  # of this attempt
         self._has_agreed = self._has_agreed_for_memory = group.world_size == 1
@@ -201,6 +203,7 @@ class SaveQueue:
             tasks=tasks or {},
             label=label,
             replaces=replaces,
+            rows=self.step_metrics.take(),
         )
         info = CheckpointInfo(uri=self._group.uri, key=report.checkpoint, step=progress.step, epoch=progress.epoch)
         self.begun = SaveHandle(info, rank=report.rank, longest_s=self.longest_s)
@@ -287,6 +290,7 @@ class SaveQueue:
                 outcome, ended = Outcome(kind="failed", key="", message=str(error)), time.monotonic()
             self._pending.popleft()
             if outcome.kind == "failed":
+                self.step_metrics.give_back(save.report.rows)
                 self._has_agreed &= not save.is_agreed  # perhaps not all ranks got the agreement
                 if outcome.forgets_references:
                     self._state.components.forget(referred=True)

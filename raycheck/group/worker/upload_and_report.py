@@ -70,7 +70,7 @@ class Uploader:
         except Exception as error:  # noqa: BLE001  whatever it was, the other ranks must not wait for this one (I9)
             self.refusal = str(error) if isinstance(error, ConfigError | DeniedError) else ""
             report = replace(report, failure=f"upload of {key}: {type(error).__name__}: {error}")
-        report = replace(report, upload_s=time.monotonic() - began)
+        report = replace(report, upload_s=time.monotonic() - began, sent_at=time.time())
         outcome = self._outcome_of(report, deadline, key)
         if isinstance(outcome, PlanWanted):
             outcome = self._outcome_of(replace(report, section=section), deadline, key)

@@ -73,6 +73,52 @@ function moveAges() {
 }
 setInterval(moveAges, AGES_MS);
 
+// Charts. One crosshair for all of them: the values nearest to the step under the pointer.
+const SVG = "http://www.w3.org/2000/svg";
+const nearest = (steps, step) => {
+  let [low, high] = [0, steps.length - 1];
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] <= step) low = middle;
+    else high = middle;
+  }
+  return step - steps[low] <= steps[high] - step ? low : high;
+};
+
+function cross(step) {
+  for (const figure of document.querySelectorAll("figure[data-chart]")) {
+    const chart = (figure.read ??= JSON.parse(figure.dataset.chart));
+    const share = (step - chart.first) / Math.max(1, chart.last - chart.first);
+    const x = chart.left + Math.min(1, Math.max(0, share)) * (chart.right - chart.left);
+    const svg = figure.querySelector("svg");
+    const line = svg.querySelector(".cross") ?? svg.appendChild(document.createElementNS(SVG, "line"));
+    for (const [name, value] of Object.entries({ class: "cross", x1: x, x2: x, y1: 5, y2: 195 })) line.setAttribute(name, value);
+    const found = chart.lines.filter(({ steps }) => step >= steps[0] && step <= steps.at(-1));
+    const told = found.map(({ label, steps, values }) => {
+      const at = nearest(steps, step);
+      return `${label ? `${label}: ` : ""}${values[at]} at step ${steps[at]}`;
+    });
+    figure.querySelector(".values").textContent = told.join("; ");
+  }
+}
+
+document.addEventListener("pointermove", ({ target, clientX }) => {
+  const svg = target.closest?.("figure[data-chart] svg");
+  if (!svg) return;
+  const figure = svg.closest("figure");
+  const chart = (figure.read ??= JSON.parse(figure.dataset.chart));
+  const x = new DOMPoint(clientX, 0).matrixTransform(svg.getScreenCTM().inverse()).x;
+  const share = Math.min(1, Math.max(0, (x - chart.left) / (chart.right - chart.left)));
+  cross(Math.round(chart.first + share * (chart.last - chart.first)));
+});
+
+document.addEventListener("change", async ({ target }) => {
+  const form = target.closest("#options");
+  if (!form) return;
+  history.replaceState(null, "", `${form.getAttribute("action")}?${new URLSearchParams(new FormData(form))}`);
+  await update();
+});
+
 // Makes a view work that has just been shown or updated.
 function enhance() {
   for (const table of document.querySelectorAll("table[id]")) {

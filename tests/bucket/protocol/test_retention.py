@@ -18,7 +18,7 @@ from raycheck.bucket.format.latest import (
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.pin_and_evict import evict, pin
 from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, plan_prune, plan_sweep, prune, sweep
-from raycheck.bucket.protocol.retention import decide_retention, dropped_keys
+from raycheck.bucket.protocol.retention import decide_retention, dropped
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import Got, Store, Upload, open_store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
@@ -141,7 +141,7 @@ def steps_kept(live: list[Entry], given: Retention, *, now: float = 0.0) -> list
 def test_the_newest_the_head_and_the_pinned_stay_and_the_rest_goes(live, keep_last, data):
     head = data.draw(st.sampled_from(live)).key
 
-    gone = set(dropped_keys(body_of(live, head), Retention(keep_last=keep_last), now=0.0))
+    gone = set(dropped(body_of(live, head), Retention(keep_last=keep_last), now=0.0))
 
     kept = {item.key for item in live if item.pinned or item.key == head} | set(keys(live[-keep_last:]))
     assert gone == set(keys(live)) - kept
@@ -151,11 +151,11 @@ def test_the_newest_the_head_and_the_pinned_stay_and_the_rest_goes(live, keep_la
 @given(entries, rules)
 def test_a_second_decision_by_the_same_rules_drops_nothing_more(live, given_rules):
     body = body_of(live, live[-1].key)
-    gone = dropped_keys(body, given_rules, now=0.0)
+    gone = dropped(body, given_rules, now=0.0)
 
     left = replace(body, newest=tuple(item for item in body.live if item.key not in gone))
 
-    assert dropped_keys(left, given_rules, now=0.0) == ()
+    assert dropped(left, given_rules, now=0.0) == {}
 
 
 @settings(max_examples=200, deadline=None)
@@ -165,9 +165,9 @@ def test_an_entry_goes_only_when_every_rule_lets_it_go(live, given_rules):
     given_rules = given_rules if any("loss" in item.metrics for item in live) else replace(given_rules, keep_best=None)
     names = ["keep_last", "keep_every_steps", "keep_every_s", "keep_best"]
     names = [name for name in names if getattr(given_rules, name)]
-    alone = [dropped_keys(body, Retention(**{name: getattr(given_rules, name)}), now=0.0) for name in names]
+    alone = [dropped(body, Retention(**{name: getattr(given_rules, name)}), now=0.0) for name in names]
 
-    gone = dropped_keys(body, given_rules, now=0.0)
+    gone = dropped(body, given_rules, now=0.0)
 
     assert set(gone) == (set.intersection(*map(set, alone)) if alone else set())
 
@@ -193,12 +193,10 @@ def test_a_run_that_prunes_at_every_commit_keeps_what_one_that_never_did_would(t
     commits = [replace(entry(save, save), committed_at=float(at)) for save, at in enumerate(times)]
     for new in commits:
         live.append(new)
-        gone = dropped_keys(body_of(live, new.key), rule, now=0.0)
+        gone = dropped(body_of(live, new.key), rule, now=0.0)
         live = [item for item in live if item.key not in gone]
 
-    assert live == [
-        item for item in commits if item.key not in dropped_keys(body_of(commits, commits[-1].key), rule, now=0)
-    ]
+    assert live == [item for item in commits if item.key not in dropped(body_of(commits, commits[-1].key), rule, now=0)]
     assert {at // every_s for at in times} == {item.committed_at // every_s for item in live}, "no span is without one"
 
 
@@ -387,10 +385,10 @@ def test_what_has_a_name_stays_until_it_expires_and_all_else_is_as_without(live,
     with_name = [replace(item, name="x", expires_at=until) if item is named else item for item in live]
     timed = [replace(item, expires_at=until) if item is named else item for item in live]
 
-    gone = set(dropped_keys(body_of(with_name, live[-1].key), given_rules, now=100.0))
+    gone = set(dropped(body_of(with_name, live[-1].key), given_rules, now=100.0))
 
     stays = {named.key} if until is None or until > 100.0 else set()
-    assert gone == set(dropped_keys(body_of(timed, live[-1].key), given_rules, now=100.0)) - stays
+    assert gone == set(dropped(body_of(timed, live[-1].key), given_rules, now=100.0)) - stays
 
 
 def test_a_name_is_the_reason_why_an_entry_stays():

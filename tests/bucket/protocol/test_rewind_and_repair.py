@@ -12,7 +12,7 @@ from raycheck.bucket.format.latest import dump_latest
 from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune
 from raycheck.bucket.protocol.repair import repair
-from raycheck.bucket.protocol.retention import dropped_keys
+from raycheck.bucket.protocol.retention import dropped
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest, read_newest
@@ -312,7 +312,7 @@ def test_a_repair_leaves_one_checkpoint_per_hour_to_a_run_that_keeps_one_per_hou
     body = repair(store).latest
 
     assert [entry.committed_at for entry in body.live] == [10800.0, 14400.0, 18000.0]
-    assert dropped_keys(body, rule, now=store.get(object_keys.LATEST_KEY).at) == ()
+    assert dropped(body, rule, now=store.get(object_keys.LATEST_KEY).at) == {}
     assert body.attempt.claimed_at > 18000.0, "by the store's clock"
     assert_invariants(store)
 

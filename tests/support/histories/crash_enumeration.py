@@ -261,7 +261,7 @@ def assert_restarted(scenario: Scenario, world: World, done: Restarted, *, is_fi
     body = whole(world, world.objects[object_keys.LATEST_KEY])
     assert body.head == done.saved
     assert all(key in world.objects for entry in body.live for key in needed(world, entry))
-    outside = [key for key in world.deleted if not key.startswith(("checkpoints/", "pages/", "probes/"))]
+    outside = [key for key in world.deleted if not key.startswith(("checkpoints/", "history/", "pages/", "probes/"))]
     assert not outside, "I6"
 
 

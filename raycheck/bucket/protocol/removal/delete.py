@@ -47,7 +47,7 @@ def delete_checkpoint(register: Register, key: str) -> Latest:
         if any(item.key == key for item in body.evicted):
             return None
         check_checkpoint(register.store.uri, body, key)
-        return with_evicted(body, (key,), now=now)
+        return with_evicted(body, {key: "deleted by hand"}, now=now)
 
     return register.edit(change, what=f"delete of {key}")
 
@@ -101,7 +101,7 @@ def delete_run(
             mirror=None,
             finished=None,
         )
-        return with_evicted(marked, tuple(entry.key for entry in body.live), now=now)
+        return with_evicted(marked, dict.fromkeys((entry.key for entry in body.live), "the run was deleted"), now=now)
 
     register.edit(change, what="delete of the run")
     prune(register, grace_s=0.0, tally=tally)

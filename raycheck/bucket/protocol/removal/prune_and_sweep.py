@@ -9,8 +9,9 @@ commit (I4).
 Nothing outside `checkpoints/` is ever touched, and nothing whose name is not exactly a checkpoint's.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,6 +19,9 @@ from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.history.attempt_facts import facts_of
+from raycheck.bucket.history.facts import Facts
+from raycheck.bucket.history.segments import record_facts
 from raycheck.bucket.protocol.paging import sweep_pages
 from raycheck.bucket.protocol.pin_and_evict import evict, forget
 from raycheck.bucket.protocol.retention import decide_retention
@@ -26,7 +30,7 @@ from raycheck.bucket.protocol.swap import Register, lost_error
 from raycheck.bucket.reading import list_directories, read_latest
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import Upload
-from raycheck.errors import CorruptError, DeniedError, StoreError
+from raycheck.errors import CorruptError, DeniedError, RaycheckError, StoreError
 from raycheck.settings import Retention
 from raycheck.show_progress import ProgressTally
 
@@ -80,6 +84,7 @@ def prune(
             if name not in held:
                 gone.append(name)  # otherwise its objects stay, and it stays in `evicted`, until nobody refers to it
     if gone:
+        _record_drops(register.store, body, gone)
         forget(register, frozenset(gone))
     try:
         settle(register)
@@ -90,6 +95,13 @@ def prune(
     if failures:
         raise failures[0]
     return tuple(gone)
+
+
+def _record_drops(store: Store, body: Latest, keys: Collection[str]) -> None:
+    """Write into the history why these checkpoints were evicted, which `latest` will no longer say. Step 21."""
+    drops = {item.key: item for item in facts_of(body).drops.values() if item.key in keys}
+    with suppress(RaycheckError):  # for people only: losing it loses no checkpoint
+        record_facts(store, Facts(drops=drops), run_id=body.run_id, counter=body.counter)
 
 
 def plan_prune(

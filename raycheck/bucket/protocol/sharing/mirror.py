@@ -179,7 +179,8 @@ def _evicted(body: Latest, new: Latest, source: Latest, directories: Iterable[st
     candidates = (body.held() | set(directories)) - before - live - there
     left = {key for key in candidates if _has_gone(source, key)}
     kept = tuple(item for item in body.evicted if item.key not in released)
-    return (*kept, *(Evicted(key=key, at=now) for key in sorted(released | left)))
+    why = "its source no longer lists it"
+    return (*kept, *(Evicted(key=key, at=now, why=why) for key in sorted(released | left)))
 
 
 def _has_gone(source: Latest, key: str) -> bool:

@@ -1,0 +1,7 @@
+"""The history of a run: what was, for people. Nothing in the protocol reads it, so losing it loses no checkpoint.
+
+metric_rows   the metrics of steps, as a value: union, thinning, and columns of bytes
+facts         everything that is known of a run's past, as a value: a set of records with keys
+segments      reads, writes and merges the objects that contain facts. Step 41
+attempt_facts what `latest` and `attempts/` say, as facts
+"""

@@ -1,0 +1,93 @@
+"""The command `history`: everything that a run was, whatever of it still exists. It writes nothing (I8)."""
+
+import csv
+import math
+import sys
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, print_table, settings_of
+from raycheck.errors import ConfigError
+from raycheck.run import open_run
+from raycheck.terminal import printable
+from raycheck.values import AttemptHistory, RunHistory
+from raycheck.views.in_words import short_number, size, time_of
+
+
+def history(
+    uri: Uri,
+    as_json: Json = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the metrics of all steps as CSV.")] = False,
+    storage: Storage = None,
+) -> None:
+    """Show all attempts and commits of a run, with what became of each, and the metrics of its steps."""
+    if as_json and as_csv:
+        raise ConfigError("give only one of --json and --csv")
+    found = open_run(uri, settings_of(storage)).history()
+    if as_csv:
+        _print_csv(found)
+    elif as_json:
+        print_json(_facts(found))
+    else:
+        _print_tables(found)
+    for problem in found.problems:
+        print(printable(f"raycheck: {problem}"), file=sys.stderr)  # noqa: T201  not among the data
+
+
+def _print_tables(found: RunHistory) -> None:
+    for attempt in found.attempts:
+        ranks = f"{attempt.world_size} ranks" if attempt.world_size else "by hand"
+        end = attempt.ending + (f": {attempt.cause}" if attempt.cause else "")
+        out.print(Text(f"attempt {attempt.number}, {ranks}, {_origin(attempt)}, {time_of(attempt.began_at)}; {end}"))
+        rows = []
+        for commit in attempt.commits:
+            state = commit.state + (f": {commit.damaged or commit.why}" if commit.damaged or commit.why else "")
+            metrics = "  ".join(
+                f"{name} {short_number(value)}" for name, value in sorted({**commit.metrics, **commit.scores}.items())
+            )
+            branch = "abandoned" if commit.is_abandoned else ""
+            rows.append((commit.step, commit.key, size(commit.size_bytes), time_of(commit.at), state, branch, metrics))
+        if rows:
+            print_table(("step", "checkpoint", "size", "committed", "state", "", "metrics"), rows)
+        out.print(Text(""))
+    rows_there, commits = found.rows(), len(found.commits)
+    thinned = f", older ones one per {found.every} steps" if found.every > 1 else ""
+    out.print(
+        Text(f"{len(found.attempts)} attempts, {commits} commits, metrics of {len(rows_there)} steps{thinned} (--csv)")
+    )
+
+
+def _origin(attempt: AttemptHistory) -> str:
+    return f"from {attempt.restored}" if attempt.restored else "fresh start"
+
+
+def _facts(found: RunHistory) -> dict[str, Any]:
+    return {
+        "run": found.uri,
+        "run_id": found.run_id,
+        "state": found.status.state,
+        "attempts": [
+            {name: value for name, value in asdict(item).items() if name not in ("commits", "resume")}
+            for item in found.attempts
+        ],
+        "commits": [asdict(commit) for commit in found.commits],
+        "every": found.every,
+        "rows": [{name: _json(value) for name, value in row.items()} for row in found.rows()],
+        "problems": list(found.problems),
+    }
+
+
+def _json(value: float | bool | None) -> float | int | bool | None:
+    """Return null for what JSON cannot express: NaN and infinities."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _print_csv(found: RunHistory) -> None:
+    """Print a line per step. Numbers are exact, and a metric that a step did not have is empty."""
+    names = ["step", "attempt", "is_abandoned", "time", *found.metrics]
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(map(printable, names))
+    for row in found.rows():
+        writer.writerow(["" if (value := row.get(name)) is None else value for name in names])
