@@ -109,7 +109,8 @@ def _trained_until(
         return end, None
     own = {commit.key for commit in attempt.commits}
     kept_at = commits[after.restored] if after.restored in own else None
-    seen = min(end, max(attempt.began_at, attempt.last_seen_at))
+    last_seen_at = attempt.began_at if attempt.last_seen_at is None else attempt.last_seen_at
+    seen = min(end, max(attempt.began_at, last_seen_at))
     if after.lost_s is not None:
         if kept_at is None:
             return end, end - after.lost_s if after.lost_s else None

@@ -19,7 +19,7 @@ Point = tuple[int, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class CurvePath:
     """A line of a chart.
 
     run: the place of its run among those of the chart. points, places: steps and values, and where they are drawn.
@@ -39,7 +39,7 @@ class MetricChart:
     """A metric of one or several runs over steps. notes: what is not drawn, in words. first, last: the steps' range."""
 
     name: str
-    paths: tuple[Path, ...]
+    paths: tuple[CurvePath, ...]
     steps: tuple[Tick, ...]
     values: tuple[Tick, ...]
     notes: tuple[str, ...]
@@ -75,12 +75,12 @@ def metric_chart(
     low, high = min(values), max(values)
     shares = _Shares(low, high, is_log=is_log)
     paths = tuple(
-        Path(place, label, is_abandoned, is_faint, tuple(points),
+        CurvePath(place, label, is_abandoned, is_faint, tuple(points),
              tuple((_x((step - first) / span), shares.y(value)) for step, value in points))
         for place, label, is_abandoned, is_faint, points in drawings
     )  # fmt: skip
     steps = tuple(Tick(_x(share), str(round(first + share * (last - first)))) for share in (0, 0.25, 0.5, 0.75, 1))
-    ticks = tuple(Tick(shares.y(value), f"{value:.4g}") for value in _ticks(low, high, is_log=is_log))
+    ticks = tuple(Tick(shares.y(value), _short(value)) for value in _ticks(low, high, is_log=is_log))
     notes = (f"{left_out} values are not {'positive' if is_log else 'finite'} and not drawn",) if left_out else ()
     return MetricChart(name, paths, steps, ticks, notes, first, last)
 
@@ -138,6 +138,14 @@ def _thinned(points: Sequence[Point], first: int, span: int) -> list[Point]:
         own = list(column)
         found += sorted({min(own, key=lambda point: point[1]), max(own, key=lambda point: point[1])})
     return found if found[-1] == points[-1] else [*found, points[-1]]
+
+
+def _short(value: float) -> str:
+    """Return a number in few characters, since a narrow screen has little room: 81.2k."""
+    for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if factor * 10 <= abs(value) < 1e12:
+            return f"{value / factor:.4g}{unit}"
+    return f"{value:.4g}"
 
 
 def _ticks(low: float, high: float, *, is_log: bool) -> list[float]:
