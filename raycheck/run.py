@@ -403,11 +403,14 @@ class Run:
 
         return read_history(self._store, self._latest, now=self._now())
 
-    def kept(self, history: "RunHistory | None" = None, *, rules: Retention | None = None) -> "KeptCheckpoints":
+    def kept(
+        self, history: "RunHistory | CheckpointDetails | None" = None, *, rules: Retention | None = None
+    ) -> "KeptCheckpoints":
         """Explain why each checkpoint stays, by the rules that training had at its newest commit. Changes nothing.
 
-        history: the result of `history`, if you have it; it contains the rules, so one request fewer is sent. rules:
-        use these rules instead. Raises NotFoundError if the head was dropped after the run was opened.
+        history: the result of `history`, or the details of the head, if you have either; they contain the rules, so
+        one request fewer is sent. rules: use these rules instead. Raises NotFoundError if the head was dropped after
+        the run was opened.
         """
         from raycheck.views.kept import kept_by, why_kept
 

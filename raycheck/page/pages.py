@@ -3,8 +3,10 @@
 Every function here blocks while it reads from the bucket; server.py calls them in threads.
 """
 
+import json
 import posixpath
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -13,17 +15,26 @@ from urllib.parse import quote, unquote
 import raycheck
 from raycheck import Run, StorageSettings
 from raycheck.catalog import RunFolder
-from raycheck.errors import ConfigError, NotFoundError
-from raycheck.views.charts import curves_of, timeline_of
+from raycheck.errors import ConfigError, NotFoundError, RaycheckError
+from raycheck.terminal import printable_lines
+from raycheck.views.charts import LEFT, RIGHT, WIDTH, timeline_of
 from raycheck.views.context_pool import ContextPool
 from raycheck.views.in_words import PRICE, goodput_text, monthly_cost
+from raycheck.views.metric_charts import MetricChart, metric_chart
 from raycheck.views.tensors import with_moments
 
 if TYPE_CHECKING:
     from raycheck import CommittedCheckpoint
+    from raycheck.views.attempts import Commit
+    from raycheck.views.history import RunHistory
 
 MAX_ROWS = 2000
 """The maximum number of tensors in one view; the search finds the others."""
+MAX_CHARTS = 24
+MAX_RUNS = 8
+"""The maximum number of runs in one chart."""
+MAX_COLUMNS = 4
+"""The maximum number of metrics with a column of their own, by which a table can be sorted."""
 MAX_SAMPLE_BYTES = 64 * 1024 * 1024
 MAX_VALUE_TEXT = 4000
 
@@ -52,6 +63,14 @@ class PageScope:
         """
         self.uri(name)  # refuses a name that leads out
         return self.folder.run(*(name.split("/") if name else ()))
+
+    def may_have(self, name: str) -> bool:
+        """Return whether a run may have this name, that is, whether the name stays under the prefix."""
+        try:
+            self.uri(name)
+        except NotFoundError:
+            return False
+        return True
 
     def name_of(self, uri: str) -> str | None:
         """Return the name of the run with this URI, "" for the prefix itself, or None if it is not under the prefix.
@@ -107,10 +126,68 @@ def runs_view(place: PageScope) -> dict[str, Any]:
         for run in found
     ]
     total = sum(run.size_bytes for run in found)
-    return {"rows": rows, "total_bytes": total, "total_cost": monthly_cost(total, place.price)}
+    return {
+        "rows": rows,
+        "metrics": columns_of([run.metrics for run in found]),
+        "total_bytes": total,
+        "total_cost": monthly_cost(total, place.price),
+    }
 
 
-def run_view(place: PageScope, name: str) -> dict[str, Any]:
+def columns_of(found: Iterable[Mapping[str, float]]) -> tuple[str, ...]:
+    """Return the metrics that get a column of a table, by name: those that most rows have, at most MAX_COLUMNS."""
+    counts = Counter(name for metrics in found for name in metrics)
+    return tuple(sorted(sorted(counts, key=lambda name: (-counts[name], name))[:MAX_COLUMNS]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChartOptions:
+    """How to draw metrics. smooth: from 0 to below 1. only: a part of the names of the metrics to show."""
+
+    is_log: bool = False
+    smooth: float = 0.0
+    only: str = ""
+
+
+def charts_view(found: Sequence[tuple[str, "RunHistory"]], options: ChartOptions) -> dict[str, Any]:
+    """Return the charts of the metrics of runs, at most MAX_CHARTS, each with the values that the crosshair shows."""
+    names = sorted({metric for _, history in found for metric in history.metrics if options.only in metric})
+    charts = []
+    for metric in names[:MAX_CHARTS]:
+        curves = [(label, history.curve(metric)) for label, history in found]
+        chart = metric_chart(metric, curves, is_log=options.is_log, smooth=options.smooth)
+        if chart is not None:
+            charts.append((chart, _crosshair(chart)))
+    return {"charts": charts, "options": options, "num_metrics": len(names), "max_charts": MAX_CHARTS}
+
+
+def _crosshair(chart: MetricChart) -> str:
+    """Return the values of a chart as JSON, for static/page.js."""
+    lines = [
+        {
+            "run": path.run,
+            "label": printable_lines(path.label) + (", went back" if path.is_abandoned else ""),
+            "steps": [step for step, _ in path.points],
+            "values": [float(f"{value:.6g}") for _, value in path.points],
+        }
+        for path in chart.paths
+        if not path.is_faint
+    ]
+    return json.dumps({"first": chart.first, "last": chart.last, "left": LEFT, "right": WIDTH - RIGHT, "lines": lines})
+
+
+def compare_view(place: PageScope, *names: str, options: ChartOptions) -> dict[str, Any]:
+    """Return the metrics of several runs, one over the other. Raises ConfigError above MAX_RUNS."""
+    if len(names) > MAX_RUNS:
+        raise ConfigError(f"{len(names)} runs are chosen: one chart shows at most {MAX_RUNS}")
+    with ContextPool(max(1, len(names)), thread_name_prefix="raycheck-compare") as pool:
+        histories = list(pool.map(lambda name: place.run(name).history(), names))
+    labels = [name or "run" for name in names]
+    found = list(zip(labels, histories, strict=True))
+    return {"names": names, "labels": labels, **charts_view(found, options)}
+
+
+def run_view(place: PageScope, name: str, options: ChartOptions = ChartOptions()) -> dict[str, Any]:
     """Return the values of a run's view."""
     run = place.run(name)
     history = run.history()
@@ -121,16 +198,23 @@ def run_view(place: PageScope, name: str) -> dict[str, Any]:
         "uri": _address(place.uri(name)),
         "history": history,
         "timeline": timeline_of(history.attempts, until=history.until),
-        "curves": curves_of(history.attempts),
+        **charts_view([("", history)], options),
         "kept": kept,
         "reasons": {item.key: item for item in kept.decisions},
         "shares": {item.key: item.shares_with for item in run.checkpoints},
         "freed": sum(item.size_bytes for item in kept.decisions if not item.is_kept),
-        "commits": tuple(commit for commit in reversed(history.commits) if commit.is_live),
+        "commits": tuple(reversed(history.commits))[:MAX_ROWS],
+        "metrics": columns_of([values_of(commit) for commit in history.commits]),
+        "values_of": values_of,
         "goodput": goodput_text(history.goodput, history.goodput_limit),
         "parent": None if history.parent is None else place.shown(history.parent),
         "users": [place.shown(_beside(place.uri(name), way)) for way in sorted(run.lent)],
     }
+
+
+def values_of(item: "Commit | CommittedCheckpoint") -> dict[str, float]:
+    """Return the metrics of a checkpoint; a score takes the place of a metric of the same name."""
+    return {**item.metrics, **item.scores}
 
 
 def _beside(uri: str, way: str) -> str:
@@ -176,10 +260,34 @@ def checkpoint_view(place: PageScope, name: str, at: str, *, search: str = "") -
         "tensors": with_moments(tensors)[:MAX_ROWS],
         "num_tensors": len(tensors),
         "search": search,
-        "others": [item for item in run.checkpoints if item.key != checkpoint.key],
+        "reason": _reason(run, checkpoint),
+        "measured": values_of(checkpoint) or dict(details.metrics),
+        "others": _others(run, checkpoint),
         "values": _values(details.values),
         "rank_values": [_values(values) for values in details.rank_values],
     }
+
+
+def _reason(run: Run, checkpoint: "CommittedCheckpoint") -> str:
+    """Return why the next commit would keep or drop a checkpoint, by the settings of the newest one."""
+    if checkpoint.damaged:
+        return f"DAMAGED: {checkpoint.damaged}"
+    try:
+        kept = run.kept(None if run.head is None else _opened(run.head).details())
+    except RaycheckError as error:  # the newest checkpoint has the rules; the view of this one needs no other
+        return f"unknown: {error}"
+    found = next((item for item in kept.decisions if item.key == checkpoint.key), None)
+    if found is None:
+        return "unknown"
+    return found.reason if found.is_kept else f"nothing: {found.reason}"
+
+
+def _others(run: Run, checkpoint: "CommittedCheckpoint") -> list[tuple["CommittedCheckpoint", str]]:
+    """Return the other checkpoints, each with "older" or "newer". The one before this comes first."""
+    keys = [item.key for item in run.checkpoints]
+    place = keys.index(checkpoint.key) if checkpoint.key in keys else len(keys)
+    older, newer = run.checkpoints[:place], run.checkpoints[place + 1 :]
+    return [(item, "older") for item in reversed(older)] + [(item, "newer") for item in newer]
 
 
 def _values(values: Mapping[str, Any]) -> dict[str, str]:
@@ -207,16 +315,20 @@ def tensor_view(place: PageScope, name: str, at: str, tensor: str, *, max_bytes:
 
 
 def diff_view(place: PageScope, name: str, before: str, after: str, *, tensor: str = "") -> dict[str, Any]:
-    """Return the values of the comparison of two checkpoints. tensor: a tensor whose elements to read and compare."""
+    """Return the values of the comparison of two checkpoints, from the older to the newer, in whichever order they are
+    given. tensor: a tensor whose elements to read and compare."""
     run = place.run(name)
+    committed = {item.key: number for number, item in enumerate(run.checkpoints)}
+    pair = sorted((run.at(before), run.at(after)), key=lambda item: committed.get(item.key, -1))
     with ContextPool(2, thread_name_prefix="raycheck-diff") as pool:
-        ours, theirs = pool.map(_opened, (run.at(before), run.at(after)))
+        ours, theirs = pool.map(_opened, pair)
     found = ours.diff(theirs)
     changed = [item for item in found.tensors if item.change != "equal"]
     moved = ours.compare_values(theirs, tensor, max_bytes=MAX_SAMPLE_BYTES) if tensor else None
     return {
         "name": name,
         "diff": found,
+        "pair": pair,
         "changed": changed[:MAX_ROWS],
         "num_changed": len(changed),
         "moved": moved,

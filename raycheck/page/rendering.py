@@ -11,12 +11,12 @@ from typing import Any
 from urllib.parse import urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from raycheck.page.pages import PageScope, version
 from raycheck.terminal import printable_lines
-from raycheck.views.drawing import curve_svg, heat_svg, histogram_svg, timeline_svg
-from raycheck.views.in_words import age, short_number, size, time_of
+from raycheck.views.drawing import heat_svg, histogram_svg, metric_svg, timeline_svg
+from raycheck.views.in_words import age, duration, short_number, size, time_of
 
 _SETTINGS = re.compile(r"(\w+://[^\s?'\"]+)\?[^\s'\"]*?(?=[:,.;)]*(?:[\s'\"]|$))")
 """The query of a URI in a sentence, without the punctuation after it."""
@@ -32,12 +32,13 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=_fit,
     )
-    env.filters |= {"size": size, "date": time_of, "number": short_number}
+    env.filters |= {"size": size, "date": moment, "number": short_number, "duration": duration}
     env.filters |= {"pystring": json.dumps, "shell": shlex.quote, "markup": Markup, "bare": without_settings}
     env.globals |= {
-        "age": age,
+        "since": since,
+        "moving": moving,
         "link": _link,
-        "drawing": {"timeline": timeline_svg, "curve": curve_svg, "histogram": histogram_svg, "heat": heat_svg},
+        "drawing": {"timeline": timeline_svg, "metric": metric_svg, "histogram": histogram_svg, "heat": heat_svg},
         "version": version(),
     }
     return env
@@ -46,6 +47,32 @@ def _environment() -> Environment:
 def without_settings(text: str) -> str:
     """Return a sentence without the settings in its URIs, which may be private."""
     return _SETTINGS.sub(r"\1", text)
+
+
+def moment(at: float) -> Markup:
+    """Return a time as an element that shows it in one line, in UTC: 2026-08-01 12:00:00."""
+    text = time_of(at)
+    return Markup('<time datetime="{}">{}</time>').format(text, text.replace("T", " ").removesuffix("Z"))
+
+
+def since(at: float, now: float) -> Markup:
+    """Return how long ago `at` was, as an element that static/page.js keeps current."""
+    said = age(at, now)
+    if at > now:
+        return Markup('<time datetime="{}">{}</time>').format(time_of(at), said)
+    return _age(at, now, said.removesuffix(" ago")) + " ago"
+
+
+def _age(at: float, now: float, text: str) -> Markup:
+    form = Markup('<time datetime="{0}" title="{0}" data-age="{1:.0f}">{2}</time>')
+    return form.format(time_of(at), now - at, text)
+
+
+def moving(text: str, at: float, now: float) -> Markup:
+    """Return a sentence whose first mention of how long ago `at` was is kept current."""
+    said = age(at, now).removesuffix(" ago")
+    before, found, after = _fit(text).partition(said)
+    return escape(before) + _age(at, now, said) + after if found and at <= now else escape(_fit(text))
 
 
 def _fit(value: Any) -> Any:

@@ -16,7 +16,7 @@ from raycheck.http_server import HttpLimits, bound, listen
 from raycheck.page import acts, pages
 from raycheck.page.background_acts import BackgroundActs
 from raycheck.page.guard import HEALTH, Guard
-from raycheck.page.pages import PageScope
+from raycheck.page.pages import ChartOptions, PageScope
 from raycheck.page.rendering import render, without_settings
 from raycheck.page.view_threads import AT_ONCE, BusyError, LiveAnswers, ViewThreads
 
@@ -33,6 +33,7 @@ def make_app(place: PageScope, *, token: str, hosts: Collection[str]) -> web.App
     app.on_cleanup.append(views.close)
     app.router.add_get("/", views.runs)
     app.router.add_get("/run", views.run)
+    app.router.add_get("/compare", views.compare)
     app.router.add_get("/freed", views.freed)
     app.router.add_get("/live", views.live)
     app.router.add_get("/of", views.of)
@@ -97,7 +98,17 @@ class _Views:
         return await self._shown("runs.html", pages.runs_view)
 
     async def run(self, request: web.Request) -> web.Response:
-        return await self._shown("run.html", pages.run_view, _asked(request, "name"))
+        """Respond with the view of a run, or with one that waits for the run to start."""
+        name = _asked(request, "name")
+        status, found = await self._read(partial(pages.run_view, options=_options(request)), name)
+        if status == 404 and self._place.may_have(name):
+            html = render("no_run_yet.html", self._place, name=name, error=found)
+            return web.Response(status=404, text=html, content_type="text/html")
+        return self._response("run.html", status, found)
+
+    async def compare(self, request: web.Request) -> web.Response:
+        names = list(dict.fromkeys(request.query.getall("run", [])))
+        return await self._shown("compare.html", partial(pages.compare_view, options=_options(request)), *names)
 
     async def freed(self, request: web.Request) -> web.Response:
         return await self._shown("freed.html", pages.freed_view, _asked(request, "name"))
@@ -165,6 +176,9 @@ class _Views:
     async def _shown(self, template: str, view: Callable[..., dict[str, Any]], *arguments: str) -> web.Response:
         """Return the HTML of a view, or of the error that occurred while reading it."""
         status, found = await self._read(view, *arguments)
+        return self._response(template, status, found)
+
+    def _response(self, template: str, status: int, found: Any) -> web.Response:
         if status == 200:
             html = render(template, self._place, **found)
         else:
@@ -193,6 +207,16 @@ class _Views:
 def _asked(request: web.Request, name: str) -> str:
     """Return an argument of the URL, or "" if it is missing."""
     return request.query.get(name, "")
+
+
+def _options(request: web.Request) -> ChartOptions:
+    """Return how to draw metrics, as the URL asks; what is not a number counts as no smoothing."""
+    try:
+        smooth = min(0.999, max(0.0, float(_asked(request, "smooth"))))
+    except ValueError:
+        smooth = 0.0
+    is_log = _asked(request, "log") == "1"
+    return ChartOptions(is_log=is_log, smooth=smooth, only=_asked(request, "only"))
 
 
 async def _health(request: web.Request) -> web.Response:

@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from raycheck.views.attempts import AttemptHistory, Commit
 
 WIDTH = 900.0
-LEFT, RIGHT = 70.0, 16.0
+LEFT, RIGHT = 84.0, 16.0
 ROW = 22.0
 TOP = 26.0
 CHART_HEIGHT = 220.0
 MAX_METRICS = 12
-NUM_TICKS = 5
+NUM_TICKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class Bar:
     """An attempt on the timeline.
 
     x, y, width: its position. restore_width: the part at the left that was the restore. lost_width: the part at the
-    right that was trained and lost. dots: its commits.
+    right that was trained and lost. dots: its commits. starting_width: the part at the left before the restore.
+    dead_width: the time after the bar until the next attempt began, in which nothing trained.
     """
 
     attempt: AttemptHistory
@@ -48,6 +49,8 @@ class Bar:
     restore_width: float
     lost_width: float
     dots: tuple[Dot, ...]
+    starting_width: float = 0.0
+    dead_width: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +65,59 @@ class Timeline:
 
 def timeline_of(attempts: Sequence[AttemptHistory], *, until: float) -> Timeline:
     """Return the attempts over time: one row per attempt, oldest on top. until: the end of the axis, unix s."""
-    start = attempts[0].began_at
+    start = min(attempt.began_at for attempt in attempts)
     stop = max(until, start + 1.0)
     scale = (WIDTH - LEFT - RIGHT) / (stop - start)
 
     def x(at: float) -> float:
         return LEFT + (min(max(at, start), stop) - start) * scale
 
+    commits = {commit.key: commit.at for attempt in attempts for commit in attempt.commits}
     bars = []
     for place, attempt in enumerate(attempts):
-        end = attempt.ended_at if attempt.ended_at is not None else stop
         after = attempts[place + 1] if place + 1 < len(attempts) else None
+        end, lost_from = _trained_until(attempt, after, commits, stop)
+        trained_from = _trained_from(attempt, commits)
         y, left = TOP + place * ROW, x(attempt.began_at)
         width = max(2.0, x(end) - left)
-        lost = 0.0 if after is None or after.lost_s is None else after.lost_s * scale
         dots = tuple(Dot(x(commit.at), y + ROW / 2, commit) for commit in attempt.commits)
         restore = min(width, (attempt.restore_s or 0.0) * scale)
-        bars.append(Bar(attempt, left, y, width, restore, min(width, lost), dots))
+        starting = 0.0 if trained_from is None else min(width, max(0.0, x(trained_from) - left)) - restore
+        lost = 0.0 if lost_from is None else (end - lost_from) * scale
+        dead = 0.0 if after is None else max(0.0, x(after.began_at) - left - width)
+        bars.append(Bar(attempt, left, y, width, restore, min(width, lost), dots, max(0.0, starting), dead))
     return Timeline("Attempts over time", _height(attempts), tuple(bars), tuple(_time_ticks(start, stop, x)))
+
+
+def _trained_from(attempt: AttemptHistory, commits: Mapping[str, float]) -> float | None:
+    """Return when an attempt had restored and training began, or None if that is not known."""
+    resume = attempt.resume
+    at = None if resume is None else commits.get(resume.restored or "")
+    return None if at is None or resume is None or resume.since_commit_s is None else at + resume.since_commit_s
+
+
+def _trained_until(
+    attempt: AttemptHistory, after: AttemptHistory | None, commits: Mapping[str, float], stop: float
+) -> tuple[float, float | None]:
+    """Return when an attempt's training ended, and from when on it was lost; None if nothing is known to be lost.
+
+    An attempt is over in the bucket when somebody noticed. A dead driver's training ended at its last sign of life, or
+    a little later; what is known to be lost follows the checkpoint that the next attempt restored.
+    """
+    end = attempt.ended_at if attempt.ended_at is not None else stop
+    if after is None or not attempt.world_size:
+        return end, None
+    own = {commit.key for commit in attempt.commits}
+    kept_at = commits[after.restored] if after.restored in own else None
+    last_seen_at = attempt.began_at if attempt.last_seen_at is None else attempt.last_seen_at
+    seen = min(end, max(attempt.began_at, last_seen_at))
+    if after.lost_s is not None:
+        if kept_at is None:
+            return end, end - after.lost_s if after.lost_s else None
+        end = min(end, max(seen, kept_at + after.lost_s))
+        return end, end - after.lost_s if after.lost_s else None
+    lost_from = seen if kept_at is None else kept_at
+    return (seen if attempt.ending == "driver lost" else end), (lost_from if lost_from < seen else None)
 
 
 def steps_of(attempts: Sequence[AttemptHistory]) -> Timeline:

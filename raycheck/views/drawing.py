@@ -10,6 +10,7 @@ from html import escape
 from raycheck.terminal import printable_lines
 from raycheck.views.charts import CHART_HEIGHT, LEFT, ROW, WIDTH, Bar, Curve, Dot, Tick, Timeline
 from raycheck.views.in_words import short_number
+from raycheck.views.metric_charts import MetricChart
 
 TEXT, GRID, BAR, COMMIT, HEAD, RESTORE, LOST = (
     "#6b7280",
@@ -80,8 +81,9 @@ def _anchors(count: int) -> list[str]:
 def timeline_svg(timeline: Timeline) -> str:
     """Draw the attempts of a run, one per row, with their commits."""
     ticks = [
-        _line(tick.at, tick.at, 18, timeline.height) + _label(tick.at, 12, tick.text, anchor=anchor)
-        for tick, anchor in zip(timeline.ticks, _anchors(len(timeline.ticks)), strict=True)
+        _line(tick.at, tick.at, 18, timeline.height)
+        + _label(tick.at, 12, tick.text, anchor=anchor, kind="tick odd" if place % 2 else "tick")
+        for place, (tick, anchor) in enumerate(zip(timeline.ticks, _anchors(len(timeline.ticks)), strict=True))
     ]
     return _svg(timeline.height, timeline.title, _LOST_PATTERN, *ticks, *map(_attempt, timeline.bars))
 
@@ -108,10 +110,26 @@ def _attempt(bar: Bar) -> str:
             stroke_width=edge and 2,
         )
     ]
+    if bar.dead_width > 0:
+        at, told = bar.x + bar.width, _title("dead: nothing trained until the next attempt began")
+        parts.append(element("line", told, class_="dead", x1=at, x2=at + bar.dead_width, y1=y + height / 2,
+                             y2=y + height / 2, stroke=LOST, stroke_width=2, stroke_dasharray="3 5"))  # fmt: skip
+    if bar.starting_width > 0:
+        parts.append(element("rect", _title("starting"), class_="starting", x=bar.x, y=y, width=bar.starting_width,
+                             height=height, fill=GRID))  # fmt: skip
     if bar.restore_width > 0:
         told = _title(f"restore: {short_number(attempt.restore_s or 0.0)} s")
         parts.append(
-            element("rect", told, class_="restore", x=bar.x, y=y, width=bar.restore_width, height=height, fill=RESTORE)
+            element(
+                "rect",
+                told,
+                class_="restore",
+                x=bar.x + bar.starting_width,
+                y=y,
+                width=bar.restore_width,
+                height=height,
+                fill=RESTORE,
+            )
         )
     if bar.lost_width > 0:
         at = bar.x + bar.width - bar.lost_width
@@ -165,6 +183,29 @@ def _point(name: str, dot: Dot) -> str:
     value = dot.commit.scores.get(name, dot.commit.metrics.get(name, 0.0))
     told = _title(f"step {dot.commit.step}: {short_number(value)}")
     return element("circle", told, class_="point", cx=dot.x, cy=dot.y, r=3, fill=TEXT)
+
+
+def metric_svg(chart: MetricChart) -> str:
+    """Draw a metric over all steps: a color per run, dashed where the run went back, faint behind a smoothed line."""
+    parts = [
+        _line(LEFT, WIDTH, tick.at, tick.at) + _label(LEFT - 8, tick.at + 4, tick.text, anchor="end")
+        for tick in chart.values
+    ]
+    parts += [
+        _label(tick.at, CHART_HEIGHT - 6, tick.text, anchor=anchor, kind="tick odd" if place % 2 else "tick")
+        for place, (tick, anchor) in enumerate(zip(chart.steps, _anchors(len(chart.steps)), strict=True))
+    ]
+    for path in chart.paths:
+        number = path.run % len(BRANCHES)
+        points = " ".join(f"{_short(x)},{_short(y)}" for x, y in path.places)
+        opacity = 0.3 if path.is_faint else 0.6 if path.is_abandoned else None
+        parts.append(element("polyline", _title(path.label), class_=f"branch branch-{number}", points=points,
+                             fill="none", stroke=BRANCHES[number], stroke_width=1.5, stroke_opacity=opacity,
+                             stroke_dasharray="4 3" if path.is_abandoned else None))  # fmt: skip
+        if len(path.places) == 1:
+            (x, y), color = path.places[0], BRANCHES[number]
+            parts.append(element("circle", class_="point", cx=x, cy=y, r=3, fill=color))
+    return _svg(CHART_HEIGHT, f"{chart.name} over steps", *parts)
 
 
 def histogram_svg(name: str, edges: Sequence[float], counts: Sequence[int]) -> str:

@@ -1,5 +1,6 @@
 """Formats sizes, times, and numbers for people."""
 
+import math
 from datetime import UTC, datetime
 
 from raycheck.bucket.run_status import ago
@@ -36,6 +37,20 @@ def time_of(at: float) -> str:
 def age(at: float, now: float) -> str:
     """Return a time relative to `now`, in one unit: "3 min ago", "in 2 d"."""
     return f"{ago(now - at)} ago" if at <= now else f"in {ago(at - now)}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in its two largest units: "3 h 20 min", "2.5 s"."""
+    if not math.isfinite(seconds) or seconds < 60:
+        return f"{seconds:.3g} s"
+    (high, low), (unit, part) = next(
+        (sizes, names) for sizes, names in _DURATIONS if seconds >= sizes[0] or names[0] == "min"
+    )
+    count, rest = divmod(round(seconds / low), high // low)
+    return f"{count} {unit} {rest} {part}" if rest else f"{count} {unit}"
+
+
+_DURATIONS = (((86400, 3600), ("d", "h")), ((3600, 60), ("h", "min")), ((60, 1), ("min", "s")))
 
 
 def short_number(value: float) -> str:

@@ -163,6 +163,56 @@ def test_a_comparison_names_what_changed(browser: Browser) -> None:
     assert "32 of 32 values" in shown
 
 
+def test_a_comparison_goes_from_the_older_to_the_newer_in_whichever_order_it_is_asked(browser: Browser) -> None:
+    for asked in ("before=2&after=1", "before=1&after=2"):
+        text = re.sub(r"<[^>]+>|\s+", " ", browser.view(f"/diff?name=real&{asked}"))
+        assert "From step 1 ( step-000000001-a1-s1 ) to step 2 ( step-000000002-a1-s2 )" in text
+
+
+def test_a_checkpoint_shows_its_metrics_and_why_it_is_kept(browser: Browser) -> None:
+    text = browser.view("/checkpoint?name=real&at=1")
+
+    assert '<span class="metric">loss 2</span>' in text
+    assert re.search(r"<dt>Kept because</dt><dd>among the newest 10", text), text
+    assert "step-000000002-a1-s2, newer</option>" in text
+
+
+def test_a_run_that_is_not_claimed_yet_says_so_and_asks_again(browser: Browser) -> None:
+    answer, text = browser.ask("/run?name=not/yet")
+
+    assert answer.status == 404
+    assert "No run here yet" in text
+    assert re.search(r'<p id="live" data-name="not/yet" data-version=""', text)
+
+
+def test_tables_have_the_values_by_which_they_sort_and_the_names_of_their_columns(browser: Browser) -> None:
+    text = browser.view("/run?name=real")
+
+    assert re.findall(r'<td data-label="loss" class="number" data-value="([\d.]+)">', text) == ["1.0", "2.0"]
+    for path in ("/", "/run?name=real", "/diff?name=real&before=1&after=2"):
+        for table in re.findall(r"<table.*?</table>", browser.view(path), re.DOTALL):
+            assert re.match(r'<table id="\w+">', table)
+            assert "<td>" not in table, "every cell says what it is where a table has no room for columns"
+
+
+def test_times_are_in_one_line_and_ages_are_marked_to_move(browser: Browser) -> None:
+    text = browser.view("/run?name=bob/died")
+
+    assert re.search(r'<td data-label="Began" class="when" data-value="[\d.]+"><time datetime="[^"]+Z">'
+                     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d</time>", text)  # fmt: skip
+    assert re.search(r'died <time datetime="[^"]+" title="[^"]+" data-age="8\d{4}">24 h</time> ago', text)
+
+
+def test_runs_are_drawn_over_each_other_as_the_address_asks(browser: Browser) -> None:
+    text = browser.view("/compare?run=real&run=ann/finished&log=1&smooth=0.5&only=loss")
+
+    (drawing,) = re.findall(r"<figure data-chart=.*?</figure>", text, re.DOTALL)
+    assert len(re.findall(r'<polyline class="branch branch-0"', drawing)) == 2, "smoothed, and faint behind it"
+    assert len(re.findall(r'<polyline class="branch branch-1"', drawing)) == 2
+    assert 'name="log" value="1" checked' in text
+    assert browser.ask("/compare?" + "&".join(f"run={number}" for number in range(9)))[0].status == 400
+
+
 def test_hostile_names_are_shown_as_text(browser: Browser) -> None:
     key = "step-000000002-a1-s2"
     for path in ("/run?name=real", f"/checkpoint?name=real&at={key}"):

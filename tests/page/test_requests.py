@@ -50,9 +50,12 @@ def test_each_view_reads_each_document_once(scope: PageScope, wire: FaultProxy) 
 
     latest = Counter({"latest": 1})
     records = Counter({"attempts/000001.json": 1, "attempts/000001.start.json": 1})
-    assert view(pages.run_view, "run") == latest + records + Counter({f"checkpoints/{KEYS[1]}/manifest.json": 1})
+    lists = Counter({"/raycheck": 2})  # of the segments of the history, and of the records that none of them has
+    assert view(pages.run_view, "run") == latest + lists + records + Counter(
+        {f"checkpoints/{KEYS[1]}/manifest.json": 1}
+    )
     assert view(pages.live_version, "run") == latest
-    assert view(pages.checkpoint_view, "run", KEYS[0]) == latest + documents(KEYS[0])
+    assert view(pages.checkpoint_view, "run", KEYS[0]) == latest + documents(*KEYS), "the head has the rules"
     assert view(pages.checkpoint_view, "run", KEYS[0]) == latest, "a checkpoint never changes"
     assert view(pages.tensor_view, "run", KEYS[0], "model.weight") == latest + Counter({"data": 1})
     pages._remembered.cache_clear()

@@ -1,13 +1,136 @@
-// The page's behavior beyond links and forms: filtering a table, and updating the view of a live run.
+// The page's behavior beyond links and forms: tables that sort and filter, ages that move, and views that stay current.
 const POLL_MS = 5000;
+const REREAD_POLLS = 12; // an attempt that ends is recorded beside `latest`, so a live view is also read every minute
+const AGES_MS = 5000;
+const UNITS = [["d", 86400], ["h", 3600], ["min", 60]];
 
-for (const input of document.querySelectorAll("input[data-filter]")) {
-  const rows = document.querySelectorAll(`#${input.dataset.filter} tbody tr`);
-  input.addEventListener("input", () => {
-    const wanted = input.value.toLowerCase();
-    for (const row of rows) row.hidden = !row.textContent.toLowerCase().includes(wanted);
+// Tables. What the reader chose is kept by the table's id, so that it outlives an update of the view.
+const chosen = {};
+
+const valueOf = (row, column) => {
+  const cell = row.cells[column];
+  const text = cell?.dataset.value ?? cell?.textContent.trim() ?? "";
+  return text !== "" && Number.isFinite(Number(text)) ? Number(text) : text;
+};
+
+const inOrder = (a, b) => {
+  if (typeof a === "number" && typeof b === "number") return a - b;
+  return String(a).localeCompare(String(b), undefined, { numeric: true });
+};
+
+function arrange(table) {
+  const { column, isDescending, filter = "" } = chosen[table.id] ?? {};
+  const body = table.tBodies[0];
+  for (const row of body.rows) row.hidden = !row.textContent.toLowerCase().includes(filter.toLowerCase());
+  if (column === undefined) return;
+  const known = [...body.rows].map((row) => [valueOf(row, column), row]);
+  const [full, empty] = [known.filter(([value]) => value !== ""), known.filter(([value]) => value === "")];
+  full.sort(([a], [b]) => (isDescending ? -inOrder(a, b) : inOrder(a, b)));
+  body.append(...[...full, ...empty].map(([, row]) => row));
+  [...table.tHead.rows[0].cells].forEach((cell, place) => {
+    if (place === column) cell.setAttribute("aria-sort", isDescending ? "descending" : "ascending");
+    else cell.removeAttribute("aria-sort");
   });
 }
+
+function sortable(table) {
+  [...table.tHead.rows[0].cells].forEach((cell, column) => {
+    if (!cell.textContent.trim() || cell.querySelector("button")) return;
+    const button = document.createElement("button");
+    button.type = "button";
+    button.append(...cell.childNodes);
+    cell.append(button);
+    button.addEventListener("click", () => {
+      const before = chosen[table.id] ?? {};
+      const isNumber = cell.classList.contains("number"); // numbers begin with the largest
+      chosen[table.id] = {
+        ...before, column, isDescending: before.column === column ? !before.isDescending : isNumber,
+      };
+      arrange(table);
+    });
+  });
+}
+
+document.addEventListener("input", ({ target }) => {
+  const table = document.getElementById(target.dataset?.filter);
+  if (!table) return;
+  chosen[table.id] = { ...chosen[table.id], filter: target.value };
+  arrange(table);
+});
+
+// Ages. The server says how old something is; from then on this clock counts.
+function age(seconds) {
+  for (const [unit, length] of UNITS) if (seconds >= 2 * length) return `${Math.round(seconds / length)} ${unit}`;
+  return `${Math.max(0, Math.round(seconds))} s`;
+}
+
+function moveAges() {
+  for (const item of document.querySelectorAll("time[data-age]")) {
+    item.since ??= performance.now();
+    const seconds = Number(item.dataset.age) + (performance.now() - item.since) / 1000;
+    if (Number.isFinite(seconds) && seconds >= 0) item.textContent = age(seconds);
+  }
+}
+setInterval(moveAges, AGES_MS);
+
+// Charts. One crosshair for all of them: the values nearest to the step under the pointer.
+const SVG = "http://www.w3.org/2000/svg";
+const nearest = (steps, step) => {
+  let [low, high] = [0, steps.length - 1];
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] <= step) low = middle;
+    else high = middle;
+  }
+  return step - steps[low] <= steps[high] - step ? low : high;
+};
+
+function cross(step) {
+  for (const figure of document.querySelectorAll("figure[data-chart]")) {
+    const chart = (figure.read ??= JSON.parse(figure.dataset.chart));
+    const share = (step - chart.first) / Math.max(1, chart.last - chart.first);
+    const x = chart.left + Math.min(1, Math.max(0, share)) * (chart.right - chart.left);
+    const svg = figure.querySelector("svg");
+    const line = svg.querySelector(".cross") ?? svg.appendChild(document.createElementNS(SVG, "line"));
+    for (const [name, value] of Object.entries({ class: "cross", x1: x, x2: x, y1: 5, y2: 195 })) line.setAttribute(name, value);
+    const found = chart.lines.filter(({ steps }) => step >= steps[0] && step <= steps.at(-1));
+    const told = found.map(({ label, steps, values }) => {
+      const at = nearest(steps, step);
+      return `${label ? `${label}: ` : ""}${values[at]} at step ${steps[at]}`;
+    });
+    figure.querySelector(".values").textContent = told.join("; ");
+  }
+}
+
+document.addEventListener("pointermove", ({ target, clientX }) => {
+  const svg = target.closest?.("figure[data-chart] svg");
+  if (!svg) return;
+  const figure = svg.closest("figure");
+  const chart = (figure.read ??= JSON.parse(figure.dataset.chart));
+  const x = new DOMPoint(clientX, 0).matrixTransform(svg.getScreenCTM().inverse()).x;
+  const share = Math.min(1, Math.max(0, (x - chart.left) / (chart.right - chart.left)));
+  cross(Math.round(chart.first + share * (chart.last - chart.first)));
+});
+
+document.addEventListener("change", async ({ target }) => {
+  const form = target.closest("#options");
+  if (!form) return;
+  history.replaceState(null, "", `${form.getAttribute("action")}?${new URLSearchParams(new FormData(form))}`);
+  await update();
+});
+
+// Makes a view work that has just been shown or updated.
+function enhance() {
+  for (const table of document.querySelectorAll("table[id]")) {
+    sortable(table);
+    if (chosen[table.id]) arrange(table);
+  }
+  for (const input of document.querySelectorAll("input[data-filter]")) {
+    input.value = chosen[input.dataset.filter]?.filter ?? input.value;
+  }
+  moveAges();
+}
+enhance();
 
 // Finds elements that also exist in an older version of the page, so that the focus can be restored.
 const FOCUSABLE = ["a[href]", "button", "input", "select", "summary", "[tabindex]"].map((kind) => `main ${kind}`).join();
@@ -16,28 +139,35 @@ const equalTo = (element) => {
   return [...document.querySelectorAll(FOCUSABLE)].filter((item) => told(item) === told(element));
 };
 
-const live = document.getElementById("live");
-if (live) {
-  const ask = async () => {
-    if (document.hidden) return;
+async function update() {
+  const page = await fetch(location.href).catch(() => null);
+  if (!page || (!page.ok && page.status !== 404)) return; // a store that fails for a moment changes nothing
+  const fresh = new DOMParser().parseFromString(await page.text(), "text/html").getElementById("main");
+  if (!fresh) return;
+  const focused = document.activeElement?.closest("main *");
+  const number = focused ? equalTo(focused).indexOf(focused) : -1;
+  const place = window.scrollY;
+  document.getElementById("main").replaceChildren(...fresh.childNodes);
+  enhance();
+  if (number >= 0) equalTo(focused)[number]?.focus({ preventScroll: true });
+  window.scrollTo(0, place);
+}
+
+// A live view is updated when `latest` was written again. A view that waits for a first run has no version.
+let polls = 0;
+setInterval(async () => {
+  const live = document.getElementById("live");
+  if (!live || document.hidden) return;
+  polls += 1;
+  if (live.dataset.name !== undefined) {
     const answer = await fetch(`live?${new URLSearchParams({ name: live.dataset.name })}`).catch(() => null);
     if (!answer || !answer.ok) return;
     const { version } = await answer.json();
-    if (String(version) === live.dataset.version) return;
-    const page = await fetch(location.href);
-    if (!page.ok) return;
-    const fresh = new DOMParser().parseFromString(await page.text(), "text/html");
-    const focused = document.activeElement?.closest("main *");
-    const number = focused ? equalTo(focused).indexOf(focused) : -1;
-    const place = window.scrollY;
-    document.getElementById("main").replaceChildren(...fresh.getElementById("main").childNodes);
-    if (number >= 0) equalTo(focused)[number]?.focus({ preventScroll: true });
-    const now = document.getElementById("live");
-    Object.assign(live.dataset, { version: now.dataset.version });
-    window.scrollTo(0, place);
-  };
-  setInterval(ask, POLL_MS);
-}
+    const isOld = live.dataset.ends !== undefined && polls % REREAD_POLLS === 0;
+    if (String(version) === live.dataset.version && !isOld) return;
+  }
+  await update();
+}, POLL_MS);
 
 // An action: the page asks for confirmation, and its button sends it once. The header proves that it comes from this page.
 const outcome = document.getElementById("outcome");

@@ -1,0 +1,105 @@
+"""The charts of metrics, and when an attempt was starting, training and dead, from values alone."""
+
+from dataclasses import replace
+from math import nan
+
+import pytest
+
+from raycheck.bucket.attempt_records import ResumeRecord
+from raycheck.views.attempts import AttemptHistory, Commit, MetricLine
+from raycheck.views.charts import LEFT, RIGHT, WIDTH, timeline_of
+from raycheck.views.metric_charts import metric_chart, smoothed
+
+
+def line(attempt: int, points: dict[int, float], *, is_abandoned: bool = False) -> MetricLine:
+    return MetricLine(
+        name="loss",
+        attempt=attempt,
+        is_abandoned=is_abandoned,
+        steps=tuple(points),
+        values=tuple(points.values()),
+        times=(None,) * len(points),
+    )
+
+
+def test_a_run_is_one_line_across_attempts_and_one_for_what_it_went_back_behind() -> None:
+    lines = [line(1, {1: 4.0, 2: 3.0}), line(1, {3: 9.0}, is_abandoned=True), line(2, {3: 2.0, 4: 1.0})]
+
+    chart = metric_chart("loss", [("a", lines), ("b", [line(1, {2: 5.0})])])
+
+    assert chart is not None
+    assert [(path.run, path.is_abandoned, path.points) for path in chart.paths] == [
+        (0, False, ((1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0))),
+        (0, True, ((2, 3.0), (3, 9.0))),
+        (1, False, ((2, 5.0),)),
+    ]
+    assert (chart.first, chart.last) == (1, 4)
+    assert [x for x, _ in chart.paths[0].places[::3]] == [LEFT, WIDTH - RIGHT]
+
+
+def test_a_log_scale_puts_equal_ratios_at_equal_distances_and_says_what_it_leaves_out() -> None:
+    chart = metric_chart("loss", [("a", [line(1, {1: 1.0, 2: 10.0, 3: 100.0, 4: -1.0, 5: nan})])], is_log=True)
+
+    assert chart is not None
+    heights = [y for _, y in chart.paths[0].places]
+    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2])
+    assert chart.notes == ("2 values are not positive and not drawn",)
+    assert [tick.text for tick in chart.values] == ["1", "10", "100"]
+    assert metric_chart("loss", [("a", [line(1, {1: nan})])]) is None
+
+
+def test_smoothing_keeps_a_constant_and_is_the_mean_by_decaying_weights() -> None:
+    assert smoothed([(step, 3.0) for step in range(5)], 0.9, 1000) == [(step, pytest.approx(3.0)) for step in range(5)]
+    assert smoothed([(0, 1.0), (1, 3.0)], 0.5, 1000) == [(0, 1.0), (1, pytest.approx((0.5 * 1 + 3) / 1.5))]
+
+    chart = metric_chart("loss", [("a", [line(1, {0: 1.0, 10: 3.0})])], smooth=0.5)
+
+    assert chart is not None
+    assert [(path.is_faint, len(path.points)) for path in chart.paths] == [(True, 2), (False, 2)]
+
+
+def test_a_long_curve_is_drawn_by_few_points_with_its_spike_and_its_last_step() -> None:
+    values = dict.fromkeys(range(100_000), 1.0) | {54_321: 99.0}
+
+    chart = metric_chart("loss", [("a", [line(1, values)])])
+
+    assert chart is not None
+    (path,) = chart.paths
+    assert len(path.points) < 1000
+    assert (54_321, 99.0) in path.points
+    assert path.points[-1] == (99_999, 1.0)
+
+
+def commit(key: str, at: float) -> Commit:
+    return Commit(key=key, step=10, at=at, size_bytes=1, is_head=False, is_by_notice=False, is_rolling=False,
+                  is_pinned=False, name=None, damaged=None, metrics={}, scores={})  # fmt: skip
+
+
+def resumed(restored: str, since_commit_s: float) -> ResumeRecord:
+    return ResumeRecord(
+        attempt=2, after=1, cause="", restored=restored, step=10, world_size_before=1, world_size=1, lost_steps=None,
+        lost_s=None, since_commit_s=since_commit_s, restore_s=5.0, restore_bytes=1, what="all",
+    )  # fmt: skip
+
+
+def test_a_dead_drivers_weekend_is_no_training_and_the_next_attempt_starts_and_restores() -> None:
+    kept, lost = commit("step-000000010-a1-s1", 100.0), commit("step-000000020-a1-s2", 200.0)
+    first = AttemptHistory(
+        number=1, world_size=1, began_at=0.0, ended_at=900.0, ending="driver lost", cause="", restored=None,
+        restore_s=None, start_step=None, lost_steps=None, lost_s=None, commits=(kept, lost), last_seen_at=200.0,
+    )  # fmt: skip
+    second = replace(first, number=2, began_at=900.0, ended_at=None, ending="live", restored=kept.key, restore_s=5.0,
+                     commits=(), resume=resumed(kept.key, 850.0), last_seen_at=900.0)  # fmt: skip
+
+    before, after = timeline_of((first, second), until=1000.0).bars
+
+    scale = (WIDTH - LEFT - RIGHT) / 1000
+    assert before.width == pytest.approx(200 * scale), "until its last sign of life"
+    assert before.lost_width == pytest.approx(100 * scale), "from the commit that was restored"
+    assert before.dead_width == pytest.approx(700 * scale)
+    assert (after.starting_width, after.restore_width) == pytest.approx((45 * scale, 5 * scale))
+
+    known = replace(second, lost_s=30.0)
+    ended = timeline_of((replace(first, ending="failed", commits=(kept,), last_seen_at=100.0), known), until=1000.0)
+    assert ended.bars[0].width == pytest.approx(130 * scale), "the heartbeats say how long it trained"
+    assert ended.bars[0].lost_width == pytest.approx(30 * scale)
