@@ -81,8 +81,8 @@ def _anchors(count: int) -> list[str]:
 def timeline_svg(timeline: Timeline) -> str:
     """Draw the attempts of a run, one per row, with their commits."""
     ticks = [
-        _line(tick.at, tick.at, 18, timeline.height)
-        + _label(tick.at, 12, tick.text, anchor=anchor, kind="tick odd" if place % 2 else "tick")
+        _line(tick.at, tick.at, 22, timeline.height)
+        + _label(tick.at, 17, tick.text, anchor=anchor, kind="tick odd" if place % 2 else "tick")
         for place, (tick, anchor) in enumerate(zip(timeline.ticks, _anchors(len(timeline.ticks)), strict=True))
     ]
     return _svg(timeline.height, timeline.title, _LOST_PATTERN, *ticks, *map(_attempt, timeline.bars))
