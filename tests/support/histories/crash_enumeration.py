@@ -209,11 +209,15 @@ def is_seen(key: str, call: Call) -> bool:
 def state_of(world: World) -> Any:
     """Return a value that is equal for worlds that cannot be told apart from here on.
 
-    Scratch objects do not count: nobody looks at them again.
+    Scratch objects and the history do not count: no process decides anything by them.
     """
-    there = {key: data for key, data in world.objects.items() if not key.startswith("probes/")}
+    there = {key: data for key, data in world.objects.items() if not key.startswith(("probes/", "history/"))}
     uploads = tuple(world.inner.list_uploads(""))
-    return frozenset(there.items()), uploads, tuple(item for item in world.late if not item.key.startswith("probes/"))
+    return (
+        frozenset(there.items()),
+        uploads,
+        tuple(item for item in world.late if not item.key.startswith(("probes/", "history/"))),
+    )
 
 
 # --- the restart ---

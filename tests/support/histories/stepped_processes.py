@@ -14,6 +14,7 @@ from uuid import UUID
 
 import pytest
 
+from raycheck.bucket.format.object_keys import HISTORY_PREFIX
 from raycheck.bucket.protocol import preflight, repair, rewind, swap
 from raycheck.bucket.protocol.removal import prune_and_sweep
 from raycheck.bucket.store import retry
@@ -107,6 +108,8 @@ class Task:
         self._has_stopped.release()
 
     def _stop(self, call: Call) -> Mode:
+        if self._mode is not None and call.key.startswith(HISTORY_PREFIX):
+            return Mode.APPLY  # no process decides anything by the history, so the order of these calls is no matter
         if self._mode is not None:
             self.pending = call
             self._has_stopped.release()
