@@ -30,7 +30,9 @@ def test_a_word_a_step_a_name_and_a_uri_are_told_apart(given, meant) -> None:
 
 @pytest.mark.parametrize("given", ["120", "runs/old", "", 1.5, "a b", "-x"])
 def test_anything_else_is_refused(given) -> None:
-    with pytest.raises(ConfigError, match=r"give 'auto', 'never', 'must', 'best', a step, a checkpoint's name, or another"):
+    with pytest.raises(
+        ConfigError, match=r"give 'auto', 'never', 'must', 'best', a step, a checkpoint's name, or another"
+    ):
         parse_resume(given)
 
 
