@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from threading import Event
 from uuid import uuid4
 
+from raycheck.bucket.choice import entry_at
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.format.manifest import Manifest
@@ -186,13 +187,10 @@ def _name_for(
 
 def _chosen(source: Store, body: Latest, at: int | str) -> Entry:
     check_source(source.uri, body)
-    entries = [entry for entry in body.live if at in (entry.step, str(entry.step), entry.key, entry.name)]
-    if not entries:
-        known = ", ".join(str(entry.step) for entry in body.live) or "none"
-        raise NotFoundError(f"{source}: no checkpoint {at}; there are checkpoints of the steps: {known}")
-    if entries[-1].damaged:
-        raise DamagedError(f"{source}: {entries[-1].key} is damaged: {entries[-1].damaged}")
-    return entries[-1]
+    entry = entry_at(source, body, at)
+    if entry.damaged:
+        raise DamagedError(f"{source}: {entry.key} is damaged: {entry.damaged}")
+    return entry
 
 
 def _head(body: Latest, target: Store) -> Entry:
