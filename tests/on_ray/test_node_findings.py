@@ -18,7 +18,6 @@ pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
 def test_a_node_whose_clock_is_wrong_is_named_and_the_others_are_fit(s3: str) -> None:
     uri = join_uri(s3, uuid4().hex)
     path = os.pathsep.join((str(ROOT / "tests/elastic/clock"), ENV["PYTHONPATH"]))

@@ -95,11 +95,13 @@ def stand_in() -> None:
 def ask_for_a_fork(arguments: list[str]) -> None:
     """Asks the server for the worker that Ray wants this process to become, and ends once it has been forked.
 
-    A worker that is to have another Python, or begins with a shell's command, is left to Ray.
+    A worker that is to have another Python, begins with a shell's command, or runs a sitecustomize of its node, which a
+    fork would not run, is left to Ray.
     """
     option = "--serialized-runtime-env-context="
     runtime_env = json.loads(next((a.removeprefix(option) for a in arguments if a.startswith(option)), "{}"))
-    if runtime_env.get("command_prefix") or runtime_env.get("py_executable", sys.executable) != sys.executable:
+    other_python = runtime_env.get("py_executable", sys.executable) != sys.executable
+    if runtime_env.get("command_prefix") or other_python or is_customized():
         setup = Path(arguments[0]).with_name("setup_worker.py")
         os.execv(sys.executable, [sys.executable, str(setup), *arguments])
     os.environ.update({name: os.path.expandvars(value) for name, value in runtime_env.get("env_vars", {}).items()})
@@ -113,6 +115,12 @@ def ask_for_a_fork(arguments: list[str]) -> None:
         socket.send_fds(link, [b"0"], [0, 1, 2])
         link.sendall(json.dumps(wanted).encode() + b"\n")
         link.recv(1)  # until the server closes it
+
+
+def is_customized() -> bool:
+    """Says whether Python has run a sitecustomize that lies on PYTHONPATH."""
+    ran = getattr(sys.modules.get("sitecustomize"), "__file__", None)
+    return ran is not None and str(Path(ran).parent) in os.environ.get("PYTHONPATH", "").split(os.pathsep)
 
 
 def serve(listener: socket.socket) -> None:
