@@ -512,7 +512,7 @@ class Run:
         if dry_run:
             return found
         tally = ProgressTally(progress, total=sum(item.num_objects for item in found if not item.wait_s))
-        gone = prune(register, chosen, grace_s=grace_s, tally=tally)
+        gone = prune(register, chosen, grace_s=grace_s, tally=tally, by=pin_and_evict.by_hand())
         return tuple(replace(item, is_deleted=item.name in gone) for item in found)
 
     def sweep(
