@@ -7,17 +7,17 @@ score, rewind, prune and sweep do change it, and may be called while it trains.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from raycheck.bucket.attempt_records import read_record
 from raycheck.bucket.choice import entry_at
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.label import Label, NoteValue
-from raycheck.bucket.format.latest import Latest, PagesNeededError
+from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import EXPORTS_PREFIX, LATEST_KEY, checkpoint_prefix
 from raycheck.bucket.format.ray_pointer import MAX_BYTES as MAX_POINTER_BYTES
 from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
-from raycheck.bucket.pages import PageMissingError, Pages
+from raycheck.bucket.pages import PageMissingError, Pages, lost_page_error
 from raycheck.bucket.protocol import name_and_score, pin_and_evict
 from raycheck.bucket.protocol.removal.prune_and_sweep import (
     GRACE_S,
@@ -30,7 +30,7 @@ from raycheck.bucket.protocol.removal.prune_and_sweep import (
 )
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.reading import Checkpoint, ask_latest, read_newest_at
+from raycheck.bucket.reading import Checkpoint, ask_latest, read_newest, read_newest_at
 from raycheck.bucket.run_status import Status, status_of
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import is_same_place, shown_uri
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from raycheck.views.tensor_sample import TensorSample
     from raycheck.views.tensors import TensorSummary
 
+T = TypeVar("T")
 
 NO_NUMPY = "looking at values needs NumPy, which is not installed: pip install numpy"
 
@@ -311,9 +312,18 @@ class Run:
     @property
     def _latest(self) -> Latest:
         """Return the whole body of `latest`. Its pages are read the first time."""
+        return self._ask(lambda body: body if self._pages is None else self._pages.whole(body))
+
+    def _ask(self, question: Callable[[Latest], T]) -> T:
+        """Return the answer of `latest` to a question; pages are read if it depends on them."""
+        if self._pages is None:
+            return question(self._newest)
         try:
-            return self._newest if self._pages is None else self._pages.whole(self._newest)
-        except PageMissingError:
+            return self._pages.ask(self._newest, question)
+        except PageMissingError as error:
+            now = read_newest(self._store)
+            if error.key in {page.key for page in (*now.pages, *now.evicted_pages)}:
+                raise lost_page_error(self._pages, error.key) from None
             raise NotFoundError(f"{self._store}: the run has changed since it was opened; open it again") from None
 
     def reopened(self) -> "Run":
@@ -371,10 +381,7 @@ class Run:
 
         If several have this step, the newest is returned. Raises NotFoundError, which lists what exists.
         """
-        try:
-            entry = entry_at(self._store, self._newest, at)
-        except PagesNeededError:
-            entry = entry_at(self._store, self._latest, at)
+        entry = self._ask(lambda body: entry_at(self._store, body, at))
         return CommittedCheckpoint(Checkpoint(self._store, entry))
 
     def restore(
@@ -512,7 +519,7 @@ class Run:
         if dry_run:
             return found
         tally = ProgressTally(progress, total=sum(item.num_objects for item in found if not item.wait_s))
-        gone = prune(register, chosen, grace_s=grace_s, tally=tally)
+        gone = prune(register, chosen, grace_s=grace_s, tally=tally, by=pin_and_evict.by_hand())
         return tuple(replace(item, is_deleted=item.name in gone) for item in found)
 
     def sweep(

@@ -62,7 +62,7 @@ def _best(store: Store, body: Latest) -> Entry:
 
 
 def _of_step(store: Store, body: Latest, step: int) -> Entry:
-    found = [entry for entry in body.live if entry.step == step]
+    found = body.of_step(step)
     if not found:
         steps = ", ".join(str(entry.step) for entry in body.live) or "none"
         raise NotFoundError(f"{store}: no checkpoint of step {step}; there are: {steps}")

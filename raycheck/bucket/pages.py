@@ -5,7 +5,7 @@ requests. A page is deleted only long after the last body that named it was repl
 reads `latest` again.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -57,11 +57,26 @@ class Pages:
         self._read_pages[key] = page
 
     def ask(self, body: Latest, question: Callable[[Latest], T]) -> T:
-        """Return the answer of `body` to a question; its pages are read if the answer depends on them."""
-        try:
-            return question(body)
-        except PagesNeededError:
-            return question(self.whole(body))
+        """Return the answer of `body` to a question. Only pages on which the answer may depend are read.
+
+        Raises the errors of `read`.
+        """
+        known = body
+        while True:
+            try:
+                return question(known)
+            except PagesNeededError as needed:
+                if not known.pages and not known.evicted_pages:
+                    raise
+                may_tell = needed.may_tell
+                refs = tuple(ref for ref in known.pages if may_tell is not None and may_tell(ref))
+                known = self._with(known, refs) if refs else self.whole(body)
+
+    def _with(self, body: Latest, refs: Sequence[PageRef]) -> Latest:
+        """Return `body` with what some of its pages of live entries list. It still refers to the others."""
+        live = (entry for page in self.read(refs) for entry in page.live)
+        left = tuple(ref for ref in body.pages if ref not in refs)
+        return replace(body, newest=in_order((*live, *body.newest)), pages=left)
 
     def whole(self, body: Latest) -> Latest:
         """Return `body` with what its pages list, as a whole body. Raises the errors of `read`."""
@@ -89,7 +104,8 @@ class Pages:
             if len(data) != ref.size_bytes or crc32(data) != ref.crc32:
                 raise CorruptError(
                     f"{self._store}: {ref.key}, which lists {ref.count} checkpoints, is damaged. Put an earlier "
-                    "version of it back (bucket versioning), or rebuild the list with 'raycheck repair'"
+                    "version of it back (bucket versioning), or stop training and rebuild the list: raycheck repair "
+                    f"'{self._store}'"
                 )
             return load_page(data, what=f"{self._store}: {ref.key}")
 
@@ -98,11 +114,19 @@ class Pages:
 
 def read_whole(read: Read, pages: Pages) -> tuple[Latest, Got]:
     """Read `latest`, by `read`, and its pages. Raises what `read` raises, and CorruptError when a page is lost."""
+    return read_answer(read, pages, pages.whole)
+
+
+def read_answer(read: Read, pages: Pages, question: Callable[[Latest], T]) -> tuple[T, Got]:
+    """Read `latest`, by `read`, and return its answer to a question, and the store's response.
+
+    Raises what `read` and the question raise, and CorruptError when a page is lost on which the answer depends.
+    """
     missing = ""
     while True:
         body, got = read()
         try:
-            return pages.whole(body), got
+            return pages.ask(body, question), got
         except PageMissingError as error:
             if error.key == missing:
                 raise lost_page_error(pages, error.key) from None
@@ -112,6 +136,6 @@ def read_whole(read: Read, pages: Pages) -> tuple[Latest, Got]:
 def lost_page_error(pages: Pages, key: str) -> CorruptError:
     return CorruptError(
         f"{pages}: {key} is missing, although latest names it: checkpoints that it lists are not in the list. Training "
-        "and restoring the newest checkpoint need no page. Put it back (bucket versioning), or rebuild the list with "
-        "'raycheck repair'"
+        "and restoring the newest checkpoint need no page. Put it back (bucket versioning), or stop training and "
+        f"rebuild the list: raycheck repair '{pages}'"
     )

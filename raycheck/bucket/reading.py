@@ -16,11 +16,11 @@ from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.index import Index
 from raycheck.bucket.format.index_codec import load_index
 from raycheck.bucket.format.latest import MAX_BYTES as MAX_LATEST
-from raycheck.bucket.format.latest import Entry, Latest, PagesNeededError, load_latest
+from raycheck.bucket.format.latest import Entry, Latest, load_latest
 from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
 from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.pages import Pages, read_whole
+from raycheck.bucket.pages import Pages, read_answer, read_whole
 from raycheck.bucket.store import Got, Store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer
 from raycheck.bucket.verify import Finding, verify
@@ -223,10 +223,14 @@ def ask_latest(store: Store, question: Callable[[Latest], T]) -> T:
 
     Raises the errors of read_latest.
     """
-    try:
-        return question(read_newest(store))
-    except PagesNeededError:
-        return question(read_latest(store))
+
+    def read() -> tuple[Latest, Got]:
+        try:
+            return again_if_corrupt(lambda: get_latest(store))
+        except NotFoundError:
+            raise no_run_error(store) from None
+
+    return read_answer(read, Pages(store), question)[0]
 
 
 def get_latest(store: Store) -> tuple[Latest, Got]:

@@ -94,7 +94,7 @@ class MirrorCopier:
         self._done: set[str] = set()  # keys of objects that are complete in the target
         self._begun: set[str] = set()  # directories in the target that may contain a part of a checkpoint
         self._records: set[str] = set()  # keys of attempts' records that are in the target or cannot be read
-        self._segments: frozenset[str] = frozenset()  # keys of the history's segments that were copied
+        self._segments: frozenset[str] | None = None  # keys of the history's segments that were copied
 
     def read_source(self) -> SourceBody:
         """Read the source. Raises NotFoundError without a run, ConfigError for one that cannot be copied: a mirror that
@@ -230,8 +230,10 @@ class MirrorCopier:
     def copy_records(self) -> None:
         """Copy the records of attempts and the segments of the history that the mirror lacks. What cannot be read is
         left out."""
-        self._segments = copy_segments(self.objects.source, self.objects.target, self._segments)
         source, target = self.objects.source, self.objects.target
+        body = self._source.newest
+        assert body is not None, "a round has read it"
+        self._segments = copy_segments(source, target, body.run_id, self._segments)
         number = self._target.read_existing()[0].attempt.number
         wanted = {item.key for item in source.list_objects(object_keys.ATTEMPTS_PREFIX)} - self._records
         if not wanted:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 from raycheck.bucket.format.latest import Latest
+from raycheck.bucket.protocol.pin_and_evict import by_hand
 from raycheck.bucket.protocol.removal.delete import check_folder, check_users, delete_run
 from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, NO_RULES, plan_prune, prune
 from raycheck.bucket.protocol.swap import Register
@@ -168,7 +169,7 @@ def _obeyed(
     if not rule.delete:
         found = plan_prune(register, rule.keep, grace_s=grace_s)
         if not dry_run:
-            prune(register, rule.keep, grace_s=grace_s)
+            prune(register, rule.keep, grace_s=grace_s, by=by_hand("by a policy, applied"))
         freed = sum(item.size_bytes for item in found)
         return replace(done, names=tuple(item.name for item in found), freed_bytes=freed)
     check_folder(store)

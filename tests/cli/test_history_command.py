@@ -1,12 +1,20 @@
 """The command `history` on the golden run of version 4, which has a dropped checkpoint and values that are no numbers."""
 
+import getpass
 import json
+import math
 import shutil
+import socket
 from pathlib import Path
+from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
+from raycheck.bucket.format.object_keys import HISTORY_PREFIX
+from raycheck.bucket.store import open_store
 from raycheck.cli import app
+from tests.support.samples.sample_checkpoints import Driver
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "v4" / "run"
 
@@ -46,9 +54,71 @@ def test_json_is_json_and_says_what_cannot_be_read(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["history", f"file://{tmp_path}/run", "--json"])
 
     found = json.loads(result.stdout)
-    assert [row["lr"] for row in whole["rows"]] == [0.5, None, None, 0.125]
+    assert [row["lr"] for row in whole["rows"]] == [0.5, "NaN", "Infinity", 0.125]
+    assert math.isnan(float(whole["rows"][1]["lr"]))
+    assert float(whole["rows"][2]["lr"]) == math.inf
     assert [row["step"] for row in found["rows"]] == [2, 4], "those of the commits"
     (problem,) = found["problems"]
     assert segment.name in problem
     assert segment.name in result.stderr
     assert result.exit_code == 0
+
+
+WHO = f"{getpass.getuser()}@{socket.gethostname()}"
+DROPS = {
+    "prune": (["prune", "{uri}", "--keep-last", "1"], f"dropped by hand by {WHO}: retention keeps the newest 1"),
+    "delete": (["delete", "{uri}", "step-000000010-a1-s1", "--yes"], f"dropped by hand by {WHO}"),
+    "a policy": (
+        ["prune-runs", "{parent}", "--policy", "{policy}"],
+        f"dropped by a policy, applied by {WHO}: retention keeps the newest 1",
+    ),
+}
+
+
+def call(words: list[str], **names: object) -> None:
+    result = CliRunner().invoke(app, [word.format(**names) for word in words])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("how", DROPS)
+def test_what_somebody_drops_stays_in_the_history_with_who_and_why(tmp_path: Path, how: str) -> None:
+    """The run has no history, as an older raycheck left it: nobody else would ever write what it was."""
+    words, why = DROPS[how]
+    uri = f"file://{tmp_path}/runs/mine"
+    store = open_store(uri)
+    driver = Driver(store)
+    driver.claim("g1")
+    for save in (1, 2, 3):
+        driver.save(1, save)
+    before = driver.look().live[0]
+    (tmp_path / "policy.yaml").write_text("rules: [{keep_last: 1}]")
+    assert not list(store.list_objects(HISTORY_PREFIX))
+
+    call(words, uri=uri, parent=tmp_path / "runs", policy=tmp_path / "policy.yaml")
+
+    assert list(store.list_objects(HISTORY_PREFIX)), "written at once, and not only when latest forgets it"
+    for state in ("dropped", "deleted"):
+        commit = first_commit(uri)
+        assert (commit["state"], commit["why"]) == (state, why)
+        assert (commit["size_bytes"], commit["metrics"]) == (before.size_bytes, dict(before.metrics))
+        call(["prune", "{uri}", "--grace", "0"], uri=uri)
+    assert driver.look().evicted == ()
+
+
+def first_commit(uri: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(CliRunner().invoke(app, ["history", uri, "--json"]).stdout)["commits"][0]
+    return found
+
+
+def test_a_drop_that_is_only_planned_is_not_in_the_history(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}/run"
+    driver = Driver(open_store(uri))
+    driver.claim("g1")
+    for save in (1, 2, 3):
+        driver.save(1, save)
+
+    call(["prune", "{uri}", "--keep-last", "1", "--dry-run"], uri=uri)
+    call(["delete", "{uri}", "step-000000010-a1-s1", "--dry-run"], uri=uri)
+
+    assert not list(open_store(uri).list_objects(HISTORY_PREFIX))
+    assert first_commit(uri)["state"] == "kept"

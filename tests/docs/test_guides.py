@@ -242,6 +242,7 @@ def test_the_buckets_that_the_texts_show_have_the_keys_of_the_format() -> None:
         object_keys.alert_key("attempt_died-000002"),
         object_keys.pointer_key(name),
         object_keys.page_key(123, "3f9a0c51"),
+        object_keys.segment_key(123, "3f9a0c51"),
     }
     files = {key.rpartition("/")[2] for key in keys}
     folders = {part for key in keys for part in key.split("/")[:-1]} | {object_keys.EXPORTS_PREFIX.rstrip("/")}

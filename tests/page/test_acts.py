@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import raycheck
+from raycheck.bucket.format.object_keys import HISTORY_PREFIX
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import folder_uri, path_uri
 from raycheck.page.rendering import without_settings
@@ -150,6 +151,17 @@ def test_long_acts_go_on_in_the_background_and_say_what_came_of_them(run: Path, 
     assert failed["has_failed"], "the model has no configuration"
     assert "config" in failed["text"]
     assert editor.ask("/progress?id=99")[0].status == 404
+
+
+def test_what_is_deleted_on_the_page_stays_in_the_history_with_who_and_why(editor: Editor, run: Path) -> None:
+    (first, *_) = keys(run)
+
+    assert editor.act("delete", first)[0] == 200
+
+    (commit,) = (item for item in raycheck.open_run(str(run)).history().commits if item.key == first)
+    assert commit.state == "dropped"
+    assert commit.why.startswith("dropped by hand by ")
+    assert list(open_store(str(run)).list_objects(HISTORY_PREFIX))
 
 
 def test_a_refusal_is_a_sentence_and_changes_nothing(run: Path, editor: Editor) -> None:

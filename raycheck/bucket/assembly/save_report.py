@@ -1,8 +1,7 @@
 """Defines the report that each rank hands in for a save."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from raycheck.bucket.assembly.plan_cache import Section
 from raycheck.bucket.format.label import NO_LABEL, Label
@@ -10,9 +9,6 @@ from raycheck.bucket.format.manifest import Component, ShardRecord
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.format.progress import Progress
 from raycheck.settings import HFExport, Retention
-
-if TYPE_CHECKING:
-    from array import array
 
 SAVE_ALIKE = "every rank must call end_step and save equally often"
 
@@ -73,7 +69,7 @@ class Report:
     node: str = ""
     is_in_memory: bool = False
     keeps_drift: bool = False
-    rows: "Mapping[str, tuple[array[int], array[float]]]" = field(default_factory=dict)
+    rows: Mapping[str, tuple[Sequence[int], Sequence[float]]] = field(default_factory=dict)
     sent_at: float = 0.0
 
     @property

@@ -10,7 +10,7 @@ Reading and swapping make a body whole when it is needed (pages.py, protocol/swa
 the list for all of it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -28,7 +28,14 @@ MAX_METRICS_LISTED = 32
 
 
 class PagesNeededError(Exception):
-    """A body that refers to pages was asked for something that may be in one of them. It never leaves the package."""
+    """A body that refers to pages was asked for something that may be in one of them. It never leaves the package.
+
+    may_tell: says which pages of live entries the answer may be in; None: in any page, also of evicted ones.
+    """
+
+    def __init__(self, may_tell: "Callable[[PageRef], bool] | None" = None) -> None:
+        super().__init__()
+        self.may_tell = may_tell
 
 
 def _check_directories(*directories: str) -> None:
@@ -116,8 +123,11 @@ class PageRef(Document):
     """A reference to a page: an immutable object that lists checkpoints which `latest` does not list itself. Step 40.
 
     key: the page's object. crc32, size_bytes: of its bytes. count: how many checkpoints it lists. first, last: the keys
-    of the first and the last of them, between which are those of all live ones.
+    of the first and the last of them, between which are those of all live ones. steps: the lowest and the highest step
+    of live ones. is_unnamed: no live one has a user-given name. Both may be absent.
     """
+
+    when_true: ClassVar[frozenset[str]] = frozenset({"steps", "is_unnamed"})
 
     key: str
     crc32: int
@@ -125,6 +135,8 @@ class PageRef(Document):
     count: int
     first: str
     last: str
+    steps: tuple[int, ...] = ()
+    is_unnamed: bool = False
 
     def __post_init__(self) -> None:
         _check_names(self.first, self.last)
@@ -135,6 +147,15 @@ class PageRef(Document):
         """Return whether the page may list the checkpoint `name`."""
         first, last = CheckpointName.parse(self.first), CheckpointName.parse(self.last)
         return name is None or first is None or last is None or first <= name <= last
+
+    def may_list_between(self, low: CheckpointName | None, high: CheckpointName) -> bool:
+        """Return whether the page may list a checkpoint above `low`, if that is given, and below `high`."""
+        first, last = CheckpointName.parse(self.first), CheckpointName.parse(self.last)
+        return first is None or last is None or (first < high and (low is None or low < last))
+
+    def may_have_step(self, step: int) -> bool:
+        """Return whether the page may list a checkpoint of this step."""
+        return not self.steps or self.steps[0] <= step <= self.steps[-1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -370,13 +391,41 @@ class Latest(Document):
         Raises PagesNeededError when a page may list it.
         """
         found = next((entry for entry in self.newest if entry.key == key), None)
-        if (
-            found is None
-            and key not in self.kept_newest
-            and any(page.may_list(CheckpointName.parse(key)) for page in self.pages)
-        ):
-            raise PagesNeededError
+        if found is None and key not in self.kept_newest:
+            name = CheckpointName.parse(key)
+            self._need(lambda page: page.may_list(name))
         return found
+
+    def _need(self, may_tell: Callable[[PageRef], bool]) -> None:
+        """Raise PagesNeededError if an answer may be in one of the pages that are not read yet."""
+        if any(map(may_tell, self.pages)):
+            raise PagesNeededError(may_tell)
+
+    def of_step(self, step: int) -> tuple[Entry, ...]:
+        """Return the live entries of this step, in order. Raises PagesNeededError when a page may list one."""
+        self._need(lambda page: page.may_have_step(step))
+        return tuple(entry for entry in self.newest if entry.step == step)
+
+    def between(self, low: CheckpointName | None, high: CheckpointName) -> Iterator[Entry]:
+        """Yield the live entries above `low`, if that is given, and below `high`, the newest first.
+
+        Raises PagesNeededError when a page may list the next one.
+        """
+        for entry in reversed(self.newest):
+            name = CheckpointName.parse(entry.key)
+            assert name is not None, "an entry has checked its key"
+            if name < high and (low is None or low < name):
+                self._need_newest(name, high)
+                yield entry
+                high = name
+        self._need_newest(low, high)
+
+    def _need_newest(self, low: CheckpointName | None, high: CheckpointName) -> None:
+        """Raise PagesNeededError for the newest of the pages that may list a checkpoint between these."""
+        found = [page for page in self.pages if page.may_list_between(low, high)]
+        if found:
+            newest = max(found, key=lambda page: CheckpointName.parse(page.last) or high)
+            raise PagesNeededError(lambda page: page.key == newest.key)
 
     @property
     def kept_newest(self) -> frozenset[str]:
@@ -389,7 +438,9 @@ class Latest(Document):
         Raises PagesNeededError when a page may list it.
         """
         found = next((entry for entry in self.newest if entry.name == name), None)
-        return found or next((entry for entry in self.live if entry.name == name), None)
+        if found is None:
+            self._need(lambda page: not page.is_unnamed)
+        return found
 
     def with_entry(self, changed: Entry) -> "Latest":
         """Return this body with `changed` in place of the live entry of its key.
@@ -397,7 +448,8 @@ class Latest(Document):
         Raises PagesNeededError when it does not list that entry itself.
         """
         if all(entry.key != changed.key for entry in self.newest):
-            raise PagesNeededError
+            name = CheckpointName.parse(changed.key)
+            raise PagesNeededError(lambda page: page.may_list(name))
         return replace(self, newest=tuple(changed if entry.key == changed.key else entry for entry in self.newest))
 
     def has_answered(self, name: CheckpointName) -> bool:

@@ -119,6 +119,11 @@ class Facts:
             rows=self.rows.joined(other.rows),
         )
 
+    def covers(self, other: "Facts") -> bool:
+        """Return whether `other` has nothing that is not here, except values that thinning leaves out."""
+        mine, others = (replace(facts, rows=MetricRows()) for facts in (self, other))
+        return mine.joined(others) == mine and self.rows.covers(other.rows)
+
     def thinned(self) -> "Facts":
         """Return these facts with no more rows than a segment may have. All else stays."""
         return replace(self, rows=self.rows.thinned())

@@ -9,7 +9,8 @@ import math
 import sys
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import sub
@@ -23,6 +24,8 @@ TIME = ""
 """The name under which a row's time is kept, in unix seconds. No metric has this name."""
 MAX_VALUES = 1_000_000
 """Above this number of values, the rows of a segment are thinned."""
+BLOCK_STEPS = 16_384
+"""Rows are written and read in blocks of this many steps, since no other thread runs while a column is converted."""
 _WIDTHS = {"i1": 1, "i2": 2, "i4": 4, "i8": 8}
 Series = Mapping[int, float]
 """One metric of one attempt: the value of each step."""
@@ -52,6 +55,13 @@ class MetricRows:
             series[key] = values if mine is None else _union(mine, values)
         return MetricRows(series=series, every=max(self.every, other.every))
 
+    def covers(self, other: "MetricRows") -> bool:
+        """Return whether there is a value here in each span of `every` steps in which `other` has one."""
+        return all(
+            {step // self.every for step in values} <= {step // self.every for step in self.series.get(key, ())}
+            for key, values in other.series.items()
+        )
+
     def thinned(self, max_values: int = MAX_VALUES) -> "MetricRows":
         """Return at most `max_values` values: those of the shortest spans, of 1, 2, 4 and so on steps, that allow it.
 
@@ -69,6 +79,8 @@ class MetricRows:
 
 
 def _union(one: Series, other: Series) -> Series:
+    if len(one) < len(other):
+        one, other = other, one  # it takes long to insert a value, and not to copy a dict
     both = {**one, **other}
     for step in one.keys() & other.keys():
         both[step] = max(one[step], other[step], key=lambda value: (not math.isnan(value), value))
@@ -88,7 +100,7 @@ def _first_of_spans(values: Series, every: int) -> Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block(Document):
-    """Rows as a document has them: metrics of one attempt that have values at the same steps.
+    """Rows as a document has them: metrics of one attempt that have values at the same steps of a part of the run.
 
     first: the first of the steps. steps: how much higher each further one is than the one before it. metrics: the
     values of each metric, in the order of the steps; TIME has the times. A column is text: its type, a colon, and
@@ -108,8 +120,7 @@ def blocks_of(rows: MetricRows) -> tuple[Block, ...]:
     """Return rows in the form for a document. Equal rows give equal blocks."""
     groups: dict[tuple[int, tuple[int, ...]], dict[str, list[float]]] = {}
     for (attempt, name), values in sorted(rows.series.items()):
-        if values:
-            steps = tuple(sorted(values))
+        for steps in _parts(sorted(values), BLOCK_STEPS * rows.every):
             groups.setdefault((attempt, steps), {})[name] = [values[step] for step in steps]
     return tuple(
         Block(
@@ -122,9 +133,18 @@ def blocks_of(rows: MetricRows) -> tuple[Block, ...]:
     )
 
 
+def _parts(steps: Sequence[int], span: int) -> Iterator[tuple[int, ...]]:
+    """Divide sorted steps by spans [k x span, (k + 1) x span), so that equal steps of two metrics are equal parts."""
+    first = 0
+    while first < len(steps):
+        end = bisect_left(steps, (steps[first] // span + 1) * span, first)
+        yield tuple(steps[first:end])
+        first = end
+
+
 def rows_of(blocks: Iterable[Block], *, every: int, what: str) -> MetricRows:
     """Return the rows of a document. Raises CorruptError for what `blocks_of` does not write. what: names it."""
-    rows = MetricRows(every=every)
+    series: dict[tuple[int, str], dict[int, float]] = {}
     for block in blocks:
         try:
             steps = list(accumulate(_integers(block.steps), initial=block.first))
@@ -133,9 +153,10 @@ def rows_of(blocks: Iterable[Block], *, every: int, what: str) -> MetricRows:
             raise CorruptError(f"{what} has rows of attempt {block.attempt} that cannot be read: {error}") from None
         if any(len(column) != len(steps) for column in columns.values()):
             raise CorruptError(f"{what} has rows of attempt {block.attempt} with columns of different lengths")
-        found = {(block.attempt, name): dict(zip(steps, column, strict=True)) for name, column in columns.items()}
-        rows = rows.joined(MetricRows(series=found))
-    return rows
+        for name, column in columns.items():
+            mine, values = series.setdefault((block.attempt, name), {}), dict(zip(steps, column, strict=True))
+            mine.update(values if mine.keys().isdisjoint(values) else _union(mine, values))
+    return MetricRows(series=series, every=every)
 
 
 def _steps_text(steps: tuple[int, ...]) -> str:

@@ -5,7 +5,7 @@ fact is written, and a crash between any two requests leaves either too much or 
 another one that has all of its facts was written and read back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from uuid import uuid4
 
@@ -110,11 +110,12 @@ def _put(store: Store, key: str, data: bytes) -> None:
         store.put(key, data)  # the key has a random number, so nothing is replaced
 
 
-def copy_segments(source: Store, target: Store, before: frozenset[str]) -> frozenset[str]:
-    """Copy the segments of a run that its mirror lacks, and delete from the mirror those of `before`, which were copied
-    earlier and have been merged into others since. Return the keys of those that are in both. Raises StoreError.
+def copy_segments(source: Store, target: Store, run_id: str, before: frozenset[str] | None) -> frozenset[str]:
+    """Copy the segments of a run that its mirror lacks, and delete from the mirror those that the source has merged
+    into others since. Return the keys of those that are in both. Raises StoreError.
 
-    Segments that cannot be read are left out.
+    before: what the last call of this process has returned, None for the first one: that one also reads what an earlier
+    process may have copied. Segments that cannot be read are left out.
     """
     there = {item.key for item in _listed(target)}
     copied, is_whole = set(), True
@@ -129,11 +130,21 @@ def copy_segments(source: Store, target: Store, before: frozenset[str]) -> froze
             copied.add(item.key)
         except (CorruptError, NotFoundError):  # a merged one is copied the next time, in another
             is_whole = False
-    if is_whole:
-        for key in before - copied:
-            target.delete(key)
-        return frozenset(copied)
-    return frozenset(copied | before)
+    if not is_whole:
+        return frozenset(copied | (before or set()))
+    left = _covered(target, run_id, copied, there - copied) if before is None else before - copied
+    for key in sorted(left):
+        target.delete(key)
+    return frozenset(copied)
+
+
+def _covered(store: Store, run_id: str, known: Collection[str], others: Collection[str]) -> list[str]:
+    """Return those of the segments `others` whose facts are all in `known`. If there are no others, nothing is read."""
+    whole = Facts()
+    for key in known if others else ():
+        if isinstance(facts := _read(store, key, run_id), Facts):
+            whole = whole.joined(facts)
+    return [key for key in others if isinstance(facts := _read(store, key, run_id), Facts) and whole.covers(facts)]
 
 
 def _with_smallest(store: Store, facts: Facts, found: Sequence[Listed], run_id: str) -> tuple[list[str], Facts]:

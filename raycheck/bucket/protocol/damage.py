@@ -56,17 +56,16 @@ def go_back(register: Register, me: Identity, *, group: str, key: str, problem: 
 def ancestors(body: Latest, key: str) -> Iterator[Entry]:
     """Yield the unmarked live checkpoints through which training passed on its way to `key`, newest first.
 
-    Before the attempts that `latest` still lists, all earlier checkpoints count.
+    Before the attempts that `latest` still lists, all earlier checkpoints count. Raises PagesNeededError when the next
+    one may be in a page.
     """
     source_of = {attempt.number: attempt.restore_key for attempt in body.attempts}
-    entries = {name: entry for entry in body.live if (name := CheckpointName.parse(entry.key))}
     at = CheckpointName.parse(key)
     while at is not None:
-        is_known = at.attempt in source_of
-        for name in sorted(entries, reverse=True):
-            if name < at and (name.attempt == at.attempt or not is_known) and not entries[name].damaged:
-                yield entries[name]
+        start = CheckpointName(attempt=at.attempt, save=0, step=0) if at.attempt in source_of else None
+        yield from (entry for entry in body.between(start, at) if not entry.damaged)
         source = CheckpointName.parse(source_of.get(at.attempt) or "")
         at = source if source is not None and source < at else None
-        if at in entries and not entries[at].damaged:
-            yield entries[at]
+        entry = None if at is None else body.entry(str(at))
+        if entry is not None and not entry.damaged:
+            yield entry

@@ -5,7 +5,7 @@ is listed: in the body itself, in a page that exists, or in a new page. A page n
 changes or leaves, a new page takes its place. Live and evicted checkpoints are listed apart, in the same way.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -45,7 +45,8 @@ Item = TypeVar("Item", bound=Entry | Evicted)
 def fold(new: Latest, old: Latest | None, pages: Pages) -> tuple[Latest, Mapping[str, bytes]]:
     """Return `new` as it is to be stored, and the pages to write before it, by key.
 
-    new: the body to write, whole or with pages of `old`. old: the body that it replaces. Raises PageMissingError.
+    new: the body to write, whole or with some of the pages of `old`. old: the body that it replaces. Raises
+    PageMissingError.
     """
     written: dict[str, bytes] = {}
 
@@ -54,7 +55,17 @@ def fold(new: Latest, old: Latest | None, pages: Pages) -> tuple[Latest, Mapping
         data = written[key] = dump(page)
         pages.remember(key, page)
         keys = [*(entry.key for entry in page.live), *(item.key for item in page.evicted)]
-        return PageRef(key=key, crc32=crc32(data), size_bytes=len(data), count=len(keys), first=keys[0], last=keys[-1])
+        steps = [entry.step for entry in page.live]
+        return PageRef(
+            key=key,
+            crc32=crc32(data),
+            size_bytes=len(data),
+            count=len(keys),
+            first=keys[0],
+            last=keys[-1],
+            steps=(min(steps), max(steps)) if steps else (),
+            is_unnamed=bool(steps) and all(entry.name is None for entry in page.live),
+        )
 
     live: _List[Entry] = _List(
         read=lambda ref: pages.read([ref])[0].live,
@@ -97,11 +108,13 @@ class _List(Generic[Item]):
     ) -> tuple[tuple[Item, ...], tuple[PageRef, ...]]:
         """Return the items that the new body lists itself, and its pages.
 
-        newest, refs: those of the new body; without refs, it is whole. old: the pages of the body that it replaces.
+        newest, refs: those of the new body. old: the pages of the body that it replaces; what those list that refs do
+        not name is among newest.
         """
         parts: list[PageRef | tuple[Item, ...]] = list(refs)
-        if old and not refs:
-            parts, newest = self._in_pages(newest, old)
+        unread = {ref.key for ref in refs}
+        if any(ref.key not in unread for ref in old):
+            parts, newest = self._in_pages(newest, old, unread)
         moved = self._too_old(newest)
         if moved:
             keys = {item.key for item in moved}
@@ -110,12 +123,18 @@ class _List(Generic[Item]):
         return newest, tuple(part if isinstance(part, PageRef) else self.write(part) for part in parts)
 
     def _in_pages(
-        self, items: tuple[Item, ...], old: tuple[PageRef, ...]
+        self, items: tuple[Item, ...], old: tuple[PageRef, ...], unread: Collection[str]
     ) -> tuple[list[PageRef | tuple[Item, ...]], tuple[Item, ...]]:
-        """Find what of all items the old pages list. Return the pages, and the items in none of them."""
+        """Find what of the items the old pages list. Return the pages, and the items in none of them.
+
+        unread: the keys of old pages that stay, and list none of the items.
+        """
         left = {item.key: item for item in items}
         parts: list[PageRef | tuple[Item, ...]] = []
         for ref in old:
+            if ref.key in unread:
+                parts.append(ref)
+                continue
             before = self.read(ref)
             now = tuple(
                 left.pop(item.key)

@@ -4,16 +4,24 @@ Each change is a swap that leaves owner, attempt, coordinator, head and last sav
 not disturbed: its next commit is computed from the changed body. Anyone may make these changes at any time.
 """
 
+import getpass
+import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from raycheck.bucket.format.latest import Evicted, Latest
 from raycheck.bucket.format.object_keys import split_directory
-from raycheck.bucket.protocol.retention import dropped
+from raycheck.bucket.history.facts import CommitRecord, DropRecord, Facts
+from raycheck.bucket.history.segments import record_facts
+from raycheck.bucket.pages import PageMissingError
+from raycheck.bucket.protocol.retention import EXPIRED, dropped
 from raycheck.bucket.protocol.swap import Register, refuse_mirror
 from raycheck.bucket.store.address import shown_uri
-from raycheck.errors import NotFoundError
+from raycheck.errors import NotFoundError, RaycheckError
 from raycheck.settings import Retention
+
+MAX_WHO = 100
 
 
 def pin(register: Register, key: str, *, pinned: bool = True) -> Latest:
@@ -39,19 +47,60 @@ def with_pin(uri: str, body: Latest, key: str, *, pinned: bool) -> Latest:
     return body.with_entry(replace(entry, pinned=pinned))
 
 
-def evict(register: Register, rules: Retention, *, coordinator: str | None = None) -> Latest:
+def by_hand(what: str = "by hand") -> str:
+    """Return in words, for the history, that this process's user drops checkpoints. what: the means."""
+    user = "somebody"
+    with suppress(OSError, KeyError, ImportError):  # a user without a name
+        user = getpass.getuser()
+    return f"dropped {what} by {user}@{socket.gethostname()}"[:MAX_WHO]
+
+
+def evict(register: Register, rules: Retention, *, coordinator: str | None = None, by: str = "") -> Latest:
     """Move the checkpoints that no rule keeps to `evicted`, permanently (I4). Step 19, outside of a commit.
 
-    coordinator: do nothing when the live attempt belongs to another one, which has rules of its own.
+    coordinator: do nothing when the live attempt belongs to another one, which has rules of its own. by: see by_hand;
+    "" for training's own rules, whose evictions training writes into the history.
     """
+    past = PastOfDropped(register)
 
     def change(body: Latest, now: float) -> Latest | None:
         if coordinator not in (None, body.attempt.coordinator):
             return None
-        new = with_evicted(body, dropped(body, rules, now=now), now=now)
+        found = dropped(body, rules, now=now)
+        why = {key: f"{by}: {text}" if by and text != EXPIRED else text for key, text in found.items()}
+        new = with_evicted(body, why, now=now)
+        past.note(body, why, now=now)
         return None if new == body else new
 
-    return register.edit(change, what="eviction")
+    body = register.edit(change, what="eviction")
+    if by:
+        past.record(body)
+    return body
+
+
+class PastOfDropped:
+    """The past of checkpoints that are dropped outside of training: nobody else may ever write it into the history."""
+
+    def __init__(self, register: Register) -> None:
+        self._register = register
+        self._commits: dict[str, CommitRecord] = {}
+        self._drops: dict[str, DropRecord] = {}
+
+    def note(self, body: Latest, why: Mapping[str, str], *, now: float) -> None:
+        """Note what is about to be dropped from `body`, which lists it itself. why: the reasons, by key."""
+        self._commits |= {entry.key: CommitRecord.of(entry, body.counter) for entry in body.newest if entry.key in why}
+        self._drops |= {key: DropRecord(key=key, at=now, why=text) for key, text in why.items()}
+
+    def record(self, body: Latest) -> None:
+        """Write what was dropped, as the new `body` shows, into the history. Step 41. It fails nothing."""
+        with suppress(RaycheckError, PageMissingError):  # for people only: losing it loses no checkpoint
+            if not self._drops or self._register.is_dry:
+                return
+            live = {entry.key for entry in self._register.pages.whole(body).live}
+            commits = {key: item for key, item in self._commits.items() if key not in live}
+            drops = {key: item for key, item in self._drops.items() if key not in live}
+            facts = Facts(commits=commits, drops=drops)
+            record_facts(self._register.store, facts, run_id=body.run_id, counter=body.counter)
 
 
 def with_evicted(body: Latest, keys: Mapping[str, str], *, now: float) -> Latest:

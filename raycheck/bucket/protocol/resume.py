@@ -104,9 +104,9 @@ def key_to_restore(uri: str, body: Latest | None, resume: Resume) -> str | None:
         case Must() if head is None:
             raise ConfigError(f"{shown_uri(uri)}: resume='must', but the run has no committed checkpoint")
         case Step(step):
-            live = () if body is None else body.live
-            keys = [entry.key for entry in live if entry.step == step and not entry.damaged]
+            keys = [] if body is None else [entry.key for entry in body.of_step(step) if not entry.damaged]
             if not keys:
+                live = () if body is None else body.live
                 steps = ", ".join(f"{entry.step}{' (damaged)' if entry.damaged else ''}" for entry in live) or "none"
                 raise ConfigError(
                     f"{shown_uri(uri)}: resume={step}, but there is no checkpoint of that step; there are: {steps}"

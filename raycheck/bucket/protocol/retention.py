@@ -15,6 +15,7 @@ from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.settings import Retention
 
 NO_RULE = "no rule keeps it"
+EXPIRED = "expired"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +69,7 @@ def _decision(entry: Entry, protected: dict[str, str], kept: dict[str, str], now
     if entry.key in protected:
         return KeepDecision(entry=entry, is_kept=True, reason=protected[entry.key])
     if entry.expires_at is not None and now >= entry.expires_at:
-        return KeepDecision(entry=entry, is_kept=False, reason="expired")
+        return KeepDecision(entry=entry, is_kept=False, reason=EXPIRED)
     if entry.key in kept:
         return KeepDecision(entry=entry, is_kept=True, reason=kept[entry.key])
     return KeepDecision(entry=entry, is_kept=False, reason=NO_RULE)

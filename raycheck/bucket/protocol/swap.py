@@ -2,18 +2,20 @@
 
 All writes of `latest` are made here, except in repair.py, which replaces a body that cannot be read. The caller passes
 a function that computes the new body. It is called with each body that was read, and also decides whether that body
-already has the wanted effect. If it asks the body for what is in a page, it is called again with the whole body.
+already has the wanted effect. If it asks the body for what may be in a page, it is called again with what that page
+lists.
 """
 
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Latest, dump_latest
-from raycheck.bucket.pages import PageMissingError, Pages, lost_page_error, read_whole
+from raycheck.bucket.pages import PageMissingError, Pages, lost_page_error, read_answer, read_whole
 from raycheck.bucket.protocol.paging import fold
 from raycheck.bucket.protocol.write_once import put_all_once
 from raycheck.bucket.reading import get_latest, no_run_error
@@ -23,6 +25,7 @@ from raycheck.bucket.store.interface import Written
 from raycheck.bucket.store.jitter import CHANCE
 from raycheck.errors import ConfigError, ConflictError, CorruptError, DeniedError, NotFoundError, StoreError
 
+T = TypeVar("T")
 SWAP_DEADLINE_S = 60.0
 CROWDED_DEADLINE_S = 300.0
 Decide = Callable[[Latest | None, float], Latest | None]
@@ -101,6 +104,16 @@ class Register:
         self._newest = body, got
         return body, got
 
+    def ask(self, question: Callable[[Latest], T]) -> T:
+        """Read `latest`, and return its answer to a question. Only pages on which the answer may depend are read.
+
+        Raises the errors of `read`, and NotFoundError when there is no run.
+        """
+        try:
+            return read_answer(self._newest_existing, self.pages, question)[0]
+        except _NoRunError:
+            raise no_run_error(self.store) from None
+
     def read_existing(self) -> tuple[Latest, Got]:
         """Read the whole body and the store's response as `read` does. Raises NotFoundError when there is no run."""
         found = self.read()
@@ -150,7 +163,7 @@ class Register:
                     pause = min(pause * 2, 2.0)
 
     def _decide(self, decide: Decide, body: Latest | None, now: float) -> Latest | None:
-        """Return what `decide` computes from `body`, or from the whole body if it asks for what is in a page."""
+        """Return what `decide` computes from `body`, with the pages on which that may depend."""
         return decide(None, now) if body is None else self.pages.ask(body, lambda body: decide(body, now))
 
     @property

@@ -79,9 +79,11 @@ def _facts(found: RunHistory) -> dict[str, Any]:
     }
 
 
-def _json(value: float | bool | None) -> float | int | bool | None:
-    """Return null for what JSON cannot express: NaN and infinities."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _json(value: float | bool | None) -> float | int | bool | str | None:
+    """Return text for the numbers that JSON cannot express: NaN, Infinity, -Infinity. null means that there is none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def _print_csv(found: RunHistory) -> None:

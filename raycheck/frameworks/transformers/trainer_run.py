@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback
@@ -249,7 +250,7 @@ class TrainerRun:
         for line in reversed(state.log_history):
             if line.get("step") != state.global_step:
                 break
-            found = {**{name: v for name, v in line.items() if isinstance(v, int | float)}, **found}
+            found = {**{name: float(v) for name, v in line.items() if isinstance(v, Real)}, **found}
         found.pop("step", None)
         return found
 

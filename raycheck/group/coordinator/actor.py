@@ -45,6 +45,7 @@ from raycheck.group.coordinator.messages import (
     RankRestore,
     RestoreDecision,
     SaveFailure,
+    StepRows,
 )
 from raycheck.group.coordinator.node_agents import NodeAgents
 from raycheck.group.coordinator.protocol_calls import ProtocolCalls
@@ -307,6 +308,15 @@ class Coordinator:
         self._alerts.send_by(message.alerts)
         return self._requested.note_step(message.step, begun=message.begun, step_s=message.step_s)
 
+    async def keep_rows(self, rows: StepRows) -> None:
+        """Write metrics of steps that no save takes along into the history, if there is still a run, and wait for it.
+
+        It does not matter whether the attempt is over: what it has measured stays true.
+        """
+        if await asyncio.to_thread(self._protocol.has_run):
+            self._history.reported(rows, self._run_log.now)
+            await self._history.finish()
+
     async def check_live(self, group: str) -> None:
         """Read `latest`. Raise FencedError or SupersededError when the group's attempt is over."""
         await self._adopt(group)
@@ -450,7 +460,8 @@ class Coordinator:
         return outcome
 
     async def _finish(self, group: str) -> None:
-        """Step 33, and the last writes of the history."""
+        """Step 33, and the last writes of the history: of what was trained before, since a copier stops at the end."""
+        await self._history.flush()
         await asyncio.to_thread(self._protocol.finish, group)
         self._history.claimed()
         await self._history.finish()

@@ -13,6 +13,7 @@ from raycheck.bucket.history.facts import Facts
 from raycheck.bucket.history.metric_rows import TIME, MetricRows
 from raycheck.bucket.history.segments import record_facts
 from raycheck.bucket.protocol.swap import Register
+from raycheck.group.coordinator.messages import StepRows
 from raycheck.log import event, logger
 
 LAST_WRITE_S = 10.0
@@ -36,10 +37,10 @@ class HistoryWriter:
         self._must_catch_up = True
         self.start()
 
-    def reported(self, report: Report, now: float) -> None:
-        """Take the rows of a rank's report. now: the store's time in unix seconds, by which rows get their times.
+    def reported(self, report: Report | StepRows, now: float) -> None:
+        """Take the rows that a rank has sent. now: the store's time in unix seconds, by which rows get their times.
 
-        It makes no difference if a report is repeated.
+        It makes no difference if they are sent again.
         """
         if report.rows:
             ahead_s = report.sent_at - now
@@ -69,14 +70,17 @@ class HistoryWriter:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(asyncio.to_thread(self._write))
 
-    async def finish(self) -> None:
-        """Write what is left, for LAST_WRITE_S at most."""
+    async def flush(self) -> bool:
+        """Write what there is to write, and wait for LAST_WRITE_S at most. Return whether that pass has ended."""
         self.start()
         assert self._task is not None
         done, _ = await asyncio.wait([self._task], timeout=LAST_WRITE_S)
-        if done and self._pending:  # it was added after that pass had begun
-            self.start()
-            await asyncio.wait([self._task], timeout=LAST_WRITE_S)
+        return bool(done)
+
+    async def finish(self) -> None:
+        """Write what is left, for twice LAST_WRITE_S at most."""
+        if await self.flush() and (self._pending or self._must_catch_up):  # it was added after that pass had begun
+            await self.flush()
 
     def _write(self) -> None:
         facts = Facts()

@@ -268,6 +268,15 @@ class HeartbeatMessage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StepRows:
+    """Rank 0's metrics of steps that no report of a save has. rows, sent_at: see Report."""
+
+    attempt: int
+    rows: Mapping[str, tuple[Sequence[int], Sequence[float]]]
+    sent_at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SaveFailure:
     """A failed save of rank 0, as all ranks count it.
 

@@ -206,8 +206,7 @@ class ProtocolCalls:
 
         These ranks will not report again, so `latest` says whether the save was committed.
         """
-        found = self._register.read()
-        entry = found[0].entry(report.checkpoint) if found is not None else None
+        entry = self._register.ask(lambda body: body.entry(report.checkpoint))
         is_live = entry is not None
         if is_live:
             self._tasks.start(report.checkpoint, report.progress, report.tasks)
@@ -254,6 +253,11 @@ class ProtocolCalls:
         claims.check_current(self._register, found[0], self.me)
         if found[0].attempt.group != group:
             raise SupersededError(f"attempt {found[0].attempt.number} is live now")
+
+    def has_run(self) -> bool:
+        """Return whether the run exists, and nobody has deleted it. Raises CorruptError when `latest` is gone."""
+        found = self._register.read_newest()
+        return found is not None and found[0].deleted_at is None
 
     def finish(self, group: str) -> None:
         """Step 33: write into `latest` that the run has ended."""

@@ -11,7 +11,8 @@
 
 `Checkpointer.end_step` runs LiveAttempt.end_step, which does this in order:
 
-    training_progress   stop the clock, count the step, keep its metrics
+    metric_values       refuse metrics that are not numbers
+    training_progress   stop the clock, count the step
     step_metrics        keep them also for the history, until the next save's report takes them
     save_queue          find out which saves have been committed, or have failed
     heartbeat           find out whether the attempt is fenced, and whether the driver asks for a save

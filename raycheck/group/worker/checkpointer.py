@@ -43,6 +43,7 @@ from raycheck.group.worker.save_kind import SaveKind, kind_asked_for
 from raycheck.group.worker.save_queue import SaveStatus
 from raycheck.group.worker.save_triggers import SaveTriggers
 from raycheck.group.worker.singleton import register_open
+from raycheck.group.worker.step_metrics import Columns
 from raycheck.group.worker.training_progress import ProgressCounter
 from raycheck.host import host
 from raycheck.log import event, logger, show_log
@@ -382,10 +383,11 @@ class Checkpointer:
     def end_step(self, metrics: Mapping[str, object] | None = None, *, tokens: int = 0, episodes: int = 0) -> None:
         """Call this when an optimizer step is complete, including its scheduler. It saves when a save is due.
 
-        metrics: numbers or 0-dim tensors. Rank 0's go into the run's history, and those of a step that saves also into
-        the checkpoint, if they are finite. Tensors on a device are read at the next save. tokens, episodes: how many
-        this step added over all ranks, as counted on rank 0; the checkpoint stores the sums. Raises FencedError or
-        SupersededError when this attempt is over, and SaveFailedError after too many failed saves in a row.
+        metrics: real numbers, and tensors or arrays of one. Rank 0's go into the run's history, and those of a step
+        that saves also into the checkpoint, if they are finite. Tensors on a device are read at the next save. tokens,
+        episodes: how many this step added over all ranks, as counted on rank 0; the checkpoint stores the sums. Raises
+        FencedError or SupersededError when this attempt is over, SaveFailedError after too many failed saves in a row,
+        and ConfigError, naming the metric, for one that is not a number, or of which each rank has only a part.
         """
         if self._is_counting_only():
             self._counter.end_step(tokens=tokens, episodes=episodes)
@@ -460,6 +462,11 @@ class Checkpointer:
                 self._counter.count_to(step)
             return SaveHandle.committed(uri=self.uri, key="", progress=self._counter.progress)
         return self._live().save_as(kind, metrics, label, tasks=tasks, is_by_notice=is_by_notice, step=step)
+
+    def keep_rows(self, rows: Columns) -> None:
+        """Take the metrics of steps that a driver has kept. The next save takes them to the history."""
+        if not self._is_counting_only():
+            self._live().keep_rows(rows)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until every save that has begun is committed. This does not begin a save. Call it on every rank.

@@ -4,6 +4,7 @@ A step costs one copy of the state; save_queue.py does the rest in the backgroun
 everything happens.
 """
 
+import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -12,15 +13,17 @@ from typing import NoReturn, Self
 
 from raycheck.bucket.format.label import NO_LABEL, Label
 from raycheck.errors import SaveFailedError, StoreError, SupersededError
-from raycheck.group.coordinator.messages import Claim, HeartbeatMessage
+from raycheck.group.coordinator.messages import Claim, HeartbeatMessage, StepRows
 from raycheck.group.group import Group, ask_until_decided
 from raycheck.group.worker.after_commit import AfterCommitTasks
 from raycheck.group.worker.heartbeat import FencingWatch, Heartbeat
+from raycheck.group.worker.metric_values import checked
 from raycheck.group.worker.save_handle import SaveHandle
 from raycheck.group.worker.save_kind import SaveKind, strongest
 from raycheck.group.worker.save_queue import SaveQueue, SaveStatus
 from raycheck.group.worker.save_triggers import SaveTriggers
-from raycheck.group.worker.training_progress import ProgressCounter, TrainingClock, detached
+from raycheck.group.worker.step_metrics import Columns
+from raycheck.group.worker.training_progress import ProgressCounter, TrainingClock
 from raycheck.log import event, logger
 from raycheck.settings import SaveSettings
 from raycheck.state.restore_result import Restored
@@ -29,6 +32,8 @@ from raycheck.state.train_state import TrainState
 
 LAST_WORDS_S = 30.0
 """How long an upload in flight may continue after the training function raised."""
+LAST_ROWS_S = 10.0
+"""How long a rank waits then until the metrics of the last steps are in the history."""
 MEMORY_COPY_S = 30.0
 """How long a group that leaves a node waits until a memory checkpoint is on other nodes."""
 NOTHING_SAVED: tuple[int, SaveKind] = (-1, "keep")
@@ -95,6 +100,7 @@ class LiveAttempt:
         tasks: AfterCommitTasks,
     ) -> None:
         """counter: has the counts from which training continues."""
+        self._number = start.claim.attempt
         self._state = state
         self._settings = settings
         self._group = group
@@ -121,7 +127,7 @@ class LiveAttempt:
         )
         self._memory = self._queue.memory_saves() if settings.memory_every_steps is not None else None
         self._is_prepared = False
-        self._metrics: dict[str, object] = {}  # of the newest step
+        self._metrics: Mapping[str, object] = {}  # of the newest step
         self._begun = (counter.step, start.saved_as) if start.saved_as else NOTHING_SAVED  # the newest save
         self._begun_label = start.label  # of that save
         self._begun_name = (-1, "")  # step and name of the newest save, or of the checkpoint that has this very state
@@ -145,13 +151,15 @@ class LiveAttempt:
 
     def end_step(self, metrics: Mapping[str, object] | None, *, tokens: int, episodes: int) -> None:
         """Do everything that happens at the end of a step. See Checkpointer.end_step."""
-        queue = self._queue
+        queue, values = self._queue, checked(metrics or {})
         self._clock.stop()
         self._triggers.trained(self._clock.step_s, is_saving=queue.busy_s is not None)
         self._counter.end_step(tokens=tokens, episodes=episodes)
-        self._metrics = detached(metrics or {})
+        self._metrics = values
         if not self._group.rank:
-            queue.step_metrics.add(self._counter.step, self._metrics)
+            queue.step_metrics.add(self._counter.step, values)
+            if queue.step_metrics.are_many:
+                self._group.tell("keep_rows", self._rows(queue.step_metrics.take()))
         if not self._is_prepared:
             self._is_prepared = True
             self._state.prepare()
@@ -309,6 +317,13 @@ class LiveAttempt:
 
     def finish(self) -> None:
         """Save the last step, wait for everything in progress, and write into `latest` that the run has finished."""
+        try:
+            self._finish()
+        except Exception:
+            self._write_last_rows()
+            raise
+
+    def _finish(self) -> None:
         queue = self._queue
         self._heartbeat.send(self._message, is_last=True)
         if self._watch.over is None:
@@ -324,6 +339,7 @@ class LiveAttempt:
             self._triggers.reporter.committed()
             self._triggers.report_all_to_host()
             self._tasks.finish(queue.newest, self._counter.progress)
+            self._write_last_rows()  # of a save that failed while the last one was in progress
         self._raise_if_over()
         _write_finish(self._group, wait_s=self._settings.save_timeout_s)
 
@@ -337,6 +353,32 @@ class LiveAttempt:
             self._queue.wait(LAST_WORDS_S)
         except Exception as late:  # noqa: BLE001  nothing may take the place of the error that ended training
             logger.warning(event("lost the save in flight", rank=self._group.rank, cause=late, run=self._group.uri))
+        self._write_last_rows()
+
+    def _write_last_rows(self) -> None:
+        """Have the metrics that no ended save has taken written into the history, since no further save takes them."""
+
+        def write() -> None:
+            try:
+                if rows := self._queue.unwritten_rows():
+                    what = "metrics since the last save"
+                    self._group.ask("keep_rows", self._rows(rows), timeout_s=LAST_ROWS_S, what=what)
+            except Exception as lost:  # noqa: BLE001  nothing may take the place of the error that ended training
+                logger.warning(event("lost the metrics since the last save", cause=lost, run=self._group.uri))
+
+        if not self._group.rank:
+            writing = threading.Thread(target=write, name="raycheck-rows", daemon=True)
+            writing.start()
+            writing.join(LAST_ROWS_S)
+            if writing.is_alive():  # a device that hangs never gives its metrics
+                logger.warning(event("the metrics since the last save are not written yet", run=self._group.uri))
+
+    def keep_rows(self, rows: Columns) -> None:
+        """Take the metrics of steps that a driver has kept."""
+        self._queue.step_metrics.give_back(rows)
+
+    def _rows(self, rows: Columns) -> StepRows:
+        return StepRows(attempt=self._number, rows=rows, sent_at=time.time())
 
     def stop(self) -> None:
         """Let the save thread end."""

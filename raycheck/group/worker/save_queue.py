@@ -22,11 +22,11 @@ from raycheck.group.coordinator.messages import Outcome, SaveFailure
 from raycheck.group.group import Group, ask_until_decided
 from raycheck.group.ports import Reporter, Sink, UnreportedCommit
 from raycheck.group.worker.memory_saves import MemorySaves
+from raycheck.group.worker.metric_values import numbers_of
 from raycheck.group.worker.save_handle import CheckpointInfo, SaveHandle
 from raycheck.group.worker.save_kind import SaveKind
 from raycheck.group.worker.save_thread import SaveThread
-from raycheck.group.worker.step_metrics import StepMetrics
-from raycheck.group.worker.training_progress import numbers_of
+from raycheck.group.worker.step_metrics import Columns, StepMetrics
 from raycheck.group.worker.upload_and_report import Uploader
 from raycheck.log import event, logger
 from raycheck.settings import HFExport, SaveSettings
@@ -349,6 +349,12 @@ class SaveQueue:
         self._thread.wait_until_idle(self._settings.save_timeout_s)
         if self._newest_commit is not None:
             self._reporter.point_to(self._newest_commit)
+
+    def unwritten_rows(self) -> Columns:
+        """Return the metrics of the steps that no ended save has taken to the history. It waits for their devices."""
+        for save in self._pending:
+            self.step_metrics.give_back(save.report.rows)
+        return self.step_metrics.take()
 
     def memory_saves(self) -> MemorySaves:
         """Return the maker of this rank's memory checkpoints."""

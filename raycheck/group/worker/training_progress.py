@@ -1,16 +1,13 @@
-"""Counts a training's progress, measures how long it trains, and converts the metrics of its steps.
+"""Counts a training's progress, and measures how long it trains.
 
 The counts are stored in a checkpoint as `progress`; the seconds are its `trained_s`.
 """
 
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from operator import index
-
-import torch
 
 from raycheck.bucket.format.progress import Progress
 from raycheck.data.data_stream import DataStream
@@ -142,21 +139,3 @@ class TrainingClock:
             self.step_s = self._clock() - self._since
             self.trained_s += self.step_s
         self._since = None
-
-
-def detached(metrics: Mapping[str, object]) -> dict[str, object]:
-    """Return the metrics with tensors detached, so that keeping a metric does not keep its graph alive."""
-    return {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
-
-
-def numbers_of(metrics: Mapping[str, object]) -> dict[str, float]:
-    """Return the finite metrics as floats. Raises ConfigError, naming the metric, for a value that is not a number."""
-    numbers = {}
-    for name, value in metrics.items():
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.item()  # noqa: PLW2901  waits for the device, so it is read only on a step that saves
-        if not isinstance(value, int | float):
-            raise ConfigError(f"metrics[{name!r}] is a {type(value).__name__}; give a number or a 0-dim tensor")
-        if math.isfinite(value):  # JSON has no nan, and a run that diverges must still be saved
-            numbers[name] = float(value)
-    return numbers

@@ -27,12 +27,14 @@ from raycheck.group.coordinator.messages import OnCorrupt
 from raycheck.group.group import alone, same
 from raycheck.group.worker.checkpointer import RESTORE_FIRST
 from raycheck.group.worker.group_restore import RestoreResult
+from raycheck.group.worker.metric_values import checked, numbers_of
 from raycheck.group.worker.periodic import start_alone
 from raycheck.group.worker.save_handle import CheckpointInfo, SaveHandle, check_timeout
 from raycheck.group.worker.save_kind import SaveKind, kind_asked_for
 from raycheck.group.worker.save_queue import SaveStatus
 from raycheck.group.worker.save_triggers import SaveTriggers
-from raycheck.group.worker.training_progress import ProgressCounter, TrainingClock, detached, numbers_of
+from raycheck.group.worker.step_metrics import StepMetrics
+from raycheck.group.worker.training_progress import ProgressCounter, TrainingClock
 from raycheck.log import event, logger, show_log
 from raycheck.on_ray.actors.actor_rank import (
     DriverDecision,
@@ -53,7 +55,8 @@ from raycheck.settings import SaveSettings, function_name
 from raycheck.state.restore_result import RestoreReport
 from raycheck.storage_settings import StorageSettings
 
-LEAVE_S = 35.0
+LEAVE_S = 45.0
+"""How long the actors may take to leave: the saves in flight may end, and the last metrics are written."""
 _driver_ids: dict[tuple[str, str | int], str] = {}
 """The id under which this driver owns a run, by its URI and `resume`. A new group of actors reuses it."""
 
@@ -108,6 +111,7 @@ class ActorCheckpointer:
         self._status = SaveStatus()
         self._answers: list[Any] = []  # Ray's references to the actors' replies to the last decision
         self._metrics: Mapping[str, object] = {}
+        self._step_metrics = StepMetrics()  # of the steps since rank 0 was last given some
         self._is_restored = self._is_closed = False
         if not self._settings.enabled:
             logger.warning(event("raycheck is turned off: nothing is saved, and nothing is restored", run=self._uri))
@@ -195,15 +199,17 @@ class ActorCheckpointer:
 
         The arguments and errors are those of Checkpointer.end_step.
         """
+        values = checked(metrics or {})
         self._clock.stop()
         self._take_answers()
         status = self._status  # at the end of the last step
         busy_s = max(0.0, (status.busy_s or 0.0) - self._clock.step_s)
         self._triggers.trained(self._clock.step_s, is_saving=status.busy_s is not None)
         self._counter.end_step(tokens=tokens, episodes=episodes)
-        self._metrics = detached(metrics or {})
+        self._metrics = values
         kind = None
         if self._settings.enabled:
+            self._step_metrics.add(self._counter.step, values)
             kind = self._triggers.decide_at_step(
                 self._counter.progress, is_busy=status.is_busy, busy_s=busy_s, metrics=self._metrics
             )
@@ -236,7 +242,7 @@ class ActorCheckpointer:
         The handle asks rank 0's actor, after the earlier calls of that actor.
         """
         label = label_of(name, note, expire_after_s, overwrite=overwrite)
-        self._metrics = detached(metrics or self._metrics)
+        self._metrics = checked(metrics or self._metrics)
         kind, tasks = kind_asked_for(self._settings, is_rolling=is_rolling, after_commit=after_commit)
         if step is not None:
             self._counter.count_to(step)
@@ -311,7 +317,8 @@ class ActorCheckpointer:
         if save:
             decision = replace(decision, metrics=numbers_of(self._metrics))
             states = self._state.state_dicts()
-        decisions = [replace(decision, states=states), *[decision] * (len(self._actors) - 1)]
+        rows = self._step_metrics.take() if save or self._step_metrics.are_many else {}
+        decisions = [replace(decision, states=states, rows=rows), *[decision] * (len(self._actors) - 1)]
         self._answers = [
             run_in(actor, follow, self._uri, mine) for actor, mine in zip(self._actors, decisions, strict=True)
         ]
@@ -335,7 +342,8 @@ class ActorCheckpointer:
     def _leave(self) -> None:
         """Have the actors leave. The saves in flight are complete, and may end."""
         if not self._is_closed and self._settings.enabled:
-            leaving = [run_in(actor, leave, self._uri) for actor in self._actors]
+            rows = self._step_metrics.take()
+            leaving = [run_in(actor, leave, self._uri, {} if rank else rows) for rank, actor in enumerate(self._actors)]
             ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_S)
             self._end()
 

@@ -16,6 +16,7 @@ from raycheck.group.worker.group_restore import RestoreResult
 from raycheck.group.worker.save_handle import CheckpointInfo, SaveHandle
 from raycheck.group.worker.save_kind import SaveKind
 from raycheck.group.worker.save_queue import SaveStatus
+from raycheck.group.worker.step_metrics import Columns
 from raycheck.group.worker.training_progress import ProgressCounter
 from raycheck.on_ray.api.calls import this_node
 from raycheck.settings import SaveSettings
@@ -70,7 +71,8 @@ class DriverDecision:
 
     progress: the counts now. save: the kind of save to start, None for none; tasks: the tasks after its commit.
     is_preempted: a node of the group will be preempted; is_by_notice: that is the reason for the save. metrics, states:
-    for that save; states are those of the driver's entries, and only rank 0 gets them. timeout_s: how long to wait for
+    for that save; states are those of the driver's entries. rows: the metrics of steps that the driver has kept for the
+    history. Only rank 0 gets states and rows. timeout_s: how long to wait for
     saves. label: the label of that save. save_id: the id by which the driver's handle asks for that save; "" without a
     handle.
     """
@@ -82,6 +84,7 @@ class DriverDecision:
     is_preempted: bool = False
     is_by_notice: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    rows: Columns = field(default_factory=dict)
     states: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None
     label: Label = NO_LABEL
@@ -116,6 +119,8 @@ class ActorRank:
         self._counter.next_progress, self._counter.is_preempted = decision.progress, decision.is_preempted
         for name, state in decision.states.items():
             self._driver_entries[name].state = state
+        if decision.rows:
+            self._checkpointer.keep_rows(decision.rows)
         if decision.at == "step":
             self._checkpointer.end_step(decision.metrics)
         if decision.at == "epoch":
@@ -143,8 +148,10 @@ class ActorRank:
         for name in names:
             self._driver_entries[name].state = {}
 
-    def leave(self) -> None:
-        """Stop saving; a save in flight may end."""
+    def leave(self, rows: Columns) -> None:
+        """Stop saving; a save in flight may end. rows: see DriverDecision."""
+        if rows:
+            self._checkpointer.keep_rows(rows)
         reason = ConfigError("the driver has left")
         self._checkpointer.__exit__(type(reason), reason, None)
 
@@ -160,7 +167,7 @@ def join(actor: Any, driver_names: Sequence[str], settings: SaveSettings, group:
     del actor
     before = _ranks.pop(group.uri, None)
     if before is not None:
-        before.leave()
+        before.leave({})
     _handles[group.uri] = {}
     _ranks[group.uri] = ActorRank(_states.pop(group.uri), driver_names, settings, group)
 
@@ -194,7 +201,7 @@ def handle_of(actor: Any, uri: str, save_id: str) -> SaveHandle:
     return _handles[uri][save_id]
 
 
-def leave(actor: Any, uri: str) -> None:
+def leave(actor: Any, uri: str, rows: Columns) -> None:
     del actor
     if rank := _ranks.pop(uri, None):
-        rank.leave()
+        rank.leave(rows)

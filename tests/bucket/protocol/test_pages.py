@@ -1,21 +1,26 @@
 """Tests pages: that nobody can tell where an entry is listed, and what needs no page when one is lost. Step 40."""
 
+import re
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from threading import Event
 from uuid import uuid4
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import raycheck
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.label import Label
-from raycheck.bucket.format.latest import Entry, Latest, PagesNeededError
+from raycheck.bucket.format.latest import Entry, Latest, PagesNeededError, dump_latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.pages import Pages
 from raycheck.bucket.protocol import name_and_score
+from raycheck.bucket.protocol.damage import go_back
 from raycheck.bucket.protocol.paging import fold, sweep_pages
 from raycheck.bucket.protocol.pin_and_evict import evict, pin
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
@@ -25,7 +30,8 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, list_directories, read_latest, read_newest
 from raycheck.bucket.store import Store, open_store
 from raycheck.catalog.copier import MirrorCopier
-from raycheck.errors import CorruptError, RaycheckError
+from raycheck.cli import app
+from raycheck.errors import ConfigError, CorruptError, RaycheckError
 from raycheck.settings import Retention
 from tests.support.histories.invariants import assert_invariants
 from tests.support.histories.small_pages import small_pages
@@ -179,11 +185,20 @@ def test_a_fold_loses_nothing_and_writes_only_what_changed(
 
 def test_a_part_of_the_list_cannot_be_taken_for_all_of_it() -> None:
     driver = trained(store())
+    oldest = read_latest(driver.store).live[0].key
+    name_and_score.name(driver.register, oldest, Label(name="x"))
     body = read_newest(driver.store)
 
     assert body.pages
-    oldest = read_latest(driver.store).live[0].key
-    for question in (lambda: body.live, body.held, lambda: body.named("x"), lambda: body.entry(oldest)):
+    above = CheckpointName(attempt=1, save=9, step=90)
+    for question in (
+        lambda: body.live,
+        body.held,
+        lambda: body.named("x"),
+        lambda: body.entry(oldest),
+        lambda: body.of_step(10),
+        lambda: list(body.between(None, above)),
+    ):
         with pytest.raises(PagesNeededError):
             question()
     assert body.num_live == len(read_latest(driver.store).live) == 8
@@ -316,6 +331,134 @@ def repair_is_refused(run: Store) -> bool:
     with pytest.raises(RaycheckError, match="latest is sound"):
         repair(run)
     return True
+
+
+def counted_run(saves: int = 11) -> tuple[Counted, list[list[str]]]:
+    """Make a run whose checkpoints are in pages of two, but the newest three. Return what each page lists, in order."""
+    run = store()
+    with small_pages(newest=3, pages=50):
+        driver = trained(run, saves=saves)
+        listed = [[e.key for e in page.live] for page in driver.register.pages.read(read_newest(run).pages)]
+    assert all(len(keys) == 2 for keys in listed)
+    return Counted(run), listed
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda register, key, step: pin(register, key),
+        lambda register, key, step: name_and_score.score(register, key, {"acc": 0.5}),
+        lambda register, key, step: name_and_score.name(register, key, Label(name="best-yet")),
+        lambda register, key, step: raycheck.run.run_in(register.store).pin(step),
+    ],
+    ids=["pin", "score", "name", "a step"],
+)
+def test_a_change_of_one_checkpoint_reads_only_its_page(change: Callable[..., object], is_older: bool) -> None:
+    run, listed = counted_run()
+    if is_older:  # its pages say neither steps nor names
+        body = read_newest(run)
+        older = tuple(replace(page, steps=(), is_unnamed=False) for page in body.pages)
+        run.put(object_keys.LATEST_KEY, dump_latest(replace(body, pages=older)))
+    key = listed[1][0]
+    step = CheckpointName.parse(key).step
+    of_pages = dict(zip((page.key for page in read_newest(run).pages), listed, strict=True))
+    before = read_latest(run.inner)
+    run.read.clear()
+
+    with small_pages(newest=3, pages=50):
+        change(Register(run), key, step)
+
+    reads = {of_pages[page][0] for page in run.read if page in of_pages}
+    assert reads == {listed[1][0]} or (is_older and reads >= {listed[1][0]})
+    now = read_latest(run.inner)
+    assert [entry.key for entry in now.live] == [entry.key for entry in before.live]
+    assert [one.key for one, other in zip(before.live, now.live, strict=True) if one != other] == [key]
+    assert [page.first for page in read_newest(run).pages] == [keys[0] for keys in listed], "each page has its place"
+    assert_invariants(run.inner)
+
+
+def test_a_name_that_a_checkpoint_in_another_page_has_is_not_given_twice() -> None:
+    run, listed = counted_run()
+    name_and_score.name(Register(run), listed[0][1], Label(name="best-yet"))
+
+    with pytest.raises(ConfigError, match=f"{listed[0][1]}.*has the name best-yet"):
+        name_and_score.name(Register(run), listed[2][0], Label(name="best-yet"))
+    name_and_score.name(Register(run), listed[2][0], Label(name="best-yet", may_move=True))
+
+    assert [entry.key for entry in read_latest(run).live if entry.name] == [listed[2][0]]
+
+
+def test_going_back_from_a_damaged_checkpoint_reads_no_page_if_the_one_before_it_is_listed_in_latest() -> None:
+    run, _ = counted_run()
+    for page in read_newest(run).pages:
+        run.delete(page.key)
+    bob = Driver(run, "bob")
+    bob.claim("h1")
+
+    with small_pages(newest=3, pages=50):
+        entry = go_back(bob.register, bob.me, group="h1", key="step-000000110-a1-s11", problem="torn")
+
+    assert entry.key == "step-000000100-a1-s10"
+
+
+@pytest.mark.parametrize("way", ["repair", "the page is put back"])
+def test_going_back_into_a_page_reads_that_page_alone_and_its_loss_has_a_cure(tmp_path: Path, way: str) -> None:
+    inner = open_store(f"file://{tmp_path}/run")
+    with small_pages(newest=1, pages=50):
+        trained(inner, saves=8)
+        *others, last = read_newest(inner).pages
+        for page in (*others, last):
+            inner.put(f"kept/{page.key}", inner.get(page.key).data)
+            inner.delete(page.key)
+        bob = Driver(inner, "bob")
+        _, entry = bob.claim("h1")
+        assert entry is not None
+
+        with pytest.raises(CorruptError, match=f"{inner}: {last.key} is missing.*raycheck repair '{inner}'") as told:
+            go_back(bob.register, bob.me, group="h1", key=entry.key, problem="torn")
+        cure = shlex.split(re.search(r"raycheck (repair '.*')", str(told.value))[1])
+        if way == "repair":
+            result = CliRunner().invoke(app, cure)
+            assert result.exit_code == 0, result.output
+            bob = Driver(inner, "cat")
+            bob.claim("h1")
+        else:
+            inner.put(last.key, inner.get(f"kept/{last.key}").data)
+        assert go_back(bob.register, bob.me, group="h1", key=entry.key, problem="torn").key == "step-000000070-a1-s7"
+
+    if way == "repair":
+        assert [item.step for item in assert_invariants(inner).live] == list(range(10, 81, 10))
+
+
+def test_a_save_of_before_a_take_over_is_answered_without_pages_that_do_not_list_it() -> None:
+    run, listed = counted_run()
+    for page in read_newest(run).pages[:-1]:
+        run.delete(page.key)
+    register = Register(run)
+
+    def is_listed(key: str) -> bool:
+        return register.ask(lambda body: body.entry(key)) is not None
+
+    assert is_listed("step-000000110-a1-s11")
+    assert not is_listed("step-000000120-a1-s12")
+    assert not run.read
+    assert is_listed(listed[-1][0])
+    assert len(run.read) == 1
+    with pytest.raises(CorruptError, match="raycheck repair"):
+        is_listed(listed[0][0])
+
+
+def test_a_run_that_is_open_names_a_page_that_is_lost() -> None:
+    run, listed = counted_run()
+    opened = raycheck.run.run_in(run)
+    (first, *_) = read_newest(run).pages
+    run.delete(first.key)
+
+    with pytest.raises(CorruptError, match=f"{first.key} is missing.*raycheck repair"):
+        opened.at(listed[0][0])
+    assert opened.at(listed[1][0]).key == listed[1][0]
+    assert opened.at(None).step == 110
 
 
 # --- pages that nobody names ---

@@ -10,6 +10,7 @@ import torch
 import raycheck
 from raycheck.bucket.format.object_keys import HISTORY_PREFIX
 from raycheck.bucket.store import open_store
+from raycheck.group.coordinator.messages import StepRows
 from tests.support.histories.invariants import assert_invariants
 from tests.support.processes.background_call import InThread
 from tests.support.processes.coordinator_in_thread import InProcess, again, group_of
@@ -29,9 +30,9 @@ def loss_of(attempt: int, step: int) -> float:
 
 
 def metrics_of(attempt: int, step: int) -> dict[str, object]:
-    """A tensor that the script changes afterwards, a plain number at some steps, and what is no number."""
+    """A tensor that the script changes afterwards, and a plain number at some steps."""
     some = {"eval": step * 0.1} if step % 5 == 0 else {}
-    return {"loss": torch.tensor(loss_of(attempt, step), dtype=torch.float64), "what": "text", **some}
+    return {"loss": torch.tensor(loss_of(attempt, step), dtype=torch.float64), **some}
 
 
 def train(groups: list[InProcess], *, until: int, dies_at: int | None = None, every: int = 4) -> list[int]:
@@ -48,7 +49,7 @@ def train(groups: list[InProcess], *, until: int, dies_at: int | None = None, ev
                     ckpt.wait()
                     raise DiedError
                 metrics = metrics_of(at.attempt, step)
-                ckpt.end_step({name: value for name, value in metrics.items() if name != "what" or step % every})
+                ckpt.end_step(metrics)
                 metrics["loss"].zero_()
         return at.attempt
 
@@ -87,7 +88,10 @@ def test_the_whole_loss_curve_is_there_over_restarts_and_a_rewind(uri: str) -> N
     assert curve(run, "eval") == {
         (attempt, step): (step * 0.1).hex() for step, attempt in line.items() if step % 5 == 0
     }
-    assert curve(run, "loss", abandoned=True) == {(2, step): loss_of(2, step).hex() for step in range(17, 21)}
+    left = {**dict.fromkeys(range(13, 15), 1), **dict.fromkeys(range(17, 21), 2)}
+    assert curve(run, "loss", abandoned=True) == {
+        (attempt, step): loss_of(attempt, step).hex() for step, attempt in left.items()
+    }
     assert [item.number for item in history.attempts] == [1, 2, 3, 4]
     assert [item.ending for item in history.attempts][2:] == ["by hand", "finished"]
     assert [(commit.step, commit.state, commit.is_abandoned) for commit in history.commits] == [
@@ -110,8 +114,59 @@ def test_the_whole_loss_curve_is_there_over_restarts_and_a_rewind(uri: str) -> N
     assert_invariants(open_store(uri))
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("every", "dies_at"), [(4, 4), (4, 6), (100, 7)])
+def test_the_metrics_up_to_the_error_that_ends_training_are_there(
+    uri: str, world_size: int, every: int, dies_at: int
+) -> None:
+    train(group_of(uri, world_size=world_size), until=20, dies_at=dies_at, every=every)
+
+    assert curve(raycheck.open_run(uri), "loss", abandoned=False) == {
+        (1, step): loss_of(1, step).hex() for step in range(1, dies_at)
+    }
+
+
+def test_the_metrics_of_a_save_that_fails_as_the_last_one_are_there(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (group,) = group_of(uri)
+    store = type(open_store(uri))
+    put = store.put_parts
+
+    def refuse(self, key, *parts, **more):
+        if "step-000000006" in key:
+            raise raycheck.errors.StoreError(f"{key}: full")
+        return put(self, key, *parts, **more)
+
+    monkeypatch.setattr(store, "put_parts", refuse)
+
+    with pytest.raises(raycheck.errors.SaveFailedError, match="full"):
+        train([group], until=6)
+
+    assert curve(raycheck.open_run(uri), "loss") == {(1, step): loss_of(1, step).hex() for step in range(1, 7)}
+
+
+def test_a_deleted_run_gets_no_history_of_the_training_that_it_ends(uri: str) -> None:
+    (group,) = group_of(uri)
+
+    def train_while_it_is_deleted() -> None:
+        state, settings = {"model": torch.nn.Linear(2, 2)}, raycheck.SaveSettings(every_steps=100)
+        with raycheck.Checkpointer(state, settings, group=group) as ckpt:
+            ckpt.restore()
+            ckpt.save()
+            ckpt.wait()
+            group.ask("keep_rows", StepRows(attempt=1, rows={}, sent_at=0.0), timeout_s=30.0, what="history")
+            ckpt.end_step({"loss": 0.5})
+            raycheck.catalog.delete_run(uri, live=True)
+            raise DiedError
+
+    with pytest.raises(DiedError):
+        train_while_it_is_deleted()
+
+    assert not list(open_store(uri).list_objects(""))
+
+
 def line_and_left(line: dict[int, int]) -> Iterator[tuple[int, int]]:
     yield from ((attempt, step) for step, attempt in line.items())
+    yield from ((1, step) for step in range(13, 15))
     yield from ((2, step) for step in range(17, 21))
 
 

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Latest
-from raycheck.bucket.protocol.pin_and_evict import with_evicted
+from raycheck.bucket.protocol.pin_and_evict import PastOfDropped, by_hand, with_evicted
 from raycheck.bucket.protocol.removal.prune_and_sweep import delete_objects, prune
 from raycheck.bucket.protocol.rewind import attempt_by_hand
 from raycheck.bucket.protocol.sharing.base_run import without_reservation
@@ -43,13 +43,19 @@ def delete_checkpoint(register: Register, key: str) -> Latest:
     Raises ConfigError for the head and in a mirror, and NotFoundError when the checkpoint never existed.
     """
 
+    past, why = PastOfDropped(register), {key: by_hand()}
+
     def change(body: Latest, now: float) -> Latest | None:
         if any(item.key == key for item in body.evicted):
             return None
         check_checkpoint(register.store.uri, body, key)
-        return with_evicted(body, {key: "deleted by hand"}, now=now)
+        new = with_evicted(body, why, now=now)
+        past.note(body, why, now=now)
+        return new
 
-    return register.edit(change, what=f"delete of {key}")
+    body = register.edit(change, what=f"delete of {key}")
+    past.record(body)
+    return body
 
 
 def check_checkpoint(uri: str, body: Latest, key: str) -> None:

@@ -62,15 +62,16 @@ def prune(
     grace_s: float = GRACE_S,
     spare: frozenset[str] = frozenset(),
     tally: ProgressTally | None = None,
+    by: str = "",
 ) -> tuple[str, ...]:
     """Evict what `rules` do not keep or what has expired, and delete evicted checkpoints. Steps 19 to 21.
 
     Only evicted checkpoints are deleted, and not what a live one still uses (I6). grace_s: seconds that readers have
-    before a delete. spare: checkpoints that the caller is still reading, which stay. tally: counts the objects. Returns
-    the names that are completely deleted. After a crash at any point the next prune continues. Raises NotFoundError
-    without a run.
+    before a delete. spare: checkpoints that the caller is still reading, which stay. tally: counts the objects. by: see
+    evict. Returns the names that are completely deleted. After a crash at any point the next prune continues. Raises
+    NotFoundError without a run.
     """
-    evict(register, rules)
+    evict(register, rules, by=by)
     body, got = register.read_existing()
     held = body.held()
     gone, failures = [], []
@@ -98,7 +99,12 @@ def prune(
 
 
 def _record_drops(store: Store, body: Latest, keys: Collection[str]) -> None:
-    """Write into the history why these checkpoints were evicted, which `latest` will no longer say. Step 21."""
+    """Write into the history why these checkpoints were evicted, which `latest` will no longer say. Step 21.
+
+    A mirror has the history of its source, which says it.
+    """
+    if body.is_mirror:
+        return
     drops = {item.key: item for item in facts_of(body).drops.values() if item.key in keys}
     with suppress(RaycheckError):  # for people only: losing it loses no checkpoint
         record_facts(store, Facts(drops=drops), run_id=body.run_id, counter=body.counter)
