@@ -1,5 +1,6 @@
 """A group of actors that a driver leads: what they, the driver and other actors hold comes back as one."""
 
+import contextlib
 import random
 import tempfile
 import threading
@@ -157,6 +158,29 @@ def test_what_the_driver_and_other_actors_hold_is_of_the_same_step(actors: list[
     assert ray.get(counter.state_dict.remote())["count"] == 3
     assert [value for value, _ in ray.get([actor.get.remote() for actor in actors])] == [3.0, 3.0]
     assert len(list(data.loader(0))) == 2
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_the_metrics_of_every_step_are_in_the_history_whether_it_saved_or_not(
+    actors: list[Any], s3: str, raises: bool
+) -> None:
+    uri = join_uri(s3, uuid4().hex)
+
+    def lead() -> None:
+        with led(actors, uri, every_steps=3) as ckpt:
+            ckpt.restore()
+            for step in range(1, 6):
+                ckpt.end_step({"loss": torch.tensor(1 / step), "reward": float("nan") if step == 3 else 1 / step})
+            if raises:
+                raise KeyError("a bug")
+
+    with pytest.raises(KeyError) if raises else contextlib.nullcontext():
+        lead()
+
+    found = {line.name: line for name in ("loss", "reward") for line in raycheck.open_run(uri).history().curve(name)}
+    assert found["loss"].steps == found["reward"].steps == (1, 2, 3, 4, 5)
+    assert found["loss"].values == tuple(torch.tensor([1 / step for step in range(1, 6)]).tolist())
+    assert [str(value) for value in found["reward"].values] == ["1.0", "0.5", "nan", "0.25", "0.2"]
 
 
 def test_what_an_older_checkpoint_does_not_have_stays_and_is_named(actors: list[Any], s3: str) -> None:
