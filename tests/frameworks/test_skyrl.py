@@ -1,4 +1,4 @@
-"""SkyRL's data over several epochs is restored by the code that the guide shows.
+"""SkyRL's data over several epochs, and models that share devices, are restored by the code that the guide shows.
 
 SkyRL's own checkpoints, of the same training, show what is lost without it.
 """
@@ -47,3 +47,21 @@ def test_skyrl_s_own_checkpoints_lose_an_epoch_or_the_order_of_the_next_ones(tmp
     assert in_its_middle["start"] == EPOCH + 2
     read, in_order = after(EPOCH + 2, in_its_middle, "read"), after(EPOCH + 2, undisturbed, "read")
     assert [step for step in in_order if read[step] != in_order[step]] == ["9", "10", "11", "12"]
+
+
+def test_models_that_take_turns_on_shared_devices_are_saved_from_where_they_are(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}/run"
+    shared = {"is_colocated": True, "critics": 2}
+
+    undisturbed, died, again, separate = SKYRL.train(
+        SKYRL.asked("own", str(tmp_path / "own"), **shared),
+        SKYRL.asked("raycheck", uri, dies_at=8, **shared),
+        SKYRL.asked("raycheck", uri, seed=7, until=9, **shared),
+        SKYRL.asked("raycheck", uri, seed=8),
+    )
+
+    assert (died["died"], again["start"], separate["start"]) == (True, 6, 9)
+    for what in SKYRL.equal:
+        assert after(6, again, what) == {step: undisturbed[what][step] for step in ("7", "8", "9")}, what
+    for step, losses in after(9, separate).items():
+        assert losses == pytest.approx(undisturbed["losses"][step], rel=SKYRL.tolerance)
