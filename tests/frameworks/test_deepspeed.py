@@ -101,6 +101,7 @@ def test_states_that_were_moved_between_two_saves_are_saved_from_where_they_are(
     training, before = saved(kind, moves="back")
 
     check(resumed(training, tmp_path, moves=""), before)
+    assert not [each.name for each in raycheck.open_run(training.uri).at(4).tensors() if "offload" in each.name]
 
 
 def test_a_save_while_states_are_offloaded_is_refused(tmp_path: Path) -> None:

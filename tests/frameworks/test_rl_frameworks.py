@@ -59,7 +59,14 @@ OPENRLHF = Framework(
     before={"sleeps": True},
     elsewhere={"sleeps": True, "stage": 3},
 )
-each_framework = pytest.mark.parametrize("framework", [VERL, OPENRLHF], ids=lambda framework: framework.name)
+SKYRL = Framework(
+    name="SkyRL",
+    policy="policy",
+    refuses="Model checkpoint not found",
+    equal=("losses", "drawn", "weights"),
+    kept=(6, 9, 10),  # the last one is that of the end of training
+)
+each_framework = pytest.mark.parametrize("framework", [VERL, OPENRLHF, SKYRL], ids=lambda framework: framework.name)
 
 
 def after(step: int, found: dict[str, Any], what: str = "losses") -> dict[str, Any]:

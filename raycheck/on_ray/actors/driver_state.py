@@ -10,6 +10,7 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
+from raycheck.data.loader_checks import check_loaders
 from raycheck.errors import ConfigError
 from raycheck.group.worker.periodic import Periodic
 from raycheck.on_ray.actors.actor_state import RemoteState
@@ -38,9 +39,10 @@ class DriverState:
         return [value for value in self._objects.values() if isinstance(value, Periodic)]
 
     def check(self) -> None:
-        """Raise ConfigError, naming the entry, for a state that could not be saved later."""
+        """Raise ConfigError, naming the entry, for a state that could not be saved later, or not be restored."""
         for name, value in self._objects.items():
             ObjectEntry(name, value).gather()
+        check_loaders(self._objects, rank=0)
 
     def state_dicts(self) -> dict[str, Any]:
         """Return the state of each entry, in the form that rank 0 saves."""

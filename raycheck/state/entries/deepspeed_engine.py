@@ -17,7 +17,13 @@ import torch
 from torch.optim import Optimizer
 
 from raycheck.errors import ConfigError
-from raycheck.state.entries.engine_model import EngineModel, EngineModelEntry, EngineOptimizer, elements_of
+from raycheck.state.entries.engine_model import (
+    EngineModel,
+    EngineModelEntry,
+    EngineOptimizer,
+    MemoryRange,
+    elements_of,
+)
 from raycheck.state.entries.engines import FSDP2
 from raycheck.state.entries.module.merged_adapters import adapted_layers
 from raycheck.state.entries.module.parameter_names import plain_names
@@ -29,6 +35,8 @@ VERSIONS = ("0.19.",)
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _LINKED = "_hp_mapping"
 """ZeRO 1 and 2 set it on a parameter: where this rank's range of it is, or None."""
+_OFFLOAD_BUFFER = "_offload_buffer"
+"""The end of the names under which ZeRO 3 keeps, beside the optimizer's state, the memory into which it offloads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +258,10 @@ class ZeroOptimizer(EngineOptimizer):
         for parameter, item in model.of.items():
             parameters[group_of[id(cast("ParameterRange", item).parameter)]].append(parameter)
         super().__init__([self._own.optimizer], model, parameters)
+
+    def _slots(self, item: MemoryRange) -> dict[str, Any] | None:
+        slots = super()._slots(item)
+        return slots and {slot: value for slot, value in slots.items() if not slot.endswith(_OFFLOAD_BUFFER)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)

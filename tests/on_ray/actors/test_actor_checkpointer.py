@@ -5,6 +5,7 @@ import random
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -13,6 +14,7 @@ import pytest
 import ray
 import ray.cloudpickle
 import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import raycheck
 from raycheck.bucket.store import open_store
@@ -330,10 +332,23 @@ def test_the_driver_s_random_state_comes_back(actors: list[Any], s3: str) -> Non
         assert (random.random(), torch.rand(1).item()) == expected
 
 
-def test_what_the_driver_could_not_save_is_said_before_the_first_step(actors: list[Any], s3: str) -> None:
-    ckpt = led(actors, join_uri(s3, uuid4().hex), state={"own": {"lock": threading.Lock()}})
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (lambda: {"lock": threading.Lock()}, r"own\.lock"),
+        (
+            lambda: StatefulDataLoader([1, 2], shuffle=True, generator=torch.Generator()),
+            "'own'.*draw from one generator",
+        ),
+    ],
+    ids=["lock", "loader"],
+)
+def test_what_the_driver_could_not_save_or_restore_is_said_before_the_first_step(
+    actors: list[Any], s3: str, own: Callable[[], object], message: str
+) -> None:
+    ckpt = led(actors, join_uri(s3, uuid4().hex), state={"own": own()})
 
-    with ckpt, pytest.raises(raycheck.errors.ConfigError, match=r"own\.lock"):
+    with ckpt, pytest.raises(raycheck.errors.ConfigError, match=message):
         ckpt.restore()
 
 

@@ -42,9 +42,15 @@ PACKAGES = (
     "fastapi==0.121.1",
     "starlette==0.49.3",
     "pylatexenc==2.10",
+    "loguru==0.7.3",
+    "jaxtyping==0.3.7",
+    "wadler-lindig==0.1.7",
+    "cloudpathlib==0.23.0",
+    "tenacity==9.1.2",
 )
 SOURCES = {
     "inclusionAI/AReaL": ("4aef98d8d818af55b43621aaadba047ae10f4e77", ("areal",)),
+    "NovaSky-AI/SkyRL": ("a9564572eb8e91076be43c1bd5e4615e3de17265", ("skyrl", "skyrl-gym/skyrl_gym")),
     "OpenRLHF/OpenRLHF": ("3c3be6234e0cb353e76bb8019947db9dfe99fca7", ("openrlhf",)),
 }
 """The commit of each repository, and the packages in it that are checked out."""
@@ -52,7 +58,7 @@ SOURCES = {
 
 def prepare() -> None:
     deepspeed_training.prepare()
-    prepare_venv(FOLDER, "packages-3", "--no-deps", *PACKAGES, finds_ours=True)
+    prepare_venv(FOLDER, "packages-5", "--no-deps", *PACKAGES, finds_ours=True)
     (site,) = FOLDER.glob("lib/python*/site-packages")
     (deepspeed,) = deepspeed_training.FOLDER.glob("lib/python*/site-packages")
     (site / "deepspeed.pth").write_text(f"{deepspeed}\n")
