@@ -79,16 +79,17 @@ def show(uri: Uri, at: Step = None, as_json: Json = False, storage: Storage = No
         out.print(Text(f"uses {len(names)} checkpoint(s) of {way}: {', '.join(names[:3])}\n"))
     rows = []
     for item in history.attempts:
-        ranks = item.world_size or "by hand"
         when = time_of(item.began_at), age(item.began_at, status.now)
-        rows.append((item.number, ranks, item.restored or "fresh start", item.last_save, *when))
-    print_table(("attempt", "ranks", "restored", "saves", "claimed", "age"), rows)
+        rows.append((item.number, item.workers, item.restored or "fresh start", item.last_save, *when))
+    print_table(("attempt", "workers", "restored", "saves", "claimed", "age"), rows)
     for item in history.attempts[-MAX_ATTEMPTS:]:
         if item.resume is not None:
             out.print(Text(f"\nattempt {item.number} resumed {item.resume}"))
     if checkpoint is not None:
         out.print(Text(f"\ncheckpoint {checkpoint.key}"))
         for name, value in facts["checkpoint"].items():
+            if name in ("world_size", "per_rank"):
+                continue  # "workers" says both
             label = re.sub("^is_|_(at|bytes|s)$", "", name).replace("_", " ")
             out.print(Text(f"  {label:<14} {_in_words(name, value, now=status.now)}"))
 
@@ -214,7 +215,7 @@ def _facts(run: Run, item: CommittedCheckpoint) -> dict[str, Any]:
 
 
 def _details(item: CommittedCheckpoint) -> dict[str, Any]:
-    found = item.details()
+    found = item.details(values=True)
     return {
         "note": dict(found.note),
         "epoch": found.epoch,
@@ -222,6 +223,8 @@ def _details(item: CommittedCheckpoint) -> dict[str, Any]:
         "drifted": list(found.drifted),
         "attempt": found.attempt,
         "world_size": found.world_size,
+        "per_rank": None if found.per_rank is None else list(found.per_rank),
+        "workers": found.workers,
         "restored_from": _without_settings(found.restored_from),
         "trained_s": found.trained_s,
         "tensors": found.num_tensors,

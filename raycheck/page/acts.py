@@ -48,7 +48,7 @@ class Act:
     {at} and {value} are the target's. preview: returns sentences that describe what `do` would change; it writes
     nothing, and raises what `do` would raise before its first write. do: performs the action and returns the result in
     a sentence. asks_for: the label of the input that the user must give, "" for none. is_long: it may take too long for
-    a request, so it runs in the background.
+    a request, so it runs in the background. deletes: what it takes away cannot be brought back.
     """
 
     label: str
@@ -57,6 +57,7 @@ class Act:
     do: Callable[[Target, Told], str]
     asks_for: str = ""
     is_long: bool = False
+    deletes: bool = False
 
     def command(self, target: Target) -> str:
         """Return the command line as a shell takes it."""
@@ -197,14 +198,14 @@ ACTS: Mapping[str, Act] = {act.label.lower(): act for act in (
     Act(label="Name", line="name {uri} {at} {value}", preview=_before_name, do=_name, asks_for="The name"),
     # A checkpoint marked as damaged is read completely first.
     Act(label="Rewind", line="rewind {uri} {at}", preview=_before_rewind, do=_rewind, is_long=True),
-    Act(label="Delete", line="delete {uri} {at}", preview=_before_delete, do=_delete),
+    Act(label="Delete", line="delete {uri} {at}", preview=_before_delete, do=_delete, deletes=True),
     Act(label="Verify", line="verify {uri} --at {at}", preview=_before_verify, do=_verify, is_long=True),
     Act(
         label="Export", line="export-hf {uri} {uri}/exports/{at} --at {at}",
         preview=_before_export, do=_export, is_long=True,
     ),
-    Act(label="Prune", line="prune {uri}", preview=_before_prune, do=_prune, is_long=True),
-    Act(label="Sweep", line="sweep {uri}", preview=_before_sweep, do=_sweep, is_long=True),
+    Act(label="Prune", line="prune {uri}", preview=_before_prune, do=_prune, is_long=True, deletes=True),
+    Act(label="Sweep", line="sweep {uri}", preview=_before_sweep, do=_sweep, is_long=True, deletes=True),
 )}  # fmt: skip
 
 

@@ -5,6 +5,7 @@ Every function here blocks while it reads from the bucket; server.py calls them 
 
 import json
 import posixpath
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 import raycheck
-from raycheck import Run, StorageSettings
+from raycheck import Run, RunSummary, StorageSettings
 from raycheck.catalog import RunFolder
 from raycheck.errors import ConfigError, NotFoundError, RaycheckError
 from raycheck.terminal import printable_lines
 from raycheck.views.charts import LEFT, RIGHT, WIDTH, timeline_of
 from raycheck.views.context_pool import ContextPool
 from raycheck.views.in_words import PRICE, goodput_text, monthly_cost
-from raycheck.views.metric_charts import MetricChart, metric_chart
+from raycheck.views.metric_charts import MAX_CHARTS, MetricChart, metric_chart
 from raycheck.views.tensors import with_moments
 
 if TYPE_CHECKING:
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
     from raycheck.views.history import RunHistory
 
 MAX_ROWS = 2000
-"""The maximum number of tensors in one view; the search finds the others."""
-MAX_CHARTS = 24
+"""The maximum number of rows in one table; the search finds other tensors."""
 MAX_RUNS = 8
 """The maximum number of runs in one chart."""
 MAX_COLUMNS = 4
@@ -118,6 +118,7 @@ def runs_view(place: PageScope) -> dict[str, Any]:
     rows = [
         {
             "run": run,
+            "seen": _last_seen(run),
             "link": "" if _address(run.uri) == itself else run.name,
             "cost": monthly_cost(run.size_bytes, place.price),
             "parent": None if run.parent is None else place.shown(run.parent),
@@ -132,6 +133,14 @@ def runs_view(place: PageScope) -> dict[str, Any]:
         "total_bytes": total,
         "total_cost": monthly_cost(total, place.price),
     }
+
+
+def _last_seen(run: RunSummary) -> tuple[float, float] | None:
+    """Return when a run's last sign of life was, and the time of the listing; None if there was no sign."""
+    if run.idle_s is None:
+        return None
+    now = time.time() if run.committed_at is None or run.age_s is None else run.committed_at + run.age_s
+    return now - run.idle_s, now
 
 
 def columns_of(found: Iterable[Mapping[str, float]]) -> tuple[str, ...]:
@@ -192,6 +201,7 @@ def run_view(place: PageScope, name: str, options: ChartOptions = ChartOptions()
     run = place.run(name)
     history = run.history()
     kept = run.kept(history)
+    columns = columns_of([values_of(commit) for commit in history.commits])
     return {
         "name": name,
         "run": run,
@@ -204,7 +214,8 @@ def run_view(place: PageScope, name: str, options: ChartOptions = ChartOptions()
         "shares": {item.key: item.shares_with for item in run.checkpoints},
         "freed": sum(item.size_bytes for item in kept.decisions if not item.is_kept),
         "commits": tuple(reversed(history.commits))[:MAX_ROWS],
-        "metrics": columns_of([values_of(commit) for commit in history.commits]),
+        "metrics": columns,
+        "has_others": any(values_of(commit).keys() - set(columns) for commit in history.commits),
         "values_of": values_of,
         "goodput": goodput_text(history.goodput, history.goodput_limit),
         "parent": None if history.parent is None else place.shown(history.parent),
@@ -230,11 +241,13 @@ def freed_view(place: PageScope, name: str) -> dict[str, Any]:
     """Return what a prune and a sweep of the run would free, without writing anything."""
     run = place.run(name)
     plans = {"prune": run.prune(dry_run=True), "sweep": run.sweep(dry_run=True)}
+    later = {kind: sum(item.size_bytes for item in plan if item.wait_s) for kind, plan in plans.items()}
     return {
         "name": name,
         "uri": _address(place.uri(name)),
         "plans": plans,
         "totals": {kind: sum(item.size_bytes for item in plan) for kind, plan in plans.items()},
+        "later": later,
         "max_rows": MAX_ROWS,
     }
 
@@ -251,13 +264,15 @@ def checkpoint_view(place: PageScope, name: str, at: str, *, search: str = "") -
     seen = _opened(checkpoint)
     details = seen.details(values=True)
     tensors = [item for item in seen.tensors() if search in item.name]
+    rows = with_moments(tensors)
     return {
         "name": name,
         "uri": _address(place.uri(name)),
         "checkpoint": checkpoint,
         "details": details,
         "shared_bytes": max(0, checkpoint.size_bytes - details.own_bytes),
-        "tensors": with_moments(tensors)[:MAX_ROWS],
+        "tensors": rows[:MAX_ROWS],
+        "num_left_out": max(0, len(rows) - MAX_ROWS),
         "num_tensors": len(tensors),
         "search": search,
         "reason": _reason(run, checkpoint),
@@ -283,11 +298,11 @@ def _reason(run: Run, checkpoint: "CommittedCheckpoint") -> str:
 
 
 def _others(run: Run, checkpoint: "CommittedCheckpoint") -> list[tuple["CommittedCheckpoint", str]]:
-    """Return the other checkpoints, each with "older" or "newer". The one before this comes first."""
+    """Return at most MAX_ROWS other checkpoints, each with "older" or "newer". The one before this comes first."""
     keys = [item.key for item in run.checkpoints]
     place = keys.index(checkpoint.key) if checkpoint.key in keys else len(keys)
     older, newer = run.checkpoints[:place], run.checkpoints[place + 1 :]
-    return [(item, "older") for item in reversed(older)] + [(item, "newer") for item in newer]
+    return ([(item, "older") for item in reversed(older)] + [(item, "newer") for item in newer])[:MAX_ROWS]
 
 
 def _values(values: Mapping[str, Any]) -> dict[str, str]:
@@ -305,11 +320,13 @@ def tensor_view(place: PageScope, name: str, at: str, tensor: str, *, max_bytes:
     summary = next((item for item in seen.tensors() if item.name == tensor), None)
     if summary is None:
         raise NotFoundError(f"{checkpoint.key} has no tensor {tensor!r}")
+    sample = seen.sample(tensor, max_bytes=max_bytes)
     return {
         "name": name,
         "checkpoint": checkpoint,
         "tensor": summary,
-        "sample": seen.sample(tensor, max_bytes=max_bytes),
+        "sample": sample,
+        "hottest": max((value for line in sample.heat for value in line if value is not None), default=0.0),
         "budget": MAX_SAMPLE_BYTES,
     }
 

@@ -37,6 +37,7 @@ def _environment() -> Environment:
     env.globals |= {
         "since": since,
         "moving": moving,
+        "told": told,
         "link": _link,
         "drawing": {"timeline": timeline_svg, "metric": metric_svg, "histogram": histogram_svg, "heat": heat_svg},
         "version": version(),
@@ -73,6 +74,11 @@ def moving(text: str, at: float, now: float) -> Markup:
     said = age(at, now).removesuffix(" ago")
     before, found, after = _fit(text).partition(said)
     return escape(before) + _age(at, now, said) + after if found and at <= now else escape(_fit(text))
+
+
+def told(state: str, text: str) -> str:
+    """Return a state's text without the state at its start, for a view that shows the state before it."""
+    return text.removeprefix(state).lstrip(" ,:")
 
 
 def _fit(value: Any) -> Any:

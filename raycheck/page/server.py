@@ -124,7 +124,7 @@ class _Views:
         if name is None:
             error = f"no run under {self._place.prefix.partition('?')[0]} has that URI"
             return web.Response(
-                status=404, text=render("error.html", self._place, error=error), content_type="text/html"
+                status=404, text=render("error.html", self._place, error=error, name=""), content_type="text/html"
             )
         raise web.HTTPSeeOther(f"run?{urlencode({'name': name})}")
 
@@ -176,13 +176,13 @@ class _Views:
     async def _shown(self, template: str, view: Callable[..., dict[str, Any]], *arguments: str) -> web.Response:
         """Return the HTML of a view, or of the error that occurred while reading it."""
         status, found = await self._read(view, *arguments)
-        return self._response(template, status, found)
+        return self._response(template, status, found, name=next(iter(arguments), ""))
 
-    def _response(self, template: str, status: int, found: Any) -> web.Response:
+    def _response(self, template: str, status: int, found: Any, *, name: str = "") -> web.Response:
         if status == 200:
             html = render(template, self._place, **found)
         else:
-            html = render("error.html", self._place, error=found)
+            html = render("error.html", self._place, error=found, name=name if self._place.may_have(name) else "")
         return web.Response(status=status, text=html, content_type="text/html")
 
     async def _read(self, view: Callable[..., Any], *arguments: str) -> tuple[int, Any]:

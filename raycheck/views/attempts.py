@@ -78,7 +78,8 @@ class AttemptHistory:
     seconds of training lost at the end of the previous attempt. These four are None if unknown. commits: all its
     commits, in order. resume: the record of its start, None if there is none. last_seen_at: the last sign of life that
     the bucket has: its last commit or row of metrics, or its start. A dead attempt trained until then, and perhaps a
-    little longer; ended_at is when somebody noticed.
+    little longer; ended_at is when somebody noticed. first_step_at: when the first step ended of which the history has
+    the metrics, None if it has none.
     """
 
     number: int
@@ -96,3 +97,11 @@ class AttemptHistory:
     last_save: int = 0
     resume: ResumeRecord | None = None
     last_seen_at: float | None = None
+    first_step_at: float | None = None
+
+    @property
+    def workers(self) -> str:
+        """Return in words how many workers it had and, if that was another number, how many there were before it."""
+        before = 0 if self.resume is None else self.resume.world_size_before
+        changed = f", {before} before" if before not in (0, self.world_size) else ""
+        return f"{self.world_size}{changed}" if self.world_size else "by hand"

@@ -11,6 +11,10 @@ from raycheck.bucket.format.manifest import Manifest, RankRecord
 
 _PER_RANK = re.compile(r"\.rank\d+\..*")
 """The names of values per rank are <entry>.rank<r>.<path>, as FORMAT.md says."""
+_CUT = re.compile(r"@[\d,]*\+[\d,]*(&[\d,]*\+[\d,]*)*")
+"""The end of the name of an optimizer's slot that is only a rank's own part, as it was cut."""
+_OWN = {"rng", "progress"}
+"""Entries that raycheck itself adds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +27,8 @@ class CheckpointDetails:
     of the rank whose upload took longest. own_bytes: the size of the tensors that it shares with no other checkpoint.
     entries: the names in the state. components: the checkpoint whose directory has each of them. objects: the size in
     bytes of each of its objects but the manifest, by key. values, rank_values: what is not a tensor, by entry, of all
-    ranks and of each rank; empty unless asked for.
+    ranks and of each rank; empty unless asked for. per_rank: the entries of which each rank has saved its own value;
+    None unless values were asked for. num_cut: how many tensors can only be restored on the mesh that saved them.
     """
 
     note: Mapping[str, NoteValue]
@@ -46,6 +51,22 @@ class CheckpointDetails:
     objects: Mapping[str, int]
     values: Mapping[str, Any]
     rank_values: Sequence[Mapping[str, Any]]
+    per_rank: tuple[str, ...] | None = None
+    num_cut: int = 0
+
+    @property
+    def workers(self) -> str:
+        """Return in words how many workers saved it and, if that is known, how many can restore it."""
+        text = f"saved by {self.world_size}"
+        if self.num_cut:
+            return f"{text}; {self.num_cut} tensors are parts that restore on the same mesh only"
+        if self.per_rank is None:
+            return text
+        text += "; restores on any number"
+        if self.per_rank:
+            own = ", ".join(self.per_rank)
+            text += f" ({own}: one for each worker; if that is a data loader, only {self.world_size} can restore it)"
+        return text
 
 
 def details_of(manifest: Manifest, index: Index) -> CheckpointDetails:
@@ -73,7 +94,15 @@ def details_of(manifest: Manifest, index: Index) -> CheckpointDetails:
         objects={key: record.size_bytes for key, record in manifest.objects()},
         values=index.values,
         rank_values=index.rank_values,
+        per_rank=tuple(sorted(_per_rank(index))) if index.rank_values else None,
+        num_cut=sum(_CUT.fullmatch(tensor.name[tensor.name.rfind("@") :]) is not None for tensor in index.tensors),
     )
+
+
+def _per_rank(index: Index) -> set[str]:
+    """Return the names of entries whose values are each rank's own. Their values are wrapped in a list."""
+    trees = (item for values in index.rank_values for item in values.items())
+    return {name for name, tree in trees if isinstance(tree, list)} - _OWN
 
 
 def _entries(index: Index) -> set[str]:

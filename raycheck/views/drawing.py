@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 
 from raycheck.terminal import printable_lines
-from raycheck.views.charts import CHART_HEIGHT, LEFT, ROW, WIDTH, Bar, Curve, Dot, Tick, Timeline
+from raycheck.views.charts import CHART_HEIGHT, LEFT, ROW, WIDTH, Bar, Dot, Row, Tick, Timeline
 from raycheck.views.in_words import short_number
 from raycheck.views.metric_charts import MetricChart
 
@@ -30,6 +30,9 @@ EDGES = {
     "finished": "#1d7a3e",
 }
 MAP_ROW = 12.0
+BINS_HEIGHT = 200.0
+DOT_GAP = 8.0
+"""A line has a dot for each of its values, which says it, if they are at least so far apart on average."""
 _LOST_PATTERN = (
     '<defs><pattern id="lost" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     f'<rect class="hatch" width="3" height="6" fill="{LOST}"/></pattern></defs>'
@@ -79,22 +82,33 @@ def _anchors(count: int) -> list[str]:
 
 
 def timeline_svg(timeline: Timeline) -> str:
-    """Draw the attempts of a run, one per row, with their commits."""
+    """Draw the attempts of a run with their commits."""
     ticks = [
         _line(tick.at, tick.at, 22, timeline.height)
         + _label(tick.at, 17, tick.text, anchor=anchor, kind="tick odd" if place % 2 else "tick")
         for place, (tick, anchor) in enumerate(zip(timeline.ticks, _anchors(len(timeline.ticks)), strict=True))
     ]
-    return _svg(timeline.height, timeline.title, _LOST_PATTERN, *ticks, *map(_attempt, timeline.bars))
+    rows = map(_row_label, timeline.rows)
+    return _svg(timeline.height, timeline.title, _LOST_PATTERN, *ticks, *rows, *map(_attempt, timeline.bars))
+
+
+def _row_label(row: Row) -> str:
+    """Return the numbers of a row's attempts and, if they all had as many, of their workers."""
+    first, last = row.attempts[0].number, row.attempts[-1].number
+    sizes = {attempt.world_size for attempt in row.attempts}
+    workers = f" \u00d7{sizes.pop()}" if len(sizes) == 1 and 0 not in sizes else ""
+    numbers = text_of(first if first == last else f"{first}\u2013{last}")
+    parts = [numbers, element("tspan", workers, class_="odd")] if first != last and workers else [numbers, workers]
+    return element("text", *parts, class_="row", x=LEFT - 8, y=row.y + 15, text_anchor="end", fill=TEXT)
 
 
 def _attempt(bar: Bar) -> str:
     attempt, y, height = bar.attempt, bar.y + 4, ROW - 8
-    ranks = f" \u00d7{attempt.world_size}" if attempt.world_size else ""
     cause = f" ({attempt.cause})" if attempt.cause else ""
     kind = f"attempt ending-{attempt.ending.replace(' ', '-')}"
     edge = EDGES.get(attempt.ending)
-    about = _title(f"attempt {attempt.number}, {attempt.world_size} ranks: {attempt.ending}{cause}")
+    workers = f", {attempt.world_size} workers" if attempt.world_size else ""
+    about = _title(f"attempt {attempt.number}{workers}: {attempt.ending}{cause}")
     parts = [
         element(
             "rect",
@@ -115,7 +129,8 @@ def _attempt(bar: Bar) -> str:
         parts.append(element("line", told, class_="dead", x1=at, x2=at + bar.dead_width, y1=y + height / 2,
                              y2=y + height / 2, stroke=LOST, stroke_width=2, stroke_dasharray="3 5"))  # fmt: skip
     if bar.starting_width > 0:
-        parts.append(element("rect", _title("starting"), class_="starting", x=bar.x, y=y, width=bar.starting_width,
+        told = _title("starting: no sign of training yet")
+        parts.append(element("rect", told, class_="starting", x=bar.x, y=y, width=bar.starting_width,
                              height=height, fill=GRID))  # fmt: skip
     if bar.restore_width > 0:
         told = _title(f"restore: {short_number(attempt.restore_s or 0.0)} s")
@@ -135,8 +150,7 @@ def _attempt(bar: Bar) -> str:
         at = bar.x + bar.width - bar.lost_width
         told = _title("trained and lost")
         parts.append(element("rect", told, fill="url(#lost)", x=at, y=y, width=bar.lost_width, height=height))
-    label = _label(LEFT - 8, bar.y + 15, f"{attempt.number}{ranks}", anchor="end", kind="row")
-    return label + element("g", *parts, *map(_commit, bar.dots))
+    return element("g", *parts, *map(_commit, bar.dots))
 
 
 def _commit(dot: Dot) -> str:
@@ -150,39 +164,6 @@ def _commit(dot: Dot) -> str:
         return element("rect", _title(told), class_=kind, x=dot.x - 4, y=dot.y - 4, width=8.0, height=8.0, fill=color,
                        transform=turn)  # fmt: skip
     return element("circle", _title(told), class_=kind, cx=dot.x, cy=dot.y, r=4, fill=color)
-
-
-def curve_svg(curve: Curve) -> str:
-    """Draw a metric over steps: one line per attempt, starting where the attempt resumed."""
-    parts = [
-        _line(LEFT, WIDTH, tick.at, tick.at) + _label(LEFT - 8, tick.at + 4, tick.text, anchor="end")
-        for tick in curve.values
-    ]
-    parts += [
-        _label(tick.at, CHART_HEIGHT - 6, tick.text, anchor=anchor)
-        for tick, anchor in zip(curve.steps, _anchors(len(curve.steps)), strict=True)
-    ]
-    for place, branch in enumerate(curve.branches):
-        number = place % len(BRANCHES)
-        points = " ".join(f"{_short(dot.x)},{_short(dot.y)}" for dot in branch)
-        parts.append(
-            element(
-                "polyline",
-                class_=f"branch branch-{number}",
-                points=points,
-                fill="none",
-                stroke=BRANCHES[number],
-                stroke_width=2,
-            )
-        )
-        parts += [_point(curve.name, dot) for dot in branch]
-    return _svg(CHART_HEIGHT, f"{curve.name} at commits, by step", *parts)
-
-
-def _point(name: str, dot: Dot) -> str:
-    value = dot.commit.scores.get(name, dot.commit.metrics.get(name, 0.0))
-    told = _title(f"step {dot.commit.step}: {short_number(value)}")
-    return element("circle", told, class_="point", cx=dot.x, cy=dot.y, r=3, fill=TEXT)
 
 
 def metric_svg(chart: MetricChart) -> str:
@@ -199,13 +180,19 @@ def metric_svg(chart: MetricChart) -> str:
         number = path.run % len(BRANCHES)
         points = " ".join(f"{_short(x)},{_short(y)}" for x, y in path.places)
         opacity = 0.3 if path.is_faint else 0.6 if path.is_abandoned else None
-        parts.append(element("polyline", _title(path.label), class_=f"branch branch-{number}", points=points,
+        label = path.label or ("went back behind this" if path.is_abandoned else chart.name)
+        parts.append(element("polyline", _title(label), class_=f"branch branch-{number}", points=points,
                              fill="none", stroke=BRANCHES[number], stroke_width=1.5, stroke_opacity=opacity,
                              stroke_dasharray="4 3" if path.is_abandoned else None))  # fmt: skip
-        if len(path.places) == 1:
-            (x, y), color = path.places[0], BRANCHES[number]
-            parts.append(element("circle", class_="point", cx=x, cy=y, r=3, fill=color))
+        if not path.is_faint and path.places[-1][0] - path.places[0][0] >= DOT_GAP * (len(path.places) - 1):
+            parts += [_point(place, point, number) for place, point in zip(path.places, path.points, strict=True)]
     return _svg(CHART_HEIGHT, f"{chart.name} over steps", *parts)
+
+
+def _point(place: tuple[float, float], point: tuple[int, float], number: int) -> str:
+    told = _title(f"step {point[0]}: {short_number(point[1])}")
+    return element("circle", told, class_=f"point point-{number}", cx=place[0], cy=place[1], r=3.5,
+                   fill=BRANCHES[number])  # fmt: skip
 
 
 def histogram_svg(name: str, edges: Sequence[float], counts: Sequence[int]) -> str:
@@ -213,7 +200,7 @@ def histogram_svg(name: str, edges: Sequence[float], counts: Sequence[int]) -> s
     most, width = max(counts) or 1, (WIDTH - 20) / len(counts)
     parts = []
     for place, count in enumerate(counts):
-        height = (CHART_HEIGHT - 30) * count / most
+        height = (BINS_HEIGHT - 40) * count / most
         told = _title(f"{short_number(edges[place])} to {short_number(edges[place + 1])}: {count}")
         parts.append(
             element(
@@ -221,7 +208,7 @@ def histogram_svg(name: str, edges: Sequence[float], counts: Sequence[int]) -> s
                 told,
                 class_="bin",
                 x=10 + place * width,
-                y=CHART_HEIGHT - 20 - height,
+                y=BINS_HEIGHT - 24 - height,
                 width=width - 1,
                 height=height,
                 fill=BRANCHES[0],
@@ -229,10 +216,11 @@ def histogram_svg(name: str, edges: Sequence[float], counts: Sequence[int]) -> s
         )
     ends = [Tick(10, short_number(edges[0])), Tick(WIDTH - 10, short_number(edges[-1]))]
     parts += [
-        _label(tick.at, CHART_HEIGHT - 5, tick.text, anchor=anchor)
+        _label(tick.at, BINS_HEIGHT - 5, tick.text, anchor=anchor)
         for tick, anchor in zip(ends, ("start", "end"), strict=True)
     ]
-    return _svg(CHART_HEIGHT, f"Histogram of {name}", *parts)
+    parts.append(_label(WIDTH / 2, BINS_HEIGHT - 5, f"at most {most} in a bar", anchor="middle"))
+    return _svg(BINS_HEIGHT, f"Histogram of {name}", *parts)
 
 
 def heat_svg(name: str, heat: Sequence[Sequence[float | None]]) -> str:

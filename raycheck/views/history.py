@@ -26,6 +26,7 @@ from raycheck.views.attempts import AttemptHistory, Commit, CommitState, Ending,
 from raycheck.views.context_pool import ContextPool
 from raycheck.views.goodput import goodput_limit, goodput_of
 from raycheck.views.in_words import goodput_text
+from raycheck.views.metric_charts import MAX_CHARTS
 from raycheck.views.notebook import Picture, history_html, steps_html
 
 COLUMNS = ("step", "attempt", "is_abandoned", "time")
@@ -66,7 +67,8 @@ class RunHistory:
         """Return the metrics as one row per step of each attempt, for `pandas.DataFrame(history.rows())`.
 
         Each row has step, attempt, is_abandoned (the run went back behind this step), time (when the step ended, in
-        unix seconds by the bucket's clock, or None), and the metrics that the step had. Order: by attempt and step.
+        unix seconds by the bucket's clock, or None), the metrics that the step had, and the scores of its checkpoint.
+        Order: by attempt and step.
         """
         found: dict[tuple[int, int], dict[str, float | None]] = {}
         for (attempt, name), values in self._all_series().items():
@@ -81,7 +83,7 @@ class RunHistory:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Return the names of all metrics of steps and commits, sorted."""
+        """Return the names of all metrics and scores of steps and commits, sorted."""
         return tuple(sorted({name for _, name in self._all_series()} - {TIME}))
 
     def curve(self, metric: str) -> tuple[MetricLine, ...]:
@@ -109,12 +111,15 @@ class RunHistory:
         return tuple(lines)
 
     def _all_series(self) -> Mapping[tuple[int, str], Series]:
-        """Return the rows with the metrics of commits, which those of an older raycheck lack."""
+        """Return the rows with the metrics and scores of commits. An older raycheck wrote no others.
+
+        A step's metric counts rather than a score of the same name.
+        """
         found = {key: dict(values) for key, values in self._series.items()}
         for attempt in self.attempts:
             for commit in attempt.commits:
-                for name, value in {TIME: commit.at, **commit.metrics}.items():
-                    if commit.metrics:
+                for name, value in {TIME: commit.at, **commit.scores, **commit.metrics}.items():
+                    if commit.metrics or commit.scores:
                         found.setdefault((attempt.number, name), {}).setdefault(commit.step, value)
         return found
 
@@ -134,13 +139,16 @@ class RunHistory:
     @property
     def over_steps(self) -> Picture:
         """Return a picture for a notebook: the attempts over steps instead of time, with the steps trained and lost."""
-        return Picture(steps_html(self.attempts))
+        return Picture(steps_html(self.attempts, self._curves()))
 
     def _repr_html_(self) -> str:
-        """Return HTML for a notebook: the attempts over time, why each ended, and the metrics at commits."""
+        """Return HTML for a notebook: the attempts over time, why each ended, and the metrics over steps."""
         goodput = f"goodput {goodput_text(self.goodput, self.goodput_limit)}"
         facts = (self.uri.partition("?")[0], self.status.text, goodput)
-        return history_html(facts, self.attempts, until=self.until)
+        return history_html(facts, self.attempts, self._curves(), until=self.until)
+
+    def _curves(self) -> Mapping[str, tuple[MetricLine, ...]]:
+        return {name: self.curve(name) for name in self.metrics[:MAX_CHARTS]}
 
 
 def read_history(
@@ -229,6 +237,7 @@ def _attempts(facts: Facts, body: Latest, line: Mapping[int, int]) -> Iterator[A
             commits=own,
             resume=resume,
             last_seen_at=max((attempt.claimed_at, *(commit.at for commit in own), *times.values())),
+            first_step_at=min(times.values(), default=None),
         )
 
 

@@ -12,6 +12,8 @@ from itertools import groupby
 from raycheck.views.attempts import MetricLine
 from raycheck.views.charts import CHART_HEIGHT, LEFT, RIGHT, WIDTH, Tick
 
+MAX_CHARTS = 24
+"""The maximum number of charts in one view; the page's search finds the other metrics."""
 NUM_COLUMNS = 400
 SMOOTH_PARTS = 1000
 """Smoothing decays once for each of this many equal parts of the steps, however many steps have a value."""
@@ -141,10 +143,13 @@ def _thinned(points: Sequence[Point], first: int, span: int) -> list[Point]:
 
 
 def _short(value: float) -> str:
-    """Return a number in few characters, since a narrow screen has little room: 81.2k."""
+    """Return a number in few characters, since a narrow screen has little room: 81.2k, 2.5e-4."""
     for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if factor * 10 <= abs(value) < 1e12:
             return f"{value / factor:.4g}{unit}"
+    if 0 < abs(value) < 1e-3:
+        digits, power = f"{value:.3e}".split("e")
+        return f"{float(digits):g}e{int(power)}"
     return f"{value:.4g}"
 
 

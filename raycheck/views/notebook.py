@@ -4,14 +4,15 @@ The pictures are the page's (drawing.py). A run and a checkpoint are shown witho
 kept in a repository changes only when the run does. A history has times.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from raycheck.bucket.format.latest import Entry, Latest
-from raycheck.views.attempts import AttemptHistory
-from raycheck.views.charts import curves_of, steps_of, timeline_of
-from raycheck.views.drawing import curve_svg, element, text_of, timeline_svg
+from raycheck.views.attempts import AttemptHistory, MetricLine
+from raycheck.views.charts import steps_of, timeline_of
+from raycheck.views.drawing import element, metric_svg, text_of, timeline_svg
 from raycheck.views.in_words import short_number, size, time_of
+from raycheck.views.metric_charts import metric_chart
 
 MAX_ROWS = 200
 """The maximum number of rows of a table in a notebook; a line after them says how many are left out."""
@@ -62,35 +63,39 @@ def _checkpoint_row(entry: Entry, head: str | None) -> tuple[object, ...]:
     return entry.step, entry.key, entry.name, size(entry.size_bytes), shares, ", ".join(stays), ", ".join(metrics)
 
 
-def history_html(facts: Iterable[str], attempts: Sequence[AttemptHistory], *, until: float) -> str:
-    """Return a run's history: its attempts over time, why each ended, and its metrics at commits.
+Curves = Mapping[str, Sequence[MetricLine]]
+"""The pieces of each metric's curve, by its name."""
+
+
+def history_html(facts: Iterable[str], attempts: Sequence[AttemptHistory], curves: Curves, *, until: float) -> str:
+    """Return a run's history: its attempts over time, why each ended, and its metrics over steps.
 
     facts: texts about the whole run. until: the end of the time axis, unix seconds.
     """
-    columns = ("attempt", "ranks", "began", "ended", "why", "restored", "restore", "lost before")
+    columns = ("attempt", "workers", "began", "ended", "why", "restored", "restore", "lost before")
     rows = []
     for item in reversed(attempts):
         number, ranks, why, restored = _attempt_row(item)
         ended = None if item.ended_at is None else time_of(item.ended_at)
         restore = None if item.restore_s is None else f"{item.restore_s:.2f} s"
         rows.append((number, ranks, time_of(item.began_at), ended, why, restored, restore, _lost(item, has_s=True)))
-    return words(*facts) + timeline_svg(timeline_of(attempts, until=until)) + table(columns, rows) + _curves(attempts)
+    return words(*facts) + timeline_svg(timeline_of(attempts, until=until)) + table(columns, rows) + _charts(curves)
 
 
-def steps_html(attempts: Sequence[AttemptHistory]) -> str:
+def steps_html(attempts: Sequence[AttemptHistory], curves: Curves) -> str:
     """Return a run's attempts over steps: where each resumed, and the steps trained and lost.
 
     It has no times, and only the kind of each ending, because errors contain hosts, paths, and times.
     """
     shown = [replace(item, cause="") for item in reversed(attempts)]
     rows = [(*_attempt_row(item), _lost(item, has_s=False)) for item in shown]
-    columns = ("attempt", "ranks", "why it ended", "restored", "lost before")
-    return timeline_svg(steps_of(attempts)) + table(columns, rows) + _curves(attempts)
+    columns = ("attempt", "workers", "why it ended", "restored", "lost before")
+    return timeline_svg(steps_of(attempts)) + table(columns, rows) + _charts(curves)
 
 
 def _attempt_row(item: AttemptHistory) -> tuple[object, object, str, str]:
     why = item.ending + (f": {item.cause}" if item.cause else "")
-    return item.number, item.world_size or "by hand", why, item.restored or "fresh start"
+    return item.number, item.workers, why, item.restored or "fresh start"
 
 
 def _lost(item: AttemptHistory, *, has_s: bool) -> str | None:
@@ -99,8 +104,9 @@ def _lost(item: AttemptHistory, *, has_s: bool) -> str | None:
     return f"{item.lost_steps} steps" + (f", {item.lost_s:.1f} s" if has_s and item.lost_s is not None else "")
 
 
-def _curves(attempts: Sequence[AttemptHistory]) -> str:
-    return "".join(element("p", text_of(curve.name)) + curve_svg(curve) for curve in curves_of(attempts))
+def _charts(curves: Curves) -> str:
+    charts = (metric_chart(name, [("", lines)]) for name, lines in curves.items())
+    return "".join(words(chart.name, *chart.notes) + metric_svg(chart) for chart in charts if chart is not None)
 
 
 def words(*facts: str) -> str:

@@ -252,6 +252,9 @@ def test_show_tells_why_an_attempt_began_and_what_the_end_of_the_one_before_cost
     assert "rank 2: its process died" in text.stdout
     shown = json.loads(data.stdout)["attempts"][0]["resume"]
     assert (shown["lost_steps"], shown["world_size_before"], shown["world_size"]) == (7, 4, 3)
+    assert re.search(r"^1 +1, 4 before ", text.stdout, re.MULTILINE), "how many workers there were before it"
+    assert re.search(r"^  workers +saved by 1; restores on any number$", text.stdout, re.MULTILINE)
+    assert json.loads(data.stdout)["checkpoint"]["world_size"] == 1
 
 
 @pytest.mark.parametrize(("verb", "pinned"), [("pin", True), ("unpin", False)])

@@ -155,7 +155,7 @@ def test_a_checkpoint_shows_tensors_and_a_tensor_its_values(browser: Browser) ->
 def test_a_comparison_names_what_changed(browser: Browser) -> None:
     text = browser.view("/diff?name=real&before=1&after=2")
 
-    assert re.findall(r'<th scope="row">(.+?)</th>', text) == ["model.0.weight"]
+    assert re.findall(r'<th scope="row"><a href="tensor[^"]+">(.+?)</a></th>', text) == ["model.0.weight"]
     assert "Norm of the change" not in text
     (norms,) = re.findall(r'href="(diff[^"]+tensor=[^"]+)"', text)
     shown = browser.view("/" + html.unescape(norms))
@@ -200,7 +200,7 @@ def test_times_are_in_one_line_and_ages_are_marked_to_move(browser: Browser) -> 
 
     assert re.search(r'<td data-label="Began" class="when" data-value="[\d.]+"><time datetime="[^"]+Z">'
                      r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d</time>", text)  # fmt: skip
-    assert re.search(r'died <time datetime="[^"]+" title="[^"]+" data-age="8\d{4}">24 h</time> ago', text)
+    assert re.search(r'died</span> <time datetime="[^"]+" title="[^"]+" data-age="8\d{4}">24 h</time> ago', text)
 
 
 def test_runs_are_drawn_over_each_other_as_the_address_asks(browser: Browser) -> None:

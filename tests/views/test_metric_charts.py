@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from math import nan
+from typing import Any
 
 import pytest
 
 from raycheck.bucket.attempt_records import ResumeRecord
 from raycheck.views.attempts import AttemptHistory, Commit, MetricLine
-from raycheck.views.charts import LEFT, RIGHT, WIDTH, timeline_of
+from raycheck.views.charts import LEFT, MAX_BAR_ROWS, RIGHT, WIDTH, steps_of, timeline_of
+from raycheck.views.drawing import timeline_svg
 from raycheck.views.metric_charts import metric_chart, smoothed
 
 
@@ -80,6 +82,91 @@ def resumed(restored: str, since_commit_s: float) -> ResumeRecord:
         attempt=2, after=1, cause="", restored=restored, step=10, world_size_before=1, world_size=1, lost_steps=None,
         lost_s=None, since_commit_s=since_commit_s, restore_s=5.0, restore_bytes=1, what="all",
     )  # fmt: skip
+
+
+def attempt(number: int, began_at: float, ended_at: float | None, **more: Any) -> AttemptHistory:
+    known: dict[str, Any] = {
+        "world_size": 2, "ending": "live" if ended_at is None else "failed", "cause": "", "restored": None,
+        "restore_s": None, "start_step": None, "lost_steps": None, "lost_s": None, "commits": (),
+        "last_seen_at": began_at,
+    }  # fmt: skip
+    return AttemptHistory(number=number, began_at=began_at, ended_at=ended_at, **{**known, **more})
+
+
+def test_a_fresh_start_is_starting_until_its_first_step_and_all_of_it_is_if_nothing_shows_that_it_trained() -> None:
+    scale = (WIDTH - LEFT - RIGHT) / 1000
+
+    (begun,) = timeline_of((attempt(1, 0.0, None, first_step_at=300.0),), until=1000.0).bars
+    (silent,) = timeline_of((attempt(1, 0.0, None),), until=1000.0).bars
+    (older,) = timeline_of((attempt(1, 0.0, None, commits=(commit("step-000000010-a1-s1", 500.0),)),), until=1e3).bars
+
+    assert begun.starting_width == pytest.approx(300 * scale)
+    assert silent.starting_width == silent.width == pytest.approx(1000 * scale)
+    assert older.starting_width == 0, "an older raycheck wrote no metrics: when training began is unknown"
+
+
+def test_an_attempt_that_died_before_its_first_save_trained_for_as_long_as_the_next_one_says() -> None:
+    after = attempt(2, 500.0, None, lost_s=120.0, lost_steps=9, resume=replace(resumed("", 1.0), restored=None))
+
+    first, _ = timeline_of((attempt(1, 0.0, 500.0), after), until=1000.0).bars
+
+    scale = (WIDTH - LEFT - RIGHT) / 1000
+    assert (first.starting_width, first.lost_width) == pytest.approx((380 * scale, 120 * scale))
+
+
+def test_what_was_lost_is_shown_on_the_attempt_that_trained_it_and_not_on_those_that_never_restored() -> None:
+    kept = commit("step-000000010-a1-s1", 400.0)
+    trained = attempt(1, 0.0, 500.0, commits=(kept,), first_step_at=10.0, last_seen_at=400.0)
+    hopeless = [attempt(number, 300.0 + 100 * number, 400.0 + 100 * number, restored=kept.key) for number in (2, 3)]
+    last = attempt(4, 700.0, None, restored=kept.key, start_step=10, lost_s=60.0, lost_steps=7,
+                   resume=resumed(kept.key, 350.0))  # fmt: skip
+    attempts = (trained, *hopeless, last)
+
+    over_time, over_steps = timeline_of(attempts, until=1000.0), steps_of(attempts)
+
+    scale = (WIDTH - LEFT - RIGHT) / 1000
+    assert [bar.lost_width / scale for bar in over_time.bars] == pytest.approx([60, 0, 0, 0])
+    assert over_time.bars[0].width == pytest.approx(460 * scale)
+    assert [bar.starting_width / scale for bar in over_time.bars] == pytest.approx([10, 100, 100, 50])
+    assert [round(bar.lost_width / (WIDTH - LEFT - RIGHT) * 17) for bar in over_steps.bars] == [7, 0, 0, 0]
+    assert [bar.x for bar in over_steps.bars[1:]] == pytest.approx([LEFT + (WIDTH - LEFT - RIGHT) * 10 / 17] * 3)
+
+
+def test_a_storm_of_attempts_shares_few_rows_and_leaves_the_long_ones_theirs() -> None:
+    storm = [attempt(number, 4000.0 + 5 * number, 4005.0 + 5 * number) for number in range(2, 52)]
+    timeline = timeline_of((attempt(1, 0.0, 4010.0), *storm, attempt(52, 4260.0, None)), until=9000.0)
+
+    numbers = [[item.number for item in row.attempts] for row in timeline.rows]
+
+    assert len(numbers) <= MAX_BAR_ROWS
+    assert timeline.height < 400
+    assert numbers[0] == [1]
+    assert numbers[-1][-1] == 52
+    assert [number for row in numbers for number in row] == list(range(1, 53))
+    assert len({bar.y for bar in timeline.bars}) == len(numbers)
+    assert len(timeline_svg(timeline).split('class="row"')) == 1 + len(numbers)
+
+    many = timeline_of([attempt(number, 5.0 * number, 5.0 * number + 5) for number in range(1, 3000)], until=15_000.0)
+    assert len(many.rows) <= MAX_BAR_ROWS
+
+
+def test_of_very_many_commits_few_are_drawn_and_all_that_are_not_plain() -> None:
+    commits = [commit(f"step-{number:09}-a1-s{number}", float(number)) for number in range(1, 10_000)]
+    commits[4999] = replace(commits[4999], name="base")
+
+    (bar,) = timeline_of((attempt(1, 0.0, None, commits=tuple(commits)),), until=1e4).bars
+
+    assert len(bar.dots) < 500
+    assert commits[4999] in [dot.commit for dot in bar.dots]
+
+
+def test_a_change_by_hand_is_no_training() -> None:
+    by_hand = attempt(2, 500.0, 900.0, world_size=0, ending="by hand")
+
+    _, middle, _ = timeline_of((attempt(1, 0.0, 500.0), by_hand, attempt(3, 900.0, None)), until=1e3).bars
+
+    assert middle.width == 2
+    assert middle.dead_width == pytest.approx(400 * (WIDTH - LEFT - RIGHT) / 1000 - 2)
 
 
 def test_a_dead_drivers_weekend_is_no_training_and_the_next_attempt_starts_and_restores() -> None:

@@ -11,6 +11,10 @@ import torch
 
 import raycheck
 from raycheck.bucket.attempt_records import ResumeRecord, record_end, record_resume
+from raycheck.bucket.history.facts import Facts
+from raycheck.bucket.history.metric_rows import MetricRows
+from raycheck.bucket.history.segments import record_facts
+from raycheck.bucket.protocol.name_and_score import score
 from raycheck.bucket.store import open_store
 from raycheck.views.charts import LEFT, RIGHT, WIDTH, steps_of
 from raycheck.views.history import read_history
@@ -120,6 +124,25 @@ def test_a_history_shows_its_attempts_over_time_and_over_steps() -> None:
         assert kinds.count(["attempt"]) == 2
         assert kinds.count(["commit"]) == 3
         assert len([item for item in drawing.iter() if item.get("fill") == "url(#lost)"]) == 1
+
+
+def test_a_history_shows_the_metrics_of_every_step_and_the_scores_of_checkpoints() -> None:
+    store = interrupted()
+    driver = Driver(store)
+    body = driver.look()
+    rows = MetricRows(series={(1, "train"): dict.fromkeys(range(1, 21), 2.0), (2, "train"): {25: 1.0, 30: 0.5}})
+    record_facts(store, Facts(rows=rows), run_id=body.run_id, counter=body.counter)
+    score(driver.register, "step-000000010-a1-s1", {"judge": 0.75})
+
+    history = read_history(store)
+
+    for html in (history._repr_html_(), history.over_steps._repr_html_()):
+        drawings = [ET.fromstring(text) for text in re.findall(r"<svg.*?</svg>", html, re.DOTALL)]
+        charts = {item.get("aria-label"): item for item in drawings[1:]}
+        assert list(charts) == ["judge over steps", "loss over steps", "train over steps"]
+        points = [item for item in charts["train over steps"].iter() if item.get("class", "").startswith("point ")]
+        assert len(points) == 22
+        assert "step 10: 0.75" in "".join(charts["judge over steps"].itertext())
 
 
 def test_over_steps_a_bar_goes_on_where_its_attempt_did_and_ends_with_what_was_lost() -> None:

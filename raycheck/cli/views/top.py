@@ -85,7 +85,7 @@ def table_of_facts(seen: LiveRun) -> Table:
 
 def table_of_attempts(seen: LiveRun) -> Table:
     """Return the newest attempts, the live one first."""
-    columns = ("attempt", "ranks", "began", "resumed at", "commits", "lost before", "why it ended")
+    columns = ("attempt", "workers", "began", "resumed at", "commits", "lost before", "why it ended")
     newest = seen.history.attempts[: -MAX_ATTEMPTS - 1 : -1]
     return table_of(columns, [_attempt(item, seen.history.status.now) for item in newest])
 
@@ -104,8 +104,7 @@ def _attempt(item: AttemptHistory, now: float) -> tuple[str, ...]:
     went_on = "-" if item.start_step is None else f"step {item.start_step}"
     lost = "-" if item.lost_steps is None else f"{item.lost_steps} steps"
     why = item.ending + (f": {item.cause}" if item.cause else "")
-    ranks = str(item.world_size) if item.world_size else "by hand"
-    return str(item.number), ranks, age(item.began_at, now), went_on, str(len(item.commits)), lost, why
+    return str(item.number), item.workers, age(item.began_at, now), went_on, str(len(item.commits)), lost, why
 
 
 def _facts(seen: LiveRun) -> dict[str, Any]:

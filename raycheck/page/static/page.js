@@ -92,7 +92,7 @@ function cross(step) {
     const x = chart.left + Math.min(1, Math.max(0, share)) * (chart.right - chart.left);
     const svg = figure.querySelector("svg");
     const line = svg.querySelector(".cross") ?? svg.appendChild(document.createElementNS(SVG, "line"));
-    for (const [name, value] of Object.entries({ class: "cross", x1: x, x2: x, y1: 5, y2: 195 })) line.setAttribute(name, value);
+    for (const [name, value] of Object.entries({ class: "cross", x1: x, x2: x, y1: 5, y2: svg.viewBox.baseVal.height - 25 })) line.setAttribute(name, value);
     const found = chart.lines.filter(({ steps }) => step >= steps[0] && step <= steps.at(-1));
     const told = found.map(({ label, steps, values }) => {
       const at = nearest(steps, step);
@@ -197,5 +197,10 @@ for (const form of document.querySelectorAll("form[data-act]")) {
     }
     say(found);
     if (found.error) button.disabled = false;
+    else if (!found.has_failed) {
+      const after = document.getElementById("after");
+      [form.hidden, after.hidden] = [true, false];
+      after.querySelector("a").focus(); // the button that had it is gone
+    }
   });
 }

@@ -1,5 +1,6 @@
 """A browser, and a page over a bucket whose every free text is hostile."""
 
+import time
 from collections.abc import Iterator
 from uuid import uuid4
 
@@ -14,12 +15,13 @@ from tests.support.processes.save_without_ray import save_state
 from tests.support.samples.many_runs import MIXED, place
 from tests.support.samples.sample_checkpoints import Driver
 from tests.support.servers.chromium import Watched, chromium, watched_page
+from tests.support.servers.memory_store import DictStore
 from tests.support.servers.page_server import TOKEN, page_server
 
 HOSTILE = "\"'><img src=x onerror=window.hacked=1><svg onload=window.hacked=1>{{7*7}}\u202e"
 HOSTILE_RUN = "<img src=x onerror=window.hacked=1>&amp;"
 """A folder's name has no slash and no quotes in it."""
-REAL, HURT = "real", "ann/hurt"
+REAL, HURT, STORM = "real", "ann/hurt", "storm"
 KEYS = ("step-000000001-a1-s1", "step-000000002-a1-s2")
 
 
@@ -40,6 +42,7 @@ def bucket(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     for name, (_, objects) in MIXED.items():
         place(store, name, objects)
     place(store, HOSTILE_RUN, MIXED["ann/finished"][1])
+    place(store, STORM, stormy_run())
     real_run(join_uri(prefix, REAL))
     hurt_run(join_uri(prefix, HURT))
     return prefix
@@ -68,6 +71,20 @@ def hurt_run(uri: str) -> Driver:
     lose_a_worker(driver, group="g2", cause=f"rank 1: {HOSTILE}")
     driver.save(2, 2)
     return driver
+
+
+def stormy_run() -> dict[str, bytes]:
+    """The objects of a run that was restarted 50 times within minutes, with fewer workers from half of them on."""
+    store = DictStore(at=time.time() - 600)
+    driver = Driver(store)
+    driver.claim("g0", world_size=8)
+    driver.save(1, 1, world_size=8)
+    for number in range(1, 50):
+        store.at += 6
+        before = driver.look().attempt
+        attempt, _ = driver.claim(f"g{number}", world_size=8 if number < 25 else 6)
+        record_end(store, before, by=attempt, cause="rank 3: its process died: NCCL error: unhandled system error")
+    return store.objects
 
 
 def lose_a_worker(driver: Driver, *, group: str, cause: str) -> None:

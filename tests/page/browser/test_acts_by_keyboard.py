@@ -40,6 +40,8 @@ def test_a_checkpoint_is_pinned_unpinned_and_verified(editing: tuple[Watched, st
         page.keyboard.press("Enter")
         expect(page.get_by_role("status")).to_contain_text("is pinned" if is_pinned else "follows the retention rules")
         assert raycheck.open_run(run).at(KEYS[0]).is_pinned is is_pinned
+        expect(page.get_by_role("link", name="Back to the run")).to_be_focused()
+        expect(page.get_by_role("button")).to_have_count(0)
 
     page.goto(f"{address}act?name={REAL}&kind=verify&at={KEYS[0]}")
     assert walk(page) >= 4

@@ -6,7 +6,7 @@ from urllib.parse import quote, urlencode
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.page.browser.conftest import HOSTILE, HOSTILE_RUN, HURT, KEYS, REAL
+from tests.page.browser.conftest import HOSTILE, HOSTILE_RUN, HURT, KEYS, REAL, STORM
 from tests.support.processes.command_line import raycheck
 from tests.support.servers.chromium import Watched, watched_page
 from tests.support.servers.page_server import TOKEN, below_a_path, site_with
@@ -16,6 +16,9 @@ VIEWS = {
     "runs": "",
     "a run": f"run?name={REAL}",
     "a run that lost a worker": f"run?name={quote(HURT)}",
+    "a storm of attempts": f"run?name={STORM}",
+    "a comparison of runs": f"compare?run={REAL}&run={STORM}",
+    "a run that is not claimed yet": "run?name=not/yet",
     "a hostile name": f"run?{urlencode({'name': HOSTILE_RUN})}",
     "a checkpoint": f"checkpoint?name={REAL}&at={KEYS[1]}",
     "a tensor": f"tensor?name={REAL}&at={KEYS[1]}&tensor=model.0.weight",
@@ -47,6 +50,26 @@ def test_axe_core_finds_nothing_serious_and_nothing_runs_over_the_edge(
             assert wide <= 0, f"{name} scrolls sideways by {wide} pixels"
         assert found == {name: [] for name in VIEWS}
         watched.assert_harmless()
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_storm_of_attempts_fits_on_the_screen(browser: Browser, address: str, width: int) -> None:
+    with watched_page(browser, viewport={"width": width, "height": 800}) as watched:
+        page = watched.page
+        page.goto(f"{address}?token={TOKEN}")
+        page.goto(f"{address}run?name={STORM}")
+        drawing = page.get_by_role("img", name="Attempts over time").bounding_box()
+        table = page.get_by_role("region", name="Attempts", exact=True).bounding_box()
+        assert page.locator("rect.attempt").count() == 50
+        assert drawing is not None
+        assert table is not None
+        assert drawing["height"] < 600
+        assert table["height"] <= 0.85 * 800
+        sizes = page.eval_on_selector_all(".timeline text", "items => items.map(item => item.getBoundingClientRect())")
+        edges = page.locator(".timeline svg").bounding_box()
+        assert edges is not None
+        assert [box for box in sizes if box["width"] and box["left"] < edges["x"]] == [], "no label is clipped"
+        assert [box for box in sizes if box["width"] and box["height"] < 9] == [], "each can be read"
 
 
 def open_all(page: Page) -> None:

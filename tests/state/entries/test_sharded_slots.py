@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from raycheck.bucket.store import Store
+from raycheck.views.details import details_of
 from tests.support.processes.gloo_ranks import Ranks
 from tests.support.processes.save_without_ray import claimed, committed
 from tests.support.samples import odd_optimizers
@@ -16,6 +17,11 @@ def save(ranks: Ranks, store: Store, kind: str, world_size: int) -> tuple[Any, l
     answers = ranks.run(odd_optimizers.save_trained, world_size, kind, store.uri, name)
     checkpoint = committed(store, name, [answer[0] for answer in answers], progress=odd_optimizers.PROGRESS)
     return checkpoint, [answer[1] for answer in answers], [answer[2] for answer in answers]
+
+
+def workers_of(checkpoint: Any) -> str:
+    manifest = checkpoint.read_manifest()
+    return details_of(manifest, checkpoint.read_index(manifest)).workers
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -41,6 +47,7 @@ def test_plain_slots_of_a_rank_s_own_part_are_refused_by_name_on_another_mesh(
 ):
     checkpoint, _, _ = save(ranks, files, "local", 4)
 
+    assert workers_of(checkpoint).endswith(" tensors are parts that restore on the same mesh only")
     for said in ranks.run(odd_optimizers.load, world_size, "local", files.uri, checkpoint.entry, False):
         assert "optimizer.state.0.weight.momentum: each rank saved its own part of it" in said
         assert "only on the same mesh" in said
@@ -51,6 +58,7 @@ def test_slots_that_are_dtensors_of_other_shapes_go_on_at_another_world_size(
     files: Store, ranks: Ranks, world_size: int
 ):
     checkpoint, saved, _ = save(ranks, files, "rows", 4)
+    assert workers_of(checkpoint) == "saved by 4; restores on any number"
 
     found = ranks.run(odd_optimizers.load, world_size, "rows", files.uri, checkpoint.entry, False)
 
