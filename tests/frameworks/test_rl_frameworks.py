@@ -33,7 +33,7 @@ class Framework:
     refuses: str
     tolerance: float = 1e-5
     equal: tuple[str, ...] = ("losses", "drawn")
-    kept: tuple[int, ...] = (3, 6, 9)
+    kept: tuple[int, ...] = (6, 9, 10)
     options: dict[str, Any] = field(default_factory=dict)
     before: dict[str, Any] = field(default_factory=dict)
     elsewhere: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +64,6 @@ SKYRL = Framework(
     policy="policy",
     refuses="Model checkpoint not found",
     equal=("losses", "drawn", "weights"),
-    kept=(6, 9, 10),  # the last one is that of the end of training
 )
 each_framework = pytest.mark.parametrize("framework", [VERL, OPENRLHF, SKYRL], ids=lambda framework: framework.name)
 
@@ -123,6 +122,19 @@ def test_verl_s_models_on_shared_workers_continue_on_separate_ones(tmp_path: Pat
     assert (died["died"], again["start"]) == (True, 6)
     for step, losses in after(6, again).items():
         assert losses == pytest.approx(undisturbed["losses"][step], rel=1e-5)
+
+
+def test_verl_s_next_epoch_follows_a_checkpoint_of_an_epoch_s_end(tmp_path: Path) -> None:
+    uri, epoch = f"file://{tmp_path}/run", 8
+
+    undisturbed, _, again = VERL.train(
+        VERL.asked("own", str(tmp_path / "own"), until=12),
+        VERL.asked("raycheck", uri, until=epoch),
+        VERL.asked("raycheck", uri, until=12, seed=7),
+    )
+
+    assert again["start"] == epoch
+    assert after(epoch, again) == after(epoch, undisturbed) != {}
 
 
 def test_openrlhf_s_moving_average_is_refused_where_zero_3_keeps_its_elements(tmp_path: Path) -> None:

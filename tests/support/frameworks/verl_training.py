@@ -4,6 +4,7 @@ The groups, their actors, the checkpoint manager, and the trainer's saving and l
 sharded by FSDP2 over gloo ranks on the CPU. Rank 0 of each model reports its losses.
 """
 
+import math
 import os
 import signal
 from typing import Any
@@ -22,6 +23,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.base import create_colocated_worker_cls
 from verl.trainer.ppo import ray_trainer
+from verl.trainer.ppo.utils import create_rl_sampler
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import apply_fsdp2
 
@@ -120,7 +122,8 @@ class CpuTrainer(ray_trainer.RayPPOTrainer):
         self.use_critic, self.total_training_steps = True, until
         chance = torch.Generator().manual_seed(3)
         tokens = [torch.randint(32, (LENGTH,), generator=chance) for _ in range(SAMPLES)]
-        self.train_dataloader = StatefulDataLoader(tokens, batch_size=BATCH, shuffle=False)
+        sampler = create_rl_sampler(OmegaConf.create({"shuffle": True, "seed": 1}), tokens)
+        self.train_dataloader = StatefulDataLoader(tokens, batch_size=BATCH, sampler=sampler)
         self._init_groups(sizes, is_colocated=is_colocated, seed=seed)
 
     def _init_groups(self, sizes: dict[str, int], *, is_colocated: bool, seed: int) -> None:
@@ -146,17 +149,19 @@ class CpuTrainer(ray_trainer.RayPPOTrainer):
         self.global_steps = 0
         self._load_checkpoint()
         self.found = {"start": self.global_steps, "losses": {}, "drawn": {}, "died": False}
-        while self.global_steps < self.total_training_steps:
+        per_epoch = len(self.train_dataloader)
+        for _ in range(self.global_steps // per_epoch, math.ceil(self.total_training_steps / per_epoch)):
             for tokens in self.train_dataloader:
                 self.global_steps += 1
-                is_last = self.global_steps == self.dies_at
-                results = [group.train(tokens, is_last=is_last) for group in (self.actor_rollout_wg, self.critic_wg)]
+                dies = self.global_steps == self.dies_at
+                results = [group.train(tokens, is_last=dies) for group in (self.actor_rollout_wg, self.critic_wg)]
                 self.found["losses"][self.global_steps] = [ranks[0][0] for ranks in results]
                 self.found["drawn"][self.global_steps] = [number for ranks in results for _, number in ranks]
-                if self.global_steps % SAVES_EVERY == 0:
+                is_last = self.global_steps == self.total_training_steps
+                if is_last or self.global_steps % SAVES_EVERY == 0:
                     self._save_checkpoint()
-                if self.global_steps == self.total_training_steps:
-                    break
+                if is_last:
+                    return
 
 
 def train(
