@@ -7,13 +7,13 @@ score, rewind, prune and sweep do change it, and may be called while it trains.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from raycheck.bucket.attempt_records import read_record
 from raycheck.bucket.choice import entry_at
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.label import Label, NoteValue
-from raycheck.bucket.format.latest import Latest, PagesNeededError
+from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import EXPORTS_PREFIX, LATEST_KEY, checkpoint_prefix
 from raycheck.bucket.format.ray_pointer import MAX_BYTES as MAX_POINTER_BYTES
 from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from raycheck.views.tensors import TensorSummary
 
 
+T = TypeVar("T")
 NO_NUMPY = "looking at values needs NumPy, which is not installed: pip install numpy"
 
 
@@ -311,8 +312,12 @@ class Run:
     @property
     def _latest(self) -> Latest:
         """Return the whole body of `latest`. Its pages are read the first time."""
+        return self._read(Pages.whole)
+
+    def _read(self, read: Callable[[Pages, Latest], T]) -> T:
+        """Read something from `latest` and, if needed, from its pages."""
         try:
-            return self._newest if self._pages is None else self._pages.whole(self._newest)
+            return read(self._pages or Pages(self._store), self._newest)
         except PageMissingError:
             raise NotFoundError(f"{self._store}: the run has changed since it was opened; open it again") from None
 
@@ -371,10 +376,7 @@ class Run:
 
         If several have this step, the newest is returned. Raises NotFoundError, which lists what exists.
         """
-        try:
-            entry = entry_at(self._store, self._newest, at)
-        except PagesNeededError:
-            entry = entry_at(self._store, self._latest, at)
+        entry = self._read(lambda pages, body: pages.ask(body, lambda body: entry_at(self._store, body, at)))
         return CommittedCheckpoint(Checkpoint(self._store, entry))
 
     def restore(

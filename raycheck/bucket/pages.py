@@ -96,17 +96,25 @@ class Pages:
         return again_if_corrupt(read)
 
 
-def read_whole(read: Read, pages: Pages) -> tuple[Latest, Got]:
-    """Read `latest`, by `read`, and its pages. Raises what `read` raises, and CorruptError when a page is lost."""
+def read_and(use: Callable[[Latest], T], read: Read, pages: Pages) -> tuple[T, Got]:
+    """Read `latest`, by `read`, and return what `use` makes of the body with its pages, and the response.
+
+    If a page is missing, both are done again. Raises what they raise, and CorruptError when a page is lost.
+    """
     missing = ""
     while True:
         body, got = read()
         try:
-            return pages.whole(body), got
+            return use(body), got
         except PageMissingError as error:
             if error.key == missing:
                 raise lost_page_error(pages, error.key) from None
             missing = error.key
+
+
+def read_whole(read: Read, pages: Pages) -> tuple[Latest, Got]:
+    """Read `latest`, by `read`, and its pages. Raises the errors of `read_and`."""
+    return read_and(pages.whole, read, pages)
 
 
 def lost_page_error(pages: Pages, key: str) -> CorruptError:

@@ -16,11 +16,11 @@ from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.index import Index
 from raycheck.bucket.format.index_codec import load_index
 from raycheck.bucket.format.latest import MAX_BYTES as MAX_LATEST
-from raycheck.bucket.format.latest import Entry, Latest, PagesNeededError, load_latest
+from raycheck.bucket.format.latest import Entry, Latest, load_latest
 from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
 from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.pages import Pages, read_whole
+from raycheck.bucket.pages import Pages, read_and, read_whole
 from raycheck.bucket.store import Got, Store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer
 from raycheck.bucket.verify import Finding, verify
@@ -189,10 +189,7 @@ def read_latest(store: Store) -> Latest:
 
 def read_latest_at(store: Store) -> tuple[Latest, float]:
     """Read the whole body of `latest`, and the store's time, in unix seconds. Raises the errors of read_latest."""
-    try:
-        body, got = get_whole(store)
-    except NotFoundError:
-        raise no_run_error(store) from None
+    body, got = read_whole(partial(_newest, store), Pages(store))
     return body, got.at
 
 
@@ -211,10 +208,7 @@ def read_newest(store: Store) -> Latest:
 
 def read_newest_at(store: Store) -> tuple[Latest, float]:
     """Read what `read_newest` returns, and the store's time, in unix seconds. Raises its errors."""
-    try:
-        body, got = again_if_corrupt(lambda: get_latest(store))
-    except NotFoundError:
-        raise no_run_error(store) from None
+    body, got = _newest(store)
     return body, got.at
 
 
@@ -223,10 +217,15 @@ def ask_latest(store: Store, question: Callable[[Latest], T]) -> T:
 
     Raises the errors of read_latest.
     """
+    pages = Pages(store)
+    return read_and(lambda body: pages.ask(body, question), partial(_newest, store), pages)[0]
+
+
+def _newest(store: Store) -> tuple[Latest, Got]:
     try:
-        return question(read_newest(store))
-    except PagesNeededError:
-        return question(read_latest(store))
+        return again_if_corrupt(lambda: get_latest(store))
+    except NotFoundError:
+        raise no_run_error(store) from None
 
 
 def get_latest(store: Store) -> tuple[Latest, Got]:
