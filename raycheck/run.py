@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from raycheck.views.tensors import TensorSummary
 
 T = TypeVar("T")
-
 NO_NUMPY = "looking at values needs NumPy, which is not installed: pip install numpy"
 
 

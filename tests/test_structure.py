@@ -241,7 +241,7 @@ def test_every_type_that_a_public_call_hands_out_is_public() -> None:
 
 MARKS = {"pin", "unpin", "name_checkpoint", "rename_checkpoint", "unname_checkpoint", "score"}
 LONG_CHANGES = {"rewind", "prune", "sweep", "copy_run", "delete_checkpoint", "delete_run", "fork_run"}
-LONG_CHANGES |= {"import_checkpoint", "export_hf", "pack", "prune_runs", "unpack"}
+LONG_CHANGES |= {"import_checkpoint", "export_hf", "pack", "prune_runs", "clean", "unpack"}
 
 
 def test_dry_run_and_progress_are_spelled_one_way() -> None:

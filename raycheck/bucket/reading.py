@@ -189,10 +189,7 @@ def read_latest(store: Store) -> Latest:
 
 def read_latest_at(store: Store) -> tuple[Latest, float]:
     """Read the whole body of `latest`, and the store's time, in unix seconds. Raises the errors of read_latest."""
-    try:
-        body, got = get_whole(store)
-    except NotFoundError:
-        raise no_run_error(store) from None
+    body, got = read_whole(partial(_newest, store), Pages(store))
     return body, got.at
 
 
@@ -211,10 +208,7 @@ def read_newest(store: Store) -> Latest:
 
 def read_newest_at(store: Store) -> tuple[Latest, float]:
     """Read what `read_newest` returns, and the store's time, in unix seconds. Raises its errors."""
-    try:
-        body, got = again_if_corrupt(lambda: get_latest(store))
-    except NotFoundError:
-        raise no_run_error(store) from None
+    body, got = _newest(store)
     return body, got.at
 
 
@@ -223,14 +217,14 @@ def ask_latest(store: Store, question: Callable[[Latest], T]) -> T:
 
     Raises the errors of read_latest.
     """
+    return read_answer(partial(_newest, store), Pages(store), question)[0]
 
-    def read() -> tuple[Latest, Got]:
-        try:
-            return again_if_corrupt(lambda: get_latest(store))
-        except NotFoundError:
-            raise no_run_error(store) from None
 
-    return read_answer(read, Pages(store), question)[0]
+def _newest(store: Store) -> tuple[Latest, Got]:
+    try:
+        return again_if_corrupt(lambda: get_latest(store))
+    except NotFoundError:
+        raise no_run_error(store) from None
 
 
 def get_latest(store: Store) -> tuple[Latest, Got]:

@@ -3,6 +3,7 @@
 - listing.py finds and opens the runs under a prefix: `raycheck runs`.
 - forks.py creates a run from another run's checkpoint: `raycheck fork`.
 - policy.py prunes many runs by the rules of a file: `raycheck prune-runs`.
+- free_space.py frees an amount of space by dropping the oldest checkpoints of many runs: `raycheck clean`.
 - deletes.py deletes checkpoints and runs: `raycheck delete`, `raycheck delete-run`.
 - archive/ packs a checkpoint into one tar file, and creates a new run from such a file.
 - download_checkpoint.py fetches a checkpoint into a folder, as stock DCP directories or safetensors files.
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from raycheck.catalog.download_checkpoint import Downloaded, download
     from raycheck.catalog.follow import FollowNews, follow_run
     from raycheck.catalog.forks import fork_run
+    from raycheck.catalog.free_space import Cleaned, RunDeletion, clean
     from raycheck.catalog.importing.import_checkpoint import Imported, ImportedEntryReport, import_checkpoint
     from raycheck.catalog.listing import RunFolder
     from raycheck.catalog.policy import PrunedRun, prune_runs
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Archived",
     "BucketFinding",
+    "Cleaned",
     "CopiedRun",
     "DeletedRun",
     "Downloaded",
@@ -51,9 +54,11 @@ __all__ = [
     "Imported",
     "ImportedEntryReport",
     "PrunedRun",
+    "RunDeletion",
     "RunFolder",
     "SavePlan",
     "TarStream",
+    "clean",
     "copy_run",
     "delete_checkpoint",
     "delete_run",
@@ -84,6 +89,7 @@ __getattr__, __dir__ = on_first_use(
         "raycheck.catalog.download_checkpoint": ("Downloaded", "download"),
         "raycheck.catalog.follow": ("FollowNews", "follow_run"),
         "raycheck.catalog.forks": ("fork_run",),
+        "raycheck.catalog.free_space": ("Cleaned", "RunDeletion", "clean"),
         "raycheck.catalog.importing.import_checkpoint": ("Imported", "ImportedEntryReport", "import_checkpoint"),
         "raycheck.catalog.listing": ("RunFolder",),
         "raycheck.catalog.policy": ("PrunedRun", "prune_runs"),

@@ -7,7 +7,7 @@
 - submit.py runs a training script as a Ray job, watch_node.py forwards a cloud's preemption notice, export.py writes
   Hugging Face directories, tinker.py serves the tinker SDK, demo.py runs a demo, docs.py prints the guides.
 - catalog/ works with many runs in one bucket: `runs`, `fork`, `delete`, `delete-run`, `pack`, `unpack`, `download`,
-  `import`, `prune-runs`, `cp`; and examines a bucket: `doctor`.
+  `import`, `prune-runs`, `clean`, `cp`; and examines a bucket: `doctor`.
 - views/ looks into checkpoints: `tensors`, `diff`; shows what a run was: `history`; watches a run: `top`; alerts:
   `watch`; and serves the `page`.
 - options.py has the shared arguments, their shell completion, and the printing functions.
@@ -31,7 +31,7 @@ from typer.core import TyperGroup
 
 import raycheck
 from raycheck.cli import browse, data, demo, docs, export, manage, names, submit, tinker, watch_node
-from raycheck.cli.catalog import archives, delete, doctor, fork, import_command, policy, runs
+from raycheck.cli.catalog import archives, clean, delete, doctor, fork, import_command, policy, runs
 from raycheck.cli.catalog import copy as copies
 from raycheck.cli.closed_pipe import end_with_the_reader
 from raycheck.cli.options import Text, out, with_flags
@@ -65,6 +65,7 @@ GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
         manage.prune_exports,
         manage.sweep,
         policy.prune_runs,
+        clean.clean,
         delete.delete,
         delete.delete_run,
     ),

@@ -134,6 +134,10 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     Path("policy.yaml").write_text(policy)
     for host in (Host, RayHost):
         monkeypatch.setattr(host, "group", lambda _: group_of(f"{uri}/runs/my-run")[0])
+    ended = f"{uri}/runs/ended"  # which nobody trains: something can be freed
+    for number in (1, 2, 3):
+        save_state(open_store(ended), {"model": torch.nn.Linear(100, 100)}, save_number=number, step=number)
+    raycheck.open_run(ended).rewind(3)
     return uri
 
 

@@ -34,7 +34,7 @@ def delete(  # noqa: PLR0917  typer makes options of them
     kept_by = f"{', pinned' if item.is_pinned else ''}{f', named {item.name}' if item.name else ''}"
     what = f"{item.key} ({size(item.size_bytes)}{kept_by})"
     if not dry_run:
-        _confirm(what, item.name or str(item.step), yes=yes)
+        confirm(what, item.name or str(item.step), yes=yes)
         with progress_bar("objects") as progress:
             deletes.delete_checkpoint(uri, item.key, grace_s=grace, storage=settings, progress=progress)
     if as_json:
@@ -82,7 +82,7 @@ def delete_run(  # noqa: PLR0917  typer makes options of them
         return
     if not yes:
         word = shown_uri(uri).rstrip("/").rpartition("/")[2]
-        _confirm(f"{shown_uri(uri)} ({plan.num_objects} objects, {size(plan.size_bytes)})", word, yes=yes)
+        confirm(f"{shown_uri(uri)} ({plan.num_objects} objects, {size(plan.size_bytes)})", word, yes=yes)
     with progress_bar("objects") as progress:
         done = delete_it(progress=progress)
     if as_json:
@@ -96,8 +96,11 @@ def delete_run(  # noqa: PLR0917  typer makes options of them
         )
 
 
-def _confirm(what: str, word: str, *, yes: bool) -> None:
-    """Ask the user to type a word. Raises ConfigError if that is not possible, or if the user types another word."""
+def confirm(what: str, word: str, *, yes: bool) -> None:
+    """Ask the user to type a word, unless `yes`.
+
+    Raises ConfigError if that is not possible, or if the user types another word.
+    """
     if yes:
         return
     if not sys.stdin.isatty():

@@ -126,7 +126,7 @@ def plan_prune(
     found = []
     for name, why, wait_s in due:
         reason = f"{why}; others refer to its objects" if name in held else why
-        found.append(_deletion(register.store, name, reason, wait_s, held))
+        found.append(deletion_of(register.store, name, reason, wait_s, held))
         if tally is not None:
             tally.add(found[-1].num_objects)
     return tuple(found)
@@ -215,7 +215,8 @@ def _unfinished(store: Store, upload: Upload) -> Deletion:
     return Deletion(name=upload.key, num_objects=0, size_bytes=size_bytes, reason="an upload that never ended")
 
 
-def _deletion(store: Store, name: str, reason: str, wait_s: float, held: set[str]) -> Deletion:
+def deletion_of(store: Store, name: str, reason: str, wait_s: float, held: Collection[str] = ()) -> Deletion:
+    """Return what deleting a checkpoint frees: only its manifest if its directory is `held`. This lists its objects."""
     sizes = _sizes(store, name)
     if name in held:
         sizes = {key: size for key, size in sizes.items() if key == object_keys.manifest_key(name)}
