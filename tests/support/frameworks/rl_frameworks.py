@@ -36,6 +36,9 @@ PACKAGES = (
     "colorlog==6.10.1",
     "pybase64==1.4.3",
     "aiofiles==25.1.0",
+    "ai2-olmo-core==2.6.0",
+    "backoff==2.2.1",
+    "dataclass-extensions==0.4.0",
     "lark==1.3.1",
     "tabulate==0.9.0",
     "uvicorn==0.38.0",
@@ -51,6 +54,7 @@ PACKAGES = (
 SOURCES = {
     "inclusionAI/AReaL": ("4aef98d8d818af55b43621aaadba047ae10f4e77", ("areal",)),
     "NovaSky-AI/SkyRL": ("a9564572eb8e91076be43c1bd5e4615e3de17265", ("skyrl", "skyrl-gym/skyrl_gym")),
+    "allenai/open-instruct": ("e6c3044aa6201c8bfa4573c1b03142af599e730d", ("open_instruct",)),
     "OpenRLHF/OpenRLHF": ("3c3be6234e0cb353e76bb8019947db9dfe99fca7", ("openrlhf",)),
 }
 """The commit of each repository, and the packages in it that are checked out."""
@@ -58,7 +62,7 @@ SOURCES = {
 
 def prepare() -> None:
     deepspeed_training.prepare()
-    prepare_venv(FOLDER, "packages-5", "--no-deps", *PACKAGES, finds_ours=True)
+    prepare_venv(FOLDER, "packages-6", "--no-deps", *PACKAGES, finds_ours=True)
     (site,) = FOLDER.glob("lib/python*/site-packages")
     (deepspeed,) = deepspeed_training.FOLDER.glob("lib/python*/site-packages")
     (site / "deepspeed.pth").write_text(f"{deepspeed}\n")
