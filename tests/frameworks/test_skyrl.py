@@ -32,6 +32,19 @@ def test_each_epoch_has_the_same_data_after_a_failure(tmp_path: Path) -> None:
         assert max(map(int, again["losses"])) == UNTIL
 
 
+def test_each_epoch_has_the_same_data_after_a_failure_if_processes_read_it(tmp_path: Path) -> None:
+    uri, options = f"file://{tmp_path}/run", {**DATA, "readers": 2}
+
+    undisturbed, died, again = SKYRL.train(
+        SKYRL.asked("raycheck", f"file://{tmp_path}/undisturbed", **options),
+        SKYRL.asked("raycheck", uri, dies_at=EPOCH + 2, **options),
+        SKYRL.asked("raycheck", uri, seed=7, **options),
+    )
+
+    assert (died["died"], again["start"], max(map(int, again["losses"]))) == (True, EPOCH, UNTIL)
+    assert after(EPOCH, again, "read") == after(EPOCH, undisturbed, "read")
+
+
 def test_skyrl_s_own_checkpoints_lose_an_epoch_or_the_order_of_the_next_ones(tmp_path: Path) -> None:
     own = [str(tmp_path / name) for name in ("undisturbed", "at-its-end", "in-its-middle")]
 

@@ -50,6 +50,7 @@ from skyrl.train.config.config import MixedPrecisionConfig
 from skyrl.train.utils.utils import ResolvedPlacementGroup
 
 from tests.support.frameworks.rl_frameworks import recipe
+from tests.support.frameworks.skyrl_prompts import Prompts
 
 TINY = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 BATCH, LENGTH = 4, 6
@@ -153,13 +154,6 @@ class CpuCriticWorker(OnCpu, CriticWorkerBase):
     def init_model(self, model_path: str, num_training_steps: int) -> None:
         config = LlamaConfig(**TINY, num_labels=1, classifier_dropout=0.0, tie_word_embeddings=False)
         self.prepare(self.cfg.critic, lambda: LlamaForTokenClassification(config), num_training_steps)
-
-
-class Prompts(list[Any]):
-    """A data set in the form that SkyRL's trainer takes."""
-
-    def collate_fn(self, items: list[torch.Tensor]) -> list[dict[str, Any]]:
-        return [{"prompt": item, "env_class": None, "env_extras": {}, "uid": ""} for item in items]
 
 
 class Batch(dict[str, Any]):
