@@ -83,7 +83,7 @@ class CheckpointMatcher:
         """Return what each rank saved for itself, and the number of the one whose random state this rank takes."""
         saved, (own, _) = self._role.random_states(index.rank_values)
         with corrupt_if_odd(key):
-            chosen = (entry.random_rank([values.get(entry.name) for values in saved]) for entry in self._entries)
+            chosen = (_random_rank(entry, saved) for entry in self._entries)
             return saved, next((number for number in chosen if number is not None), own)
 
     def _advice(self, match: CheckpointMatch) -> list[str]:
@@ -192,6 +192,15 @@ class CheckpointMatcher:
             cast=tuple(line for found in saved.values() for line in found.cast),
             registered=tuple(line for found in saved.values() for line in found.registered),
         )
+
+
+def _random_rank(entry: StateEntry, saved: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the number, in what each rank saved for itself, that the entry chooses among the ranks that had it."""
+    theirs = [number for number, values in enumerate(saved) if entry.name in values]
+    chosen = entry.random_rank([saved[number][entry.name] for number in theirs])
+    if chosen is None or chosen < len(theirs):
+        return None if chosen is None else theirs[chosen]
+    return len(saved) + chosen - len(theirs)  # no rank had it
 
 
 @contextmanager

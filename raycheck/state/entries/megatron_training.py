@@ -195,6 +195,15 @@ class MegatronModel(EngineModel):
         for chunk in chunks:
             self._add_chunk(chunk, trained)
         self._add_names_of_other_ranks()
+        self.check()
+
+    def check(self) -> None:
+        weights = [weight for chunk in self._given() for weight in chunk.parameters()]
+        if any(weight.numel() and not weight.untyped_storage().nbytes() for weight in weights):
+            raise ConfigError(
+                f"{self.path} has model weights whose memory was freed, as verl's param_offload does between steps. "
+                "Load them onto the device before a save or a restore; in verl, set param_offload to False"
+            )
 
     def _add_names_of_other_ranks(self) -> None:
         names: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size())]

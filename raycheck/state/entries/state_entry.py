@@ -143,7 +143,7 @@ class StateEntry(ABC):
     def random_rank(self, states: Sequence[Any]) -> int | None:
         """Return the number of the saved rank whose random state this rank takes, if that is not the rank's own number.
 
-        states: what the entry saved for each rank; None for a rank that has none.
+        states: what the entry saved for each rank that had it.
         """
         del states
         return None

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from raycheck.bucket.assembly.role import roles_of
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import Store
 from raycheck.errors import StateMismatchError
@@ -113,3 +114,27 @@ def test_an_object_may_choose_whose_random_state_a_rank_takes(memory: Store):
 
     assert drawn[:4] == [expected[0], expected[0], expected[2], expected[2]]
     assert drawn[4] == drawn[5] not in expected
+
+
+def test_the_choice_is_among_the_ranks_that_had_the_object(memory: Store):
+    """As if the policy's and the critic's ranks were others then, and all ranks have both now."""
+    roles = roles_of([{"critic"}, {"policy"}, {"policy"}])
+    states = [
+        TrainState({name: {"data": Paired(place), "weight": torch.ones(2)}}, rank=rank, world_size=3, role=roles[rank])
+        for rank, (name, place) in enumerate([("critic", 0), ("policy", 0), ("policy", 1)])
+    ]
+    staged, expected = [], []
+    for rank, state in enumerate(agreed(states)):
+        torch.manual_seed(rank)
+        staged.append(state.stage(Progress(step=1)))
+        expected.append(torch.rand(3).tolist())
+    checkpoint = save(memory, staged)
+
+    drawn = []
+    for rank in range(4):
+        both = {name: {"data": Paired(rank), "weight": torch.ones(2)} for name in ("policy", "critic")}
+        TrainState(both, rank=rank, world_size=4).apply(checkpoint).apply_rng()
+        drawn.append(torch.rand(3).tolist())
+
+    assert drawn[:2] == [expected[1], expected[1]], "the first of the policy's ranks, which is not the first of all"
+    assert drawn[2] == drawn[3] not in expected

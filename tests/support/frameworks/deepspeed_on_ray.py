@@ -1,15 +1,18 @@
-"""Runs Ray's example for DeepSpeed with raycheck: `python this-file TRAININGS-AS-JSON`, in the environment with DeepSpeed.
+"""Runs Ray's example for DeepSpeed, with raycheck or as it is: `python this-file TRAININGS-AS-JSON`, where DeepSpeed is.
 
 All trainings are in one Ray, one after the other. Its workers are gloo ranks on CPUs.
 """
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.support.frameworks.deepspeed_training import PYTHON
 
@@ -17,7 +20,11 @@ ROOT = Path(__file__).parents[3]
 
 
 def train_all(*trainings: dict[str, Any], within_s: float = 400.0) -> None:
-    """Call the example's `main` with these arguments, in a process with DeepSpeed."""
+    """Call the example's `main` with these arguments, in a process with DeepSpeed.
+
+    `goes_back_to` is a step to which the run is rewound first. `example` is the module; by default, that with raycheck.
+    `loads` is a folder with a checkpoint of DeepSpeed's own, which the engine loads first.
+    """
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [PYTHON, __file__, json.dumps(trainings)],
@@ -31,22 +38,27 @@ def train_all(*trainings: dict[str, Any], within_s: float = 400.0) -> None:
         raise RuntimeError(f"it ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
 
 
-def train_by_gloo(config: dict[str, Any]) -> None:
+def train_by_gloo(example: str, loads: str | None, config: dict[str, Any]) -> None:
     import deepspeed
 
-    from tests.examples import deepspeed_bert_with_raycheck as example
+    def initialize(**options: Any) -> tuple[Any, ...]:
+        engine, *rest = whole(**options)
+        if loads is not None:
+            engine.load_checkpoint(loads)
+        return engine, *rest
 
     # DeepSpeed would compile its own communication for CPUs, whose shared memory a killed rank leaves behind.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    example.train_func(config)
+    whole = deepspeed.initialize
+    with mock.patch.object(deepspeed, "initialize", initialize):
+        importlib.import_module(example).train_func(config)
 
 
 def main(trainings: list[dict[str, Any]]) -> None:
     import ray
 
-    from tests.examples import deepspeed_bert_with_raycheck as example
+    import raycheck
 
-    example.train_func = train_by_gloo
     with tempfile.TemporaryDirectory(prefix="rc-", ignore_cleanup_errors=True) as short:  # sockets lie below it
         ray.init(
             "local",
@@ -57,6 +69,11 @@ def main(trainings: list[dict[str, Any]]) -> None:
             _temp_dir=short,
         )
         for training in trainings:
+            if (step := training.pop("goes_back_to", None)) is not None:
+                raycheck.open_run(f"{training['storage_path']}/bert").rewind(step)
+            name = f"tests.examples.{training.pop('example', 'deepspeed_bert_with_raycheck')}"
+            example = importlib.import_module(name)
+            example.train_func = partial(train_by_gloo, name, training.pop("loads", None))
             example.main(**training)
         ray.shutdown()
 

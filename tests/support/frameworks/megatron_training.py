@@ -33,8 +33,8 @@ class Training:
 
     tp, pp, ep: degrees of tensor, pipeline and expert parallelism; the rest is data parallelism. chunks: of the model
     on each pipeline stage. kind: "distributed" or "plain", the optimizer. has_overlap: gather parameters during the
-    forward. words: the padded vocabulary. is_tied: the head is the embedding. saves_at: the step of the only save.
-    until: the last step. seed: of the fresh weights. odd: more of Megatron's settings, of the model, of DDP and of the
+    forward. words: the padded vocabulary. is_tied: the head is the embedding. has_values: the head gives a number for
+    each token, as a critic's. saves_at: the step of the only save. until: the last step. seed: of the fresh weights. odd: more of Megatron's settings, of the model, of DDP and of the
     optimizer.
     """
 
@@ -49,6 +49,7 @@ class Training:
     is_gated: bool = True
     has_experts: bool = False
     is_tied: bool = False
+    has_values: bool = False
     has_overlap: bool = False
     dropout: float = 0.0
     words: int = 32
@@ -85,6 +86,7 @@ def on_cpu() -> Iterator[None]:
             kwargs = dict(kwargs or {})
             if str(kwargs.get("device", "")).startswith("cuda"):
                 kwargs["device"] = "cpu"
+            kwargs.pop("pin_memory", None)
             if func is torch.Tensor.cuda:
                 return args[0]
             found = func(*args, **kwargs)
@@ -177,6 +179,8 @@ def model_of(training: Training) -> list[Any]:
             share_embeddings_and_output_weights=training.is_tied,
             vp_stage=stage,
         )
+        if training.has_values and model.post_process:
+            model.output_layer = value_head(config.params_dtype)
         model.model_type = ModelType.encoder_or_decoder
         if training.dtype != "fp32":
             model = Float16Module(config, model)
@@ -186,6 +190,17 @@ def model_of(training: Training) -> list[Any]:
             )
         )
     return found
+
+
+def value_head(dtype: Any) -> Any:
+    """Return a head like that of verl's critics, which need Megatron-Bridge."""
+    import torch
+
+    class ValueHead(torch.nn.Linear):
+        def forward(self, states: Any, *_: Any, **__: Any) -> Any:
+            return super().forward(states).float(), None
+
+    return ValueHead(HIDDEN, 1, bias=False, dtype=dtype)
 
 
 def optimizer_of(training: Training, model: list[Any]) -> tuple[Any, Any]:
@@ -225,28 +240,34 @@ def optimizer_of(training: Training, model: list[Any]) -> tuple[Any, Any]:
     return optimizer, scheduler
 
 
-def step_of(training: Training, model: list[Any], optimizer: Any, scheduler: Any, number: int) -> float:
-    """Take one step with the batch of this number, and return the loss over all ranks."""
+def batch_of(number: int) -> Any:
+    """Return the batch of this number."""
+    import torch
+
+    return torch.randint(REAL_WORDS, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(number))
+
+
+def step_of(training: Training, model: list[Any], optimizer: Any, scheduler: Any, batch: Any) -> float:
+    """Take one step with this rank's share of the batch, and return the loss over all ranks."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    generator = torch.Generator().manual_seed(number)
     rank, count = parallel_state.get_data_parallel_rank(), training.dp
-    tokens = torch.randint(REAL_WORDS, (BATCH, LENGTH + 1), generator=generator)[
-        rank * BATCH // count : (rank + 1) * BATCH // count
-    ]
-    places = torch.arange(LENGTH)[None]
-    mask = torch.ones(1, 1, LENGTH, LENGTH).tril() < 0.5
+    tokens = batch[rank * len(batch) // count : (rank + 1) * len(batch) // count]
+    length = tokens.shape[1] - 1
+    places = torch.arange(length)[None]
+    mask = torch.ones(1, 1, length, length).tril() < 0.5
     sums = torch.zeros(2)
 
     def forward(samples: Any, chunk: Any) -> tuple[Any, Any]:
         own = next(samples)[None]
-        output = chunk(own[:, :-1], places, mask, labels=own[:, 1:])
+        output = chunk(own[:, :-1], places, mask, labels=None if training.has_values else own[:, 1:])
 
         def loss_of(losses: Any) -> tuple[Any, dict[str, Any]]:
+            losses = (losses[..., 0] - own[:, 1:] / training.words).square() if training.has_values else losses
             loss = losses.float().mean()
             if parallel_state.get_tensor_model_parallel_rank() == 0:
                 sums.add_(torch.stack([loss.detach(), torch.ones(())]))
@@ -265,13 +286,13 @@ def step_of(training: Training, model: list[Any], optimizer: Any, scheduler: Any
         data_iterator=samples if len(samples) > 1 else samples[0],
         model=model if len(model) > 1 else model[0],
         num_microbatches=len(tokens),
-        seq_length=LENGTH,
+        seq_length=length,
         micro_batch_size=1,
         forward_only=False,
     )
     is_taken, _, _ = optimizer.step()
     if is_taken:
-        scheduler.step(BATCH)
+        scheduler.step(len(batch))
     dist.all_reduce(sums)
     return float(sums[0] / sums[1])
 
@@ -391,7 +412,7 @@ def train(training: Training) -> None:
         at = ckpt.restore(strict=training.is_strict)
         digests, low, random = digests_of(model, optimizer), low_weights(model), random_of_ranks()
         for number in range(at.step, training.until):
-            losses.append(step_of(training, model, optimizer, scheduler, number))
+            losses.append(step_of(training, model, optimizer, scheduler, batch_of(number)))
             ckpt.end_step()
             if number + 1 == training.saves_at:
                 digests, low, random = digests_of(model, optimizer), low_weights(model), random_of_ranks()

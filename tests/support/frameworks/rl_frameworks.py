@@ -89,26 +89,29 @@ def _check_out(place: Path, repository: str, commit: str, packages: Sequence[str
     unfinished.rename(place)
 
 
-def recipe(heading: str) -> dict[str, Any]:
-    """Run the code that the guide shows under this heading, and return the names that it defines."""
-    _, _, section = GUIDE.read_text().partition(f"\n## {heading}\n")
-    made: dict[str, Any] = {"__name__": f"{GUIDE.stem}: {heading}"}
-    for code in re.findall(r"```text\n(.*?)```", section.partition("\n## ")[0], re.DOTALL):
-        exec(compile(code, f"{GUIDE.name}: {heading}", "exec"), made)
+def recipe(*headings: str) -> dict[str, Any]:
+    """Run the code that the guide shows under these headings, as one module, and return the names that it defines."""
+    made: dict[str, Any] = {"__name__": f"{GUIDE.stem}: {headings[0]}"}
+    for heading in headings:
+        _, _, section = GUIDE.read_text().partition(f"\n## {heading}\n")
+        for code in re.findall(r"```text\n(.*?)```", section.partition("\n## ")[0], re.DOTALL):
+            exec(compile(code, f"{GUIDE.name}: {heading}", "exec"), made)
     return made
 
 
 RUN = "import sys; from tests.support.frameworks import rl_frameworks; rl_frameworks.train_all(*sys.argv[1:])"
 
 
-def run(module: str, *trainings: dict[str, Any], within_s: float = 400.0) -> list[dict[str, Any]]:
+def run(
+    module: str, *trainings: dict[str, Any], within_s: float = 400.0, also: Sequence[Path] = ()
+) -> list[dict[str, Any]]:
     """Call train() of a module of this folder for each training, in one process and one Ray with the frameworks.
 
-    Return what the calls return.
+    Return what the calls return. also: folders with further packages.
     """
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *also))),
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         "LOCAL_SIZE": "2",

@@ -7,6 +7,7 @@ sharded by FSDP2 over gloo ranks on the CPU. Rank 0 of each model reports its lo
 import math
 import os
 import signal
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 from uuid import uuid4
@@ -47,6 +48,22 @@ class CpuEngine:
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + 0.1 * step))
         self.checkpoint_manager = FSDPCheckpointManager(self.module, self.optimizer, self.lr_scheduler)
 
+    def step(self, tokens: torch.Tensor) -> float:
+        """Train on this rank's share. Return the loss of all ranks."""
+        mine = tokens.chunk(dist.get_world_size())[dist.get_rank()]
+        logits = self.module(input_ids=mine).logits
+        if logits.shape[-1] == 1:
+            loss = (logits[..., 0] - mine / 32).square().mean()
+        else:
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), mine[:, 1:].flatten())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.lr_scheduler.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return float(total) / dist.get_world_size()
+
     def save_checkpoint(self, *args: Any, **options: Any) -> None:
         self.checkpoint_manager.save_checkpoint(*args, **options)
 
@@ -57,31 +74,19 @@ class CpuEngine:
 class CpuWorker(Worker):
     """Holds an engine, as verl's TrainingWorker does."""
 
-    def __init__(self, model_type: str, seed: int) -> None:
+    def __init__(self, engine: Callable[[str, int], Any], model_type: str, seed: int) -> None:
         super().__init__()
         torch.set_num_threads(1)
         if not dist.is_initialized():
             dist.init_process_group("gloo")
-        self.engine = CpuEngine(model_type, seed)
+        self.engine = engine(model_type, seed)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def train(self, tokens: torch.Tensor, *, is_last: bool) -> tuple[float, float]:
-        """Train on this rank's share. Return the loss of all ranks, and a random number."""
+        """Return the loss of all ranks, and a random number."""
         if is_last and self.rank == self.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        engine, mine = self.engine, tokens.chunk(self.world_size)[self.rank]
-        logits = engine.module(input_ids=mine).logits
-        if logits.shape[-1] == 1:
-            loss = (logits[..., 0] - mine / 32).square().mean()
-        else:
-            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), mine[:, 1:].flatten())
-        engine.optimizer.zero_grad()
-        loss.backward()
-        engine.optimizer.step()
-        engine.lr_scheduler.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        return float(total) / self.world_size, float(torch.rand(1))
+        return self.engine.step(tokens), float(torch.rand(1))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, *args: Any, **options: Any) -> None:
@@ -99,16 +104,28 @@ class CpuWorker(Worker):
 class CpuPolicyWorker(CpuWorker):
     """Holds the policy's worker, as verl's ActorRolloutRefWorker does."""
 
-    def __init__(self, model_type: str, seed: int) -> None:
+    def __init__(self, engine: Callable[[str, int], Any], model_type: str, seed: int) -> None:
         Worker.__init__(self)
-        self.actor = CpuWorker(model_type, seed)
+        self.actor = CpuWorker(engine, model_type, seed)
         self.engine = self.actor.engine
 
 
 class CpuTrainer(ray_trainer.RayPPOTrainer):
-    """Trains as RayPPOTrainer does, without rollouts. Saving and loading are RayPPOTrainer's own."""
+    """Trains as RayPPOTrainer does, without rollouts. Saving and loading are RayPPOTrainer's own.
 
-    def __init__(self, folder: str, sizes: dict[str, int], *, is_colocated: bool, until: int, seed: int) -> None:
+    engines: what makes the engine of each role; CpuEngine by default.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        sizes: dict[str, int],
+        *,
+        is_colocated: bool,
+        until: int,
+        seed: int,
+        engines: Mapping[str, Callable[[str, int], Any]],
+    ) -> None:
         checkpoint = {"async_save": False}
         trainer = {
             "default_local_dir": folder,
@@ -124,22 +141,21 @@ class CpuTrainer(ray_trainer.RayPPOTrainer):
         tokens = [torch.randint(32, (LENGTH,), generator=chance) for _ in range(SAMPLES)]
         sampler = create_rl_sampler(OmegaConf.create({"shuffle": True, "seed": 1}), tokens)
         self.train_dataloader = StatefulDataLoader(tokens, batch_size=BATCH, sampler=sampler)
-        self._init_groups(sizes, is_colocated=is_colocated, seed=seed)
-
-    def _init_groups(self, sizes: dict[str, int], *, is_colocated: bool, seed: int) -> None:
-        """Start the workers as RayPPOTrainer.init_workers does."""
+        policy, critic = (engines.get(role, CpuEngine) for role in ("actor", "critic"))
         classes = {
-            "actor_rollout": RayClassWithInitArgs(ray.remote(CpuPolicyWorker), "language_model", seed),
-            "critic": RayClassWithInitArgs(ray.remote(CpuWorker), "value_model", seed + 1),
+            "actor_rollout": RayClassWithInitArgs(ray.remote(CpuPolicyWorker), policy, "language_model", seed),
+            "critic": RayClassWithInitArgs(ray.remote(CpuWorker), critic, "value_model", seed + 1),
         }
+        self._init_groups(classes, sizes, is_colocated=is_colocated)
+
+    def _init_groups(self, classes: dict[str, Any], sizes: dict[str, int], *, is_colocated: bool) -> None:
+        """Start the workers as RayPPOTrainer.init_workers does."""
         pools = [classes] if is_colocated else [{name: cls} for name, cls in classes.items()]
         groups: dict[str, Any] = {}
         for number, own in enumerate(pools):
             size = sizes["critic" if "critic" in own else "actor"]
             pool = RayResourcePool([size], use_gpu=False, name_prefix=f"pool{number}", max_colocate_count=1)
-            prefix = uuid4().hex[
-                :8
-            ]  # its own is drawn from the random state, which a restore in this process puts back
+            prefix = uuid4().hex[:8]  # its own would come from the random state, which a restore puts back
             workers = create_colocated_worker_cls(own)
             group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=workers, name_prefix=prefix)
             groups |= group.spawn(prefix_set=own.keys())
@@ -173,13 +189,18 @@ def train(
     is_colocated: bool = False,
     dies_at: int | None = None,
     seed: int = 0,
+    recipes: Sequence[str] = ("verl",),
+    engines: Mapping[str, Callable[[str, int], Any]] | None = None,
 ) -> dict[str, Any]:
-    """Train with verl's own checkpoints or with raycheck's. Return the losses of each step, and where it began."""
+    """Train with verl's own checkpoints or with raycheck's. Return the losses of each step, and where it began.
+
+    recipes: the headings of the guide whose code is run, one after the other. engines: see CpuTrainer.
+    """
     trainer_class: Any = CpuTrainer
     if way == "raycheck":
         with mock.patch.object(ray_trainer, "RayPPOTrainer", CpuTrainer):
-            trainer_class = recipe("verl")["Trainer"]
-    trainer = trainer_class(folder, sizes, is_colocated=is_colocated, until=until, seed=seed)
+            trainer_class = recipe(*recipes)["Trainer"]
+    trainer = trainer_class(folder, sizes, is_colocated=is_colocated, until=until, seed=seed, engines=engines or {})
     trainer.dies_at = dies_at
     try:
         trainer.fit()
