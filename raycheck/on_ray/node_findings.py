@@ -82,17 +82,16 @@ def _reach(address: str) -> None:
 
 def _of_all_nodes(store: Store) -> tuple[BucketFinding, ...]:
     """Examine all nodes while an object of this machine's is there, which each of them has to see."""
-    key: str | None = object_keys.probe_key(uuid4().hex)
+    key = object_keys.probe_key(uuid4().hex)
     try:
         store.put(key, b"seen by all nodes")
     except RaycheckError:  # this machine's own findings say it
-        key = None
+        return _asked(store.uri, None)
     try:
         return _asked(store.uri, key)
     finally:
-        if key is not None:
-            with suppress(RaycheckError):
-                store.delete(key)
+        with suppress(RaycheckError):
+            store.delete(key)
 
 
 def _asked(uri: str, key: str | None) -> tuple[BucketFinding, ...]:
