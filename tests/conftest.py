@@ -34,7 +34,7 @@ EMULATOR = os.environ.get("RAYCHECK_TEST_GCS", "").rstrip("/")
 GOOGLES = ["gs", "emulator"] if EMULATOR else ["gs"]
 """The servers of the GCS API: ours, and beside it the one whose URL RAYCHECK_TEST_GCS names, Google's own
 storage-testbench for example. It is given a bucket."""
-SERVERS = {"s3", "s3fs", "obstore", "gcs", "gs", "emulator", "azure", "az", "ministack", "ceph"}
+SERVERS = {"s3", "s3fs", "obstore", "gcs", "gs", "emulator", "azure", "az", "ministack", "ceph", "seaweed"}
 """The fixtures that start a server, and the parameters that make a test ask for one of them."""
 
 

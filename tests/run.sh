@@ -21,7 +21,7 @@ status=0
 { "$python" -m ruff check . && "$python" -m ruff format --check .; } || status=1
 [ "$status" = 0 ] || [ -n "${RAYCHECK_PYTHON:-}" ] || exit 1 # another ruff may have other rules
 case " $* " in *" --all "*) # made once
-    for made in servers.ministack_server servers.ceph_server servers.chromium processes.oldest_ray \
+    for made in servers.ministack_server servers.seaweed_server servers.ceph_server servers.chromium processes.oldest_ray \
         frameworks.tinker_cookbook frameworks.tinker_oldest_sdk frameworks.deepspeed_training \
         frameworks.megatron_training frameworks.rl_frameworks frameworks.trackers; do "$python" -m "tests.support.$made"; done ;;
 esac

@@ -15,11 +15,10 @@ from typing import Any
 
 from raycheck.bucket.assembly.role import Role
 from raycheck.bucket.format.object_keys import LATEST_KEY
-from raycheck.bucket.protocol.preflight import probe_node
+from raycheck.bucket.protocol.preflight import check_same_place, probe_node
 from raycheck.bucket.reading import RangeReader
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.address import shown_uri
-from raycheck.errors import ConfigError, FencedError, NotFoundError, RaycheckError, StoreError, SupersededError
+from raycheck.errors import ConfigError, FencedError, RaycheckError, StoreError, SupersededError
 from raycheck.group.coordinator.messages import Holder, Pending, RankFailure
 from raycheck.group.coordinator.rendezvous import WAIT_S
 from raycheck.group.ports import NodeSink, NoNodeSink, Reporter
@@ -60,17 +59,8 @@ class Group(ABC):
         probe_node(self.store, node=socket.gethostname())
 
     def check_shared(self) -> None:
-        """Check, after the claim, that this node sees what the coordinator wrote. Raises ConfigError.
-
-        If each node had its own folder at this path, it would keep its shards where no other node can read them.
-        """
-        try:
-            self.store.head(LATEST_KEY)
-        except NotFoundError:
-            raise ConfigError(
-                f"node {socket.gethostname()}: {shown_uri(self.uri)} is another place than the driver's: the object "
-                "that the driver wrote is not there. Use a bucket, or a folder that all nodes share"
-            ) from None
+        """Check, after the claim, that this node sees what the coordinator wrote. Raises ConfigError."""
+        check_same_place(self.store, LATEST_KEY, node=socket.gethostname())
 
     @property
     @abstractmethod

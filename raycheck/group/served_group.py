@@ -42,7 +42,8 @@ def torchrun_group(uri: str) -> Group:
     """Return this rank's place in the group of torch.distributed, for a training that torchrun starts without Ray.
 
     All ranks call it, after init_process_group; rank 0's process runs the coordinator. uri: the run's root, such as
-    "s3://bucket/runs/my-run". Raises ConfigError if torch.distributed is not initialized.
+    "s3://bucket/runs/my-run". Raises ConfigError if torch.distributed is not initialized. The restore raises it for a
+    place that `raycheck doctor` calls wrong, in its words.
     """
     if not dist.is_initialized():
         raise ConfigError(
@@ -166,7 +167,8 @@ def serve(uri: str) -> Served:
     """Start a coordinator in threads of this process, which end with it. Return where the ranks reach it."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="raycheck-coordinator", daemon=True).start()
-    caller = _Caller(Coordinator(uri, uuid4().hex[:16]), loop)
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    caller = _Caller(Coordinator(uri, uuid4().hex[:16], examines=not is_restart), loop)
 
     class Serving(BaseManager):
         """A separate class for each coordinator: what is registered belongs to the class."""

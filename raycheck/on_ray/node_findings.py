@@ -4,15 +4,19 @@ import importlib.util
 import logging
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from uuid import uuid4
 
 from raycheck.bucket.diagnosis.checks import check_clock, check_rights
 from raycheck.bucket.diagnosis.finding import BucketFinding, any_wrong, found, ok
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.protocol.preflight import check_same_place
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import kind_of
 from raycheck.bucket.store.ray_filesystem import ray_filesystem
-from raycheck.errors import ConfigError
+from raycheck.errors import ConfigError, RaycheckError
 from raycheck.on_ray.api.run_location import check_ray_files
 
 NODES_S = 180.0
@@ -63,7 +67,7 @@ def examine_nodes(uri: str, address: str) -> tuple[BucketFinding, ...]:
         except (OSError, RuntimeError, ValueError, SystemExit) as error:  # Ray ends a process that it cannot serve
             raise ConfigError(f"address={address}: no Ray cluster there: {error}") from error
     try:
-        return _of_all_nodes(uri)
+        return _of_all_nodes(open_store(uri))
     finally:
         if not was_connected:
             ray.shutdown()
@@ -76,7 +80,21 @@ def _reach(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=REACH_S).close()
 
 
-def _of_all_nodes(uri: str) -> tuple[BucketFinding, ...]:
+def _of_all_nodes(store: Store) -> tuple[BucketFinding, ...]:
+    """Examine all nodes while an object of this machine's is there, which each of them has to see."""
+    key = object_keys.probe_key(uuid4().hex)
+    try:
+        store.put(key, b"seen by all nodes")
+    except RaycheckError:  # this machine's own findings say it
+        return _asked(store.uri, None)
+    try:
+        return _asked(store.uri, key)
+    finally:
+        with suppress(RaycheckError):
+            store.delete(key)
+
+
+def _asked(uri: str, key: str | None) -> tuple[BucketFinding, ...]:
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -85,7 +103,7 @@ def _of_all_nodes(uri: str) -> tuple[BucketFinding, ...]:
     names = {node["NodeID"]: str(node["NodeManagerHostname"]) for node in ray.nodes() if node["Alive"]}
     shown = {id_: name if list(names.values()).count(name) == 1 else f"{name} {id_[:8]}" for id_, name in names.items()}
     asked = {
-        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(id_, soft=False)).remote(uri): name
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(id_, soft=False)).remote(uri, key): name
         for id_, name in shown.items()
     }
     ray.wait(list(asked), num_returns=len(asked), timeout=NODES_S)
@@ -100,5 +118,15 @@ def _of_all_nodes(uri: str) -> tuple[BucketFinding, ...]:
     return tuple(findings)
 
 
-def _examine(uri: str) -> tuple[BucketFinding, ...]:
-    return found("node", lambda: examine_node(open_store(uri), node=socket.gethostname()))
+def _examine(uri: str, key: str | None) -> tuple[BucketFinding, ...]:
+    """Return the findings of the node on which this runs. key: the object that it has to see."""
+    node = socket.gethostname()
+
+    def examine() -> Iterator[BucketFinding]:
+        store = open_store(uri)
+        yield from examine_node(store, node=node)
+        if key is not None:
+            check_same_place(store, key, node=node)
+            yield ok("same place", "what this machine has written is seen there")
+
+    return found("node", examine)

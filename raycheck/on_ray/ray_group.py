@@ -104,7 +104,7 @@ def group_of_ray_train() -> RayGroup:
         if coordinator is None:
             guard_this_run()
             owner = train_context.train_run_id()[:16]  # one per trainer.fit(): it survives restarts of the workers
-            started = start_coordinator(uri, owner=owner, suffix=f":{group}")
+            started = start_coordinator(uri, owner=owner, suffix=f":{group}", examines=True)
         mine = (group, started)  # to broadcast a handle takes much longer than text
     shared = train_context.broadcast(mine)
     assert shared is not None, "rank 0 has set it"
@@ -122,13 +122,13 @@ def group_of_ray_train() -> RayGroup:
     )
 
 
-def start_coordinator(uri: str, *, owner: str, resume: Resume = AUTO, suffix: str = "") -> Any:
+def start_coordinator(uri: str, *, owner: str, resume: Resume = AUTO, suffix: str = "", examines: bool = False) -> Any:
     """Start the coordinator actor for the run at `uri`. Return its handle; the actor ends with the calling process.
 
     It is pinned to this node, so that it is not on a preemptible node unless the driver is. owner: the id of the driver
     that owns the run. resume: what that driver's own `resume` argument means; by default, `Checkpointer.restore` says
     where to begin. suffix: makes the actor's name differ from that of an earlier coordinator of the same owner that is
-    just ending.
+    just ending. examines: before its first claim, refuse a place that `raycheck doctor` calls wrong.
     """
     root = hashlib.blake2b(uri.encode(), digest_size=8).hexdigest()
     job = ray.get_runtime_context().get_job_id()
@@ -139,4 +139,4 @@ def start_coordinator(uri: str, *, owner: str, resume: Resume = AUTO, suffix: st
         max_restarts=-1,
         max_concurrency=4096,
         scheduling_strategy=NodeAffinitySchedulingStrategy(this_node(), soft=False),
-    ).remote(uri, owner, resume, RayCluster())
+    ).remote(uri, owner, resume, RayCluster(), examines=examines)

@@ -13,6 +13,7 @@ from raycheck.bucket.store.s3 import s3fs_store as s3_module
 from raycheck.bucket.store.s3.s3fs_store import S3Store
 from tests.support.servers.ceph_server import ceph_server
 from tests.support.servers.ministack_server import ministack_server
+from tests.support.servers.seaweed_server import seaweed_server
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +43,13 @@ def ceph() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def ceph_client(ceph: str):
     return made_by_s3fs(ceph)
+
+
+@pytest.fixture(scope="session")
+def seaweed() -> Iterator[str]:
+    """URI of a bucket on SeaweedFS; with --all only."""
+    with seaweed_server() as uri:
+        yield uri
 
 
 @pytest.fixture(scope="session")

@@ -64,6 +64,8 @@ def test_a_folder_is_examined_too(tmp_path: Path) -> None:
     assert bad(found, "wrong", "slow", "unknown") == []
     assert {"atomicity", "latency", "throughput", "Ray's file system"} <= found.keys()
     assert "clock" not in found, "it is this machine's"
+    assert "throttling" not in found, "nobody throttles"
+    assert not [finding for finding in found.values() if "region" in finding.sentence]
 
 
 @pytest.mark.parametrize("where", ["gs", pytest.param("az", marks=pytest.mark.slow)])
@@ -225,6 +227,14 @@ def test_a_plan_that_cannot_be_is_refused(field: str) -> None:
         SavePlan(**{"size_bytes": 1, field: 0})
 
 
+def test_a_folder_costs_its_space_and_no_requests(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}")
+
+    (finding,) = cost_of_saves(SavePlan(size_bytes=10**9, keep_last=3), store, rules_of(store), price=0.02)
+
+    assert finding.text == "keep_last=3 occupies 3.0 GB, and nobody bills requests"
+
+
 def test_small_and_large_shares_are_counted_as_they_are_sent() -> None:
     assert requests_of(SavePlan(size_bytes=100, world_size=4), part_bytes=50).puts == 4 + 5
     assert requests_of(SavePlan(size_bytes=400, world_size=4), part_bytes=50).puts == 4 * 4 + 5
@@ -250,7 +260,7 @@ def test_the_command_exits_with_1_and_says_what_fit_would_when_something_is_wron
     data = command("doctor", uri, "--transfer-size", "1MiB", "--json")
 
     assert text.returncode == data.returncode == 1
-    assert "1 wrong: raycheck.fit refuses this place" in text.stdout
+    assert "1 wrong: raycheck refuses to train here" in text.stdout
     facts = json.loads(data.stdout)
     assert facts["is_fit"] is False
     (finding,) = (item for item in facts["findings"] if item["state"] == "wrong")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import raycheck
+from raycheck.bucket.diagnosis.checks import check_rules
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError, RaycheckError, StoreError
 from raycheck.group.coordinator.messages import RankFailure
@@ -16,6 +17,7 @@ from raycheck.group.served_group import Served, ServedGroup, serve
 from tests.support.histories.invariants import assert_invariants
 from tests.support.processes.gloo_ranks import Ranks
 from tests.support.samples import hf_models
+from tests.support.servers.planted_buckets import FROZEN_RULE, planted_bucket
 
 
 def train(rank: int, world_size: int, uri: str, at_step: int | None = None) -> tuple[int, list[Any]]:
@@ -101,6 +103,37 @@ def test_without_a_process_group_it_says_what_to_call() -> None:
 
 def place(served: Served) -> ServedGroup:
     return ServedGroup(id="group", uri="memory://run", rank=1, world_size=2, coordinator=served)
+
+
+def begin(rank: int, world_size: int, uri: str) -> str:
+    """Returns the error of this rank's restore."""
+    state = {"model": torch.nn.Linear(1, 1)}
+    try:
+        with raycheck.Checkpointer(state, group=raycheck.torchrun_group(uri)) as ckpt:
+            ckpt.restore()
+    except ConfigError as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_place_that_doctor_calls_wrong_is_refused_on_all_ranks_in_its_words(pair: Ranks, s3: str) -> None:
+    uri = planted_bucket(s3, rules=[FROZEN_RULE])
+    (finding,) = [item for item in check_rules(open_store(uri)) if item.state == "wrong"]
+
+    found = pair.run(begin, 2, uri)
+
+    assert [finding.sentence in text for text in found] == [True, True], found
+    assert list(open_store(uri).list_objects("")) == []
+
+
+def test_a_restart_by_torchrun_does_not_examine_the_place_again(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = planted_bucket(s3, rules=[FROZEN_RULE])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+
+    place(serve(uri)).ask("claim", "group", 2, timeout_s=60, what="claim")
+
+    assert assert_invariants(open_store(uri)).attempt.number == 1
 
 
 def test_a_rank_whose_coordinator_is_gone_is_told_so() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
+from raycheck.on_ray.node_findings import examine_nodes
 from tests.support.processes.ray_cluster import ENV, arena
 
 pytestmark = pytest.mark.ray
@@ -42,3 +43,13 @@ def test_a_node_whose_clock_is_wrong_is_named_and_the_others_are_fit(s3: str) ->
     assert wrong["name"].endswith(": clock")
     assert re.search(r"3[45]\d\d s behind", wrong["text"])
     assert list(open_store(uri).list_objects("")) == []
+
+
+def test_nodes_that_see_another_place_at_the_same_address_are_wrong(cluster: None, tmp_path: Path) -> None:
+    apart = examine_nodes(f"memory://{uuid4().hex}", "auto")
+    together = examine_nodes(f"file://{tmp_path}/runs", "auto")
+
+    (finding,) = [finding for finding in apart if finding.state == "wrong"]
+    assert "is another place than the driver's" in finding.text
+    assert [finding.state for finding in together if finding.name.endswith(": same place")] == ["ok"]
+    assert list(open_store(f"file://{tmp_path}/runs").list_objects("")) == []

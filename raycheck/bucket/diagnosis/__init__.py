@@ -1,4 +1,4 @@
-"""Examines a place for runs: `raycheck doctor`, and what `raycheck.fit` refuses before anything starts.
+"""Examines a place for runs: `raycheck doctor`, and what a training refuses before it starts.
 
 - finding.py: what one check has found out, a value.
 - checks.py: the checks of the place itself, each of which returns findings. `refuse_wrong` raises what they call wrong.

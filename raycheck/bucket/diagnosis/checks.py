@@ -1,8 +1,8 @@
 """Checks a place for runs: can it be reached, and does it do what the protocol needs?
 
 Each check works on scratch objects below `probes/`, which it removes, and returns findings. What it cannot go on with,
-it raises: `found` makes a finding of that, and `refuse_wrong` leaves it as it is. So `raycheck doctor` and
-`raycheck.fit` say the same words.
+it raises: `found` makes a finding of that, and `refuse_wrong` leaves it as it is. So `raycheck doctor` and a training
+that refuses to start say the same words.
 """
 
 import time
@@ -17,6 +17,7 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.protocol.preflight import probe, rights_on
 from raycheck.bucket.store import Store
+from raycheck.bucket.store.address import kind_of
 from raycheck.bucket.store.bucket_rules import BucketRules
 from raycheck.bucket.store.interface import Buffer, Range
 from raycheck.errors import ConfigError, DeniedError, RaycheckError, StoreError
@@ -50,7 +51,17 @@ def check_endpoint(store: Store) -> Iterator[BucketFinding]:
     """Check that the place answers at all."""
     with suppress(DeniedError):  # check_rights says it
         next(store.list_folders(""), None)
-    yield ok("endpoint", f"{store.endpoint or 'a folder'} answers")
+    if store.endpoint:
+        yield ok("endpoint", f"{store.endpoint} answers")
+    elif kind_of(store.uri) == "memory":
+        yield BucketFinding(
+            name="endpoint",
+            state="advice",
+            text="the memory of this process: no other process sees what is saved there, and it ends with this one",
+            cure="Give a folder or a bucket for what is to stay",
+        )
+    else:
+        yield ok("endpoint", "a folder, which all nodes have to share (with --address, every node is asked)")
 
 
 def check_clock(store: Store, *, now: Callable[[], float] = time.time) -> Iterator[BucketFinding]:

@@ -12,7 +12,7 @@ from raycheck.errors import ConfigError, RaycheckError
 
 State = Literal["ok", "advice", "unknown", "slow", "wrong"]
 """How bad a finding is. advice: nothing fails, but it costs money or safety. unknown: it could not be found out. slow:
-it works, but training would notice. wrong: a run here would fail, or lose checkpoints; `raycheck.fit` refuses it."""
+it works, but training would notice. wrong: a run here would fail, or lose checkpoints; no training starts here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

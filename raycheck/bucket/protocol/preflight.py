@@ -1,7 +1,7 @@
 """Tests a store on scratch objects before anything depends on it.
 
 Each coordinator tests once that the store honors conditional writes. Each node tests that it has all permissions that a
-run needs.
+run needs, and that it sees what the driver writes.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from uuid import uuid4
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import READS
 from raycheck.bucket.store import Store
-from raycheck.errors import ConfigError, ConflictError, DeniedError, RaycheckError, StoreError
+from raycheck.errors import ConfigError, ConflictError, DeniedError, NotFoundError, RaycheckError, StoreError
 
 _CREATES_OVER = "creates over an existing object"
 
@@ -65,6 +65,20 @@ def probe_node(store: Store, *, node: str) -> None:
         with suppress(RaycheckError):  # the first error is more informative
             store.delete(key)
         raise
+
+
+def check_same_place(store: Store, key: str, *, node: str) -> None:
+    """Test that `node` sees the object `key`, which the driver has written. Raises ConfigError.
+
+    If each node had its own folder at this path, it would keep its shards where no other node can read them.
+    """
+    try:
+        store.head(key)
+    except NotFoundError:
+        raise ConfigError(
+            f"node {node}: {store} is another place than the driver's: the object that the driver wrote is not there. "
+            "Use a bucket, or a folder that all nodes share"
+        ) from None
 
 
 def rights_on(store: Store, key: str, *, node: str) -> dict[str, Callable[[], None]]:

@@ -39,6 +39,8 @@ _HIDDEN = ".raycheck-"
 """How the names of temporaries and locks begin. They are never listed as objects."""
 _LOCK = f"{_HIDDEN}lock"
 CHECKPOINTS = "checkpoints"
+_LACKING = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What a file system answers that does not know a call."""
 
 
 class LocalStore(Store):
@@ -124,7 +126,8 @@ class LocalStore(Store):
         check_conditional_size(key, data)
         with self._errors(key), self._written(key, [memoryview(data)]) as (folder, temporary, name):
             try:
-                os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                with self._needs("hard links"):
+                    os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             except FileExistsError:
                 raise ConflictError(f"{self}: {key} exists") from None
         return Written(_version(data), time.time())
@@ -299,15 +302,32 @@ class LocalStore(Store):
         raise OSError(errno.ENOENT, f"the folder of {key} cannot be created")
 
     @contextmanager
+    def _needs(self, what: str) -> Iterator[None]:
+        """Say what the file system lacks, which is the case for many buckets that are mounted as a folder."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _LACKING:
+                raise
+            raise ConfigError(
+                f"{self}: the file system of this folder has no {what} ({error.strerror}), without which two drivers "
+                "could overwrite each other. Use one that has them, such as a local disk or NFS with locks; for a "
+                "bucket that is mounted here, give its own address (s3://, gs://, az://)"
+            ) from None
+
+    @contextmanager
     def _locked(self) -> Iterator[None]:
         with self._folders(_LOCK) as (folders, _):
             lock = self._open(_LOCK, _LOCK, folders[-1], os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+            with self._needs("flock"):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                # Closing alone would leave it locked if a process was forked meanwhile, which has the file open, too.
+                fcntl.flock(lock, fcntl.LOCK_UN)
         finally:
-            # Closing alone would leave it locked if a process was forked meanwhile, which has the file open, too.
-            fcntl.flock(lock, fcntl.LOCK_UN)
             os.close(lock)
 
 

@@ -63,7 +63,7 @@ def examine_bucket(
         for finding in _findings(store, address, plan, transfer_bytes, price=price):
             findings.append(finding)
             on_finding(finding)
-    if len(findings) > 1:
+    if len(findings) > 1 and store.endpoint:
         findings.append(throttling(repeats))
         on_finding(findings[-1])
     return tuple(findings)

@@ -97,9 +97,12 @@ def requests_of(plan: SavePlan, part_bytes: int) -> SaveRequests:
 
 def cost_of_saves(plan: SavePlan, store: Store, rules: BucketRules, *, price: float) -> Iterator[BucketFinding]:
     """Say what the saves cost in requests and storage. price: dollars for a GiB and month."""
+    kept = plan.keep_last * plan.size_bytes
+    if not store.endpoint:
+        yield ok("cost of saves", f"keep_last={plan.keep_last} occupies {size(kept)}, and nobody bills requests")
+        return
     share = -(-plan.size_bytes // plan.world_size)
     sent = requests_of(plan, store.part_bytes(share))
-    kept = plan.keep_last * plan.size_bytes
     text = (
         f"a save of {size(plan.size_bytes)} by {plan.world_size} ranks sends {sent.puts} PUTs, POSTs and LISTs, and "
         f"{sent.deletes} DELETEs later; keep_last={plan.keep_last} occupies {size(kept)}, "

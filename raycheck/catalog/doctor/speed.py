@@ -58,7 +58,7 @@ def check_latency(store: Store) -> Iterator[BucketFinding]:
             name="latency",
             state="slow",
             text=f"{text}; a commit waits for some six requests",
-            cure="Use a bucket in the region of the cluster",
+            cure="Use a bucket in the region of the cluster" if store.endpoint else "Use a faster file system",
         )
 
 
@@ -82,6 +82,8 @@ def measure(store: Store, size_bytes: int) -> tuple[Speed, BucketFinding]:
     if min(speed.up, speed.down) >= SLOW_BYTES_PER_S:
         return speed, ok("throughput", text)
     cure = "Look for what limits it: the network, the region, a proxy; for S3, pip install 'raycheck[fast]' helps"
+    if not store.endpoint:
+        cure = "Look for what limits it: the disk, or the network to the file system"
     return speed, BucketFinding(name="throughput", state="slow", text=text, cure=cure)
 
 

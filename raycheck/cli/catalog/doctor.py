@@ -29,7 +29,8 @@ def doctor(
     """Examine a bucket before a training trusts it: rights, atomicity, rules that delete, speed, cost.
 
     Scratch objects below probes/ are written and removed. With a run's address, or with --save-size, it also says what
-    saves cost and how often to save. The exit code is 1 if anything is wrong: raycheck.fit refuses it, in these words.
+    saves cost and how often to save. The exit code is 1 if anything is wrong: a training refuses to start there, in
+    these words.
     """
     given = {"world_size": ranks, "every_steps": every_steps, "step_s": step_s, "keep_last": keep_last}
     given |= {"failure_every_s": None if failure_hours is None else failure_hours * 3600}
@@ -49,7 +50,7 @@ def doctor(
     if as_json:
         print_json({"uri": uri, "is_fit": not wrong, "findings": [asdict(finding) for finding in found]})
     elif wrong:
-        out.print(Text(f"\n{len(wrong)} wrong: raycheck.fit refuses this place"))
+        out.print(Text(f"\n{len(wrong)} wrong: raycheck refuses to train here"))
     if wrong:
         raise typer.Exit(1)
 

@@ -68,9 +68,12 @@ class Coordinator:
     """The coordinator of one driver: answers its worker groups, its controller and its script. Every call may be
     repeated."""
 
-    def __init__(self, uri: str, owner: str, resume: Resume = AUTO, cluster: Cluster | None = None) -> None:
+    def __init__(
+        self, uri: str, owner: str, resume: Resume = AUTO, cluster: Cluster | None = None, *, examines: bool = False
+    ) -> None:
         """owner: the id of the driver in `latest`. resume: only the driver's first claim obeys it. cluster: what this
-        process has of the system that started it; by default nothing."""
+        process has of the system that started it; by default nothing. examines: before that claim, refuse a place that
+        `raycheck doctor` calls wrong; otherwise, the driver has done so."""
         cluster = cluster or Cluster()
         show_log()
         self._store: Store = open_store(uri)
@@ -95,6 +98,7 @@ class Coordinator:
             register,
             me,
             resume=resume,
+            examines=examines,
             plans=self._plans,
             cluster=cluster,
             tasks=self._tasks,

@@ -5,6 +5,7 @@ module reads what else a call needs, and passes the result to the run log, the t
 deletes.
 """
 
+import socket
 import threading
 import time
 from functools import partial
@@ -15,6 +16,7 @@ from raycheck.bucket.assembly.assemble import Assembled, assemble
 from raycheck.bucket.assembly.plan_cache import PlanCache
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.choice import resolved
+from raycheck.bucket.diagnosis.checks import refuse_wrong
 from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit as protocol
@@ -57,6 +59,7 @@ class ProtocolCalls:
         me: Identity,
         *,
         resume: Resume,
+        examines: bool,
         plans: PlanCache,
         cluster: Cluster,
         tasks: CommitTasks,
@@ -65,11 +68,13 @@ class ProtocolCalls:
         run_log: RunLog,
         alerts: RunAlerts,
     ) -> None:
-        """resume: applies only to this owner's first claim."""
+        """resume: applies only to this owner's first claim. examines: refuse what `raycheck doctor` calls wrong before
+        that claim."""
         self._register = register
         self._store = register.store
         self.me = me
         self._resume = resume
+        self._examines = examines
         self._plans = plans
         self._cluster = cluster
         self._tasks = tasks
@@ -79,6 +84,7 @@ class ProtocolCalls:
         self._alerts = alerts
         self._referred = ReferredObjects(register.store)
         self._is_probed = False
+        self._refusal: ConfigError | None = None
         self._said_drift = ""
         self._probing = threading.Lock()
 
@@ -273,16 +279,33 @@ class ProtocolCalls:
             self._alerts.given_up(found[0].attempt.number, cause)
 
     def probe(self) -> None:
-        """Step 6: prove once that the store honors conditions."""
+        """Step 6: prove once that the store honors conditions. Raises ConfigError for a place that is unfit."""
 
         def prove() -> None:
             with self._probing:
+                if self._refusal is not None:  # all ranks ask, and nothing has changed
+                    raise self._refusal
                 if not self._is_probed:
-                    probe(self._store)
+                    self._prove()
                     self._is_probed = True
 
         # One refused request is no reason to use up one of Ray's retries.
         retry(prove, on=StoreError, pauses_s=[1.0] * (PROBE_ATTEMPTS - 1))
+
+    def _prove(self) -> None:
+        if not self._examines or self._has_claimed():
+            probe(self._store)
+            return
+        try:
+            refuse_wrong(self._store, node=socket.gethostname())
+        except ConfigError as error:
+            self._refusal = error
+            raise
+
+    def _has_claimed(self) -> bool:
+        """Return whether this driver has claimed the run: then an earlier start of its coordinator has examined it."""
+        found = self._register.read_newest()
+        return found is not None and self.me.owner in found[0].owners
 
 
 def _why_unnamed(entry: Entry, report: Report) -> str:

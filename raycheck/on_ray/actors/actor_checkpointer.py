@@ -78,7 +78,7 @@ class ActorCheckpointer:
     to the first of these.
 
     Raises ConfigError, naming the entry, for a state that cannot be saved, for a run that `resume` forbids, and for
-    memory_every_steps.
+    memory_every_steps. `restore` also raises it for a place that `raycheck doctor` calls wrong, in its words.
     """
 
     def __init__(
@@ -120,7 +120,10 @@ class ActorCheckpointer:
         driver_id = _driver_ids.get((self._uri, resume))
         wish = settle_resume(resume, self._store, storage) if driver_id is None else AUTO
         driver_id = _driver_ids.setdefault((self._uri, resume), driver_id or uuid4().hex[:16])
-        self._coordinator = start_coordinator(self._uri, owner=driver_id, resume=wish, suffix=f":{group_id}")
+        self._coordinator = start_coordinator(
+            self._uri, owner=driver_id, resume=wish, suffix=f":{group_id}", examines=True
+        )
+        self._coordinator.prepare.remote()  # while the actors answer
         met = results([run_in(actor, meet, self._uri, state_of) for actor in self._actors])
         nodes = [node for node, _ in met]
         self._roles = roles_of([entries for _, entries in met])

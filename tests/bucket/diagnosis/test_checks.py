@@ -1,8 +1,11 @@
 """The checks of a place for runs, on real servers with planted faults: what is wrong is what fit refuses, in its words."""
 
+import errno
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -172,6 +175,44 @@ def test_a_race_in_which_nobody_gets_an_answer_proves_nothing() -> None:
 
     with pytest.raises(StoreError, match="none of 2 concurrent"):
         race(store, unanswered)
+
+
+# --- folders ---
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "lacks"),
+    [
+        ("os.link", errno.EPERM, "no hard links"),
+        ("os.link", errno.EOPNOTSUPP, "no hard links"),
+        ("fcntl.flock", errno.ENOSYS, "no flock"),
+        ("fcntl.flock", errno.ENOLCK, "no flock"),
+    ],
+)
+def test_a_folder_whose_file_system_lacks_what_is_needed_says_what_and_what_else_to_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, lacks: str
+) -> None:
+    def refuses(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(call, refuses)
+    store = open_store(f"file://{tmp_path}/runs")
+
+    finding, *_ = wrong(store)
+
+    assert lacks in finding.text
+    assert "for a bucket that is mounted here, give its own address" in finding.text
+    assert_refused_in_these_words(store, finding)
+    assert list(store.list_objects("")) == []
+
+
+def test_memory_is_said_to_end_with_its_process_and_is_not_refused() -> None:
+    store = open_store(f"memory://{uuid4().hex}")
+
+    (finding,) = check_endpoint(store)
+
+    assert (finding.state, "ends with this one" in finding.text) == ("advice", True)
+    refuse_wrong(store, node="n")
 
 
 # --- rights ---

@@ -17,6 +17,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import raycheck
+from raycheck.bucket.diagnosis.checks import check_rules
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from tests.examples import grpo
@@ -26,6 +27,7 @@ from tests.support.processes.ray_cluster import wait_for
 from tests.support.processes.replicated_rank import Holder
 from tests.support.processes.reused_processes import reused
 from tests.support.servers.http_fault_proxy import fault_proxy
+from tests.support.servers.planted_buckets import FROZEN_RULE, planted_bucket
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 STEPS = 30
@@ -311,6 +313,17 @@ def with_counter(uri: str, counter: Any) -> list[Any]:
 def test_what_cannot_be_saved_is_refused_by_name(actors: list[Any], s3: str, options: dict, message: str) -> None:
     with pytest.raises(raycheck.errors.ConfigError, match=message):
         led(actors, join_uri(s3, uuid4().hex), **options)
+
+
+def test_a_place_that_doctor_calls_wrong_is_refused_in_its_words(actors: list[Any], s3: str) -> None:
+    uri = planted_bucket(s3, rules=[FROZEN_RULE])
+    (finding,) = [item for item in check_rules(open_store(uri)) if item.state == "wrong"]
+
+    with led(actors, uri) as ckpt, pytest.raises(raycheck.errors.ConfigError) as caught:
+        ckpt.restore()
+
+    assert finding.sentence in str(caught.value)
+    assert list(open_store(uri).list_objects("")) == []
 
 
 def test_an_actor_without_state_is_refused(actors: list[Any]) -> None:

@@ -279,7 +279,8 @@ class FaultProxy:
 
     def _holds(self, request: Head) -> bool:
         """Asks the server whether the condition of a write is true now."""
-        signed = {"Authorization": request.headers["authorization"]}  # for another request, so not for all servers
+        # Signed for another request, so not for all servers; Azure also takes a token in the address.
+        signed = {name: value for name, value in request.headers.items() if name == "authorization"}
         ask = urllib.request.Request(f"http://{':'.join(self._upstream)}{request.target}", None, signed, method="HEAD")
         try:
             with urllib.request.urlopen(ask, timeout=60.0) as answer:
