@@ -89,6 +89,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         "delete": ["delete", uri, "3", "--dry-run"],
         "delete-run": ["delete-run", uri, "--dry-run", "--live"],
         "prune-runs": ["prune-runs", "--help"],
+        "clean": ["clean", "--help"],
         "pin": ["pin", uri, "3"],
         "unpin": ["unpin", uri, "3"],
         "name": ["name", uri, "3", "base"],
