@@ -19,7 +19,7 @@ from heapq import heapify, heappop, heappush
 
 from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.format.object_keys import EXPORTS_PREFIX
-from raycheck.bucket.protocol.pin_and_evict import with_evicted
+from raycheck.bucket.protocol.pin_and_evict import PastOfDropped, by_hand, with_evicted
 from raycheck.bucket.protocol.removal.prune_and_sweep import (
     GRACE_S,
     NO_RULES,
@@ -296,9 +296,12 @@ class CleanPlan:
             is_same = (body.attempt.number, body.live[-1].key) == (run.body.attempt.number, run.body.live[-1].key)
             if not is_same or not keys <= _droppable(body, run.best, run.exporting, now=now):
                 raise ConflictError(f"{run.register.store}: {CHANGED}")
-            return with_evicted(body, dict.fromkeys(keys, WHY), now=now)
+            why = dict.fromkeys(keys, by_hand("to free space"))
+            past.note(body, why, now=now)
+            return with_evicted(body, why, now=now)
 
+        past = PastOfDropped(run.register)
         if run.chosen:
-            run.register.edit(change, what="clean")
+            past.record(run.register.edit(change, what="clean"))
         pruned = prune(run.register, grace_s=self._grace_s)
         return {*pruned, *(item.name for item in sweep(run.register.store))}

@@ -72,6 +72,7 @@ DROPS = {
         ["prune-runs", "{parent}", "--policy", "{policy}"],
         f"dropped by a policy, applied by {WHO}: retention keeps the newest 1",
     ),
+    "a clean": (["clean", "{parent}", "--free", "1B", "--yes"], f"dropped to free space by {WHO}"),
 }
 
 
@@ -81,8 +82,12 @@ def call(words: list[str], **names: object) -> None:
 
 
 @pytest.mark.parametrize("how", DROPS)
-def test_what_somebody_drops_stays_in_the_history_with_who_and_why(tmp_path: Path, how: str) -> None:
+def test_what_somebody_drops_stays_in_the_history_with_who_and_why(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The run has no history, as an older raycheck left it: nobody else would ever write what it was."""
+    monkeypatch.setattr("raycheck.bucket.run_status.SILENT_S", -1.0)  # a clean leaves a run that is trained alone
+    monkeypatch.setattr("raycheck.bucket.run_status.SILENT_GAPS", -1)
     words, why = DROPS[how]
     uri = f"file://{tmp_path}/runs/mine"
     store = open_store(uri)

@@ -72,9 +72,8 @@ class DriverDecision:
     progress: the counts now. save: the kind of save to start, None for none; tasks: the tasks after its commit.
     is_preempted: a node of the group will be preempted; is_by_notice: that is the reason for the save. metrics, states:
     for that save; states are those of the driver's entries. rows: the metrics of steps that the driver has kept for the
-    history. Only rank 0 gets states and rows. timeout_s: how long to wait for
-    saves. label: the label of that save. save_id: the id by which the driver's handle asks for that save; "" without a
-    handle.
+    history. Only rank 0 gets states and rows. timeout_s: how long to wait for saves. label: the label of that save.
+    save_id: the id by which the driver's handle asks for that save; "" without a handle.
     """
 
     at: Literal["step", "epoch", "save", "wait", "close"]
