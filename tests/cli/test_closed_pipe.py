@@ -19,7 +19,7 @@ from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.cli import app
 from tests.support.processes.save_without_ray import ME, save_state
-from tests.support.servers.ports import free_ports, wait_until_up
+from tests.support.servers.ports import free_port, wait_until_up
 
 # Each command is a child of one process, which has loaded the package: a process of its own costs seconds.
 RUN_EACH = """
@@ -131,7 +131,7 @@ def test_every_command_ends_quietly_when_its_reader_has_gone(commands: dict[str,
 
 
 def test_a_server_continues_when_nobody_reads_its_lines(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     reads, writes = os.pipe()
     os.close(reads)
     command = [sys.executable, "-m", "raycheck", "page", str(tmp_path), "--port", str(port)]

@@ -20,7 +20,7 @@ from tests.bucket.protocol.test_iam_policy import refused
 from tests.support.processes.cluster_files import CLUSTER, PAGE, ROOT, objects
 from tests.support.samples.sample_checkpoints import Driver
 from tests.support.servers.http_fault_proxy import FaultProxy
-from tests.support.servers.ports import free_ports
+from tests.support.servers.ports import free_port
 
 POD: dict[str, Any] = objects(PAGE)["Deployment"]["spec"]["template"]
 (PAGE_CONTAINER,) = POD["spec"]["containers"]
@@ -127,7 +127,7 @@ def test_the_pods_command_serves_with_a_readers_rights(wire: FaultProxy, tmp_pat
     for save in (1, 2):
         driver.save(1, save)
     key, other = (entry.key for entry in driver.look().live)
-    (port,) = free_ports(1)
+    port = free_port()
     changed = {"python": sys.executable, "s3://bucket/runs": uri, "8766": str(port), "0.0.0.0": "127.0.0.1"}
     command = [changed.get(word, word) for word in PAGE_CONTAINER["command"]]
     assert sum(a != b for a, b in zip(command, PAGE_CONTAINER["command"], strict=True)) == len(changed)

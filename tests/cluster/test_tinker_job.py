@@ -16,7 +16,7 @@ import yaml
 
 from raycheck.cli.tinker import KEY_VARIABLE
 from tests.support.processes.cluster_files import CLUSTER, ROOT, TINKER, cluster_spec, head_pod, objects, worker_pod
-from tests.support.servers.ports import free_ports
+from tests.support.servers.ports import free_port
 from tests.support.servers.tinker_server import write_base_model
 
 JOB = objects(TINKER)["RayJob"]["spec"]
@@ -94,7 +94,7 @@ def servers_below(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
 @pytest.mark.ray
 def test_the_jobs_entrypoint_serves_and_starts_a_killed_server_again(tmp_path: Path) -> None:
     """Its text, with another model, bucket, file and port, without a GPU, and with a Ray of its own."""
-    (port,) = free_ports(1)
+    port = free_port()
     changed = {
         "raycheck tinker": f"{sys.executable} -m raycheck tinker",
         option("--base-model"): write_base_model(tmp_path / "model"),

@@ -47,7 +47,7 @@ from tests.support.samples.documents import (
     prose,
     spans,
 )
-from tests.support.servers.ports import free_ports
+from tests.support.servers.ports import free_port
 
 BUCKET = "s3://bucket"
 KINDS = {"python", "sh", "console", "diff", "text"}
@@ -144,7 +144,7 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment that torchrun gives to a world of one rank."""
-    (port,) = free_ports(1)
+    port = free_port()
     given = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in given.items():
         monkeypatch.setenv(name, str(value))

@@ -21,7 +21,7 @@ from raycheck.bucket.store.address import join_uri
 from raycheck.cli.submit import _reason_to_stop, _SubmittedJob
 from tests.support.processes.ray_cluster import Arena, Story, arena, wait_for
 from tests.support.samples.sample_checkpoints import Driver
-from tests.support.servers.ports import free_ports
+from tests.support.servers.ports import free_port
 
 SCRIPT = "from tests.support.processes.driver_process import main\nmain()\n"
 
@@ -29,7 +29,7 @@ SCRIPT = "from tests.support.processes.driver_process import main\nmain()\n"
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[Arena, str]]:
     """A cluster with a job server, and its address."""
-    port, agent = free_ports(2)  # else another Ray on this machine may have them
+    port, agent = (free_port() for _ in range(2))  # else another Ray on this machine may have them
     with arena(include_dashboard=True, dashboard_port=port, dashboard_agent_listen_port=agent) as made:
         made.add(2)
         yield made, f"http://127.0.0.1:{port}"
@@ -223,7 +223,7 @@ def test_a_job_server_that_wants_a_token_is_a_matter_of_settings(s3: str, tmp_pa
 
 
 def test_without_a_job_server_it_says_so(s3: str, tmp_path: Path) -> None:
-    submitting = Submitting(tmp_path, f"http://127.0.0.1:{free_ports(1)[0]}", join_uri(s3, tmp_path.name), "")
+    submitting = Submitting(tmp_path, f"http://127.0.0.1:{free_port()}", join_uri(s3, tmp_path.name), "")
 
     assert submitting.join(within_s=60) == 2
     assert "no job server at http://127.0.0.1:" in submitting.log

@@ -20,7 +20,7 @@ from typing import Any
 
 from raycheck.demo.server import s3_server
 from tests.support.frameworks import tinker_cookbook as cookbook
-from tests.support.servers.ports import free_ports
+from tests.support.servers.ports import free_port
 
 START_S = 120.0
 RECIPE_S = 240.0
@@ -30,7 +30,7 @@ RECIPE = {"batch_size": 4, "max_steps": 9, "save_every": 3, "lora_rank": 4}
 def main(folder: Path) -> None:
     cookbook.prepare()
     cookbook.make_workplace(folder)
-    (port,) = free_ports(1)
+    port = free_port()
     url, log = f"http://127.0.0.1:{port}", folder / "log"
     with s3_server() as bucket:
         with server(folder, bucket, port) as process:

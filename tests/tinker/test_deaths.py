@@ -11,7 +11,7 @@ import raycheck
 from raycheck.tinker.checkpoint_paths import folder_of
 from raycheck.tinker.journal import Journal
 from tests.support.frameworks.tinker_client import TIMEOUT_S, ask, datum, new_model, result_of, train
-from tests.support.servers.ports import free_ports
+from tests.support.servers.ports import free_port
 from tests.support.servers.tinker_server import tinker_server, wait_until
 from tests.tinker.conftest import KEY
 
@@ -143,7 +143,7 @@ def test_a_save_that_fails_leaves_what_ran_meanwhile(base, connect, tmp_path) ->
 
 @pytest.mark.slow  # the SDK waits for up to 30 s before it asks again
 def test_the_server_ends_while_a_save_is_under_way_and_the_next_one_makes_it(base, connect, tmp_path) -> None:
-    bucket, port = f"memory://{uuid4().hex}", free_ports(1)[0]
+    bucket, port = f"memory://{uuid4().hex}", free_port()
     with tinker_server(base, bucket, tmp_path / "s.sqlite", port=port) as server:
         client = connect(server)
         model, undisturbed = new_model(client, base), new_model(client, base)
@@ -164,7 +164,7 @@ def test_the_server_ends_while_a_save_is_under_way_and_the_next_one_makes_it(bas
 
 def test_the_server_is_started_again_and_the_client_goes_on(base, connect, tmp_path, undisturbed) -> None:
     """Stopped while a request is under way; the SDK repeats what was refused meanwhile."""
-    bucket, port = f"memory://{uuid4().hex}", free_ports(1)[0]
+    bucket, port = f"memory://{uuid4().hex}", free_port()
     with tinker_server(base, bucket, tmp_path / "s.sqlite", port=port) as server:
         client = connect(server)
         model = new_model(client, base)

@@ -15,7 +15,7 @@ import tinker
 
 from raycheck.tinker.engine.actor import EngineGoneError, RayEngine
 from tests.support.frameworks.tinker_client import TIMEOUT_S, batch, new_model, train
-from tests.support.servers.ports import free_ports
+from tests.support.servers.ports import free_port
 from tests.support.servers.tinker_server import tinker_server, wait_until
 from tests.tinker.conftest import KEY
 
@@ -86,7 +86,7 @@ def command(base: str, folder: Path, port: int) -> Iterator[subprocess.Popen]:
             env={
                 **os.environ,
                 "RAY_AUTH_MODE": "disabled",
-                "RAY_ADDRESS": f"127.0.0.1:{free_ports(1)[0]}",
+                "RAY_ADDRESS": f"127.0.0.1:{free_port()}",
                 "RAYCHECK_TINKER_API_KEY": KEY,
             },
         )
@@ -101,7 +101,7 @@ def command(base: str, folder: Path, port: int) -> Iterator[subprocess.Popen]:
 
 @pytest.mark.slow
 def test_the_command_is_killed_and_started_again_and_the_client_goes_on(base, tmp_path) -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=KEY)
     with command(base, tmp_path, port):
         model = new_model(client, base)

@@ -16,7 +16,7 @@ from typing import Any
 
 import raycheck
 from tests.support.frameworks.torchtitan_on_cpu import debug_model, make_assets, make_run_on_cpu
-from tests.support.servers.ports import free_ports
+from tests.support.servers.ports import free_port
 
 LAYERS, STEPS = 25, 6
 
@@ -71,7 +71,7 @@ def main() -> None:
     from torchtitan.components.checkpointer import CheckpointManager
 
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update(place, MASTER_PORT=str(free_ports(1)[0]), TORCHELASTIC_RUN_ID="bench", HF_HUB_OFFLINE="1")
+    os.environ.update(place, MASTER_PORT=str(free_port()), TORCHELASTIC_RUN_ID="bench", HF_HUB_OFFLINE="1")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         assets = make_assets(folder / "assets")

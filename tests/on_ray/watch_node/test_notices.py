@@ -10,7 +10,7 @@ from raycheck.on_ray.watch_node import cloud_notices
 from raycheck.on_ray.watch_node.cloud_notices import REBALANCE, Azure, Ec2, Gce, Notice, source_of
 from raycheck.on_ray.watch_node.metadata_service import ask
 from tests.support.servers.metadata_servers import AzureService, Ec2Service, GceService, Reply, Service, serving
-from tests.support.servers.ports import free_ports
+from tests.support.servers.ports import free_port
 
 AT = 1505722920.0
 """2017-09-18T08:22:00Z, AWS's own example."""
@@ -212,13 +212,13 @@ def test_what_is_no_http_is_an_error_and_so_is_a_redirect() -> None:
         with pytest.raises(ConnectionError, match="302"):
             Gce(endpoint).notices(0.0)
         assert len(service.requests) == 1
-    (port,) = free_ports(1)
+    port = free_port()
     with pytest.raises(ConnectionError, match="refused"):
         Gce(f"http://127.0.0.1:{port}").notices(0.0)
 
 
 def test_no_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
     monkeypatch.delenv("no_proxy", raising=False)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.servers.ports import START_TIMEOUT_S, free_ports, wait_until_up
+from tests.support.servers.ports import START_TIMEOUT_S, free_port, wait_until_up
 
 FOLDER = Path(__file__).parents[3] / ".node"
 PROGRAM = FOLDER / "node_modules/.bin/azurite-blob"
@@ -26,7 +26,7 @@ INSTALL_TIMEOUT_S = 240.0
 def azurite() -> Iterator[str]:
     """A running server with one empty container; yields its connection string."""
     install()
-    (port,) = free_ports(1)
+    port = free_port()
     serve = [PROGRAM, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--inMemoryPersistence", "--silent"]
     serve += ["--skipApiVersionCheck", "--disableTelemetry"]
     # The pipe closes when the parent dies, however it dies, and takes the server along.

@@ -21,7 +21,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from tests.support.servers.debian_packages import prepare_programs
-from tests.support.servers.ports import free_ports
+from tests.support.servers.ports import free_port
 
 PROGRAMS = ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "monmaptool", "ceph-authtool", "ceph")
 INSTALL = "apt-get install -y --no-install-recommends radosgw ceph-mon ceph-osd ceph-common"
@@ -91,7 +91,7 @@ class Cluster:
         self._folder = folder
         self._conf = folder / "ceph.conf"
         self._fsid = str(uuid4())
-        self._port, v2, v1 = free_ports(3)
+        self._port, v2, v1 = (free_port() for _ in range(3))
         self._mon_host = f"[v2:127.0.0.1:{v2},v1:127.0.0.1:{v1}]"
         self._conf.write_text(
             _CONF.format(

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
+from tests.support.servers.ports import free_port
+
 Kind = Literal[
     "hold",
     "reset",
@@ -142,6 +144,7 @@ class FaultProxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self._connections: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()
         self._checked: dict[str, list[asyncio.Event]] = {}
+        self.port = free_port()
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="fault-proxy", daemon=True)
@@ -189,8 +192,7 @@ class FaultProxy:
 
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=1 << 20, ssl=self._tls)
-        self.port = server.sockets[0].getsockname()[1]
+        server = await asyncio.start_server(self._accept, "127.0.0.1", self.port, limit=1 << 20, ssl=self._tls)
         self._started.set()
         await self._stop.wait()
         server.close()

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from tests.support.servers.ports import free_port
+
 WAIT_S = 60.0
 
 
@@ -131,7 +133,7 @@ def serving(service: Service) -> Iterator[str]:
         def handle_error(self, *args: object) -> None:
             """Print nothing for a client that gave up and closed its end."""
 
-    with Server(("127.0.0.1", 0), Handler) as server:
+    with Server(("127.0.0.1", free_port()), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:

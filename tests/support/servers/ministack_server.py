@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.processes.virtual_environments import prepare_venv
-from tests.support.servers.ports import free_ports
+from tests.support.servers.ports import free_port
 
 VERSION = "1.5.33"
 FOLDER = Path(__file__).parents[3] / ".venv-ministack"
@@ -27,7 +27,7 @@ def ministack_server() -> Iterator[str]:
     """A running server with one empty bucket; yields its URI."""
     prepare()
     os.environ.update(AWS_ACCESS_KEY_ID="demo", AWS_SECRET_ACCESS_KEY="demo", AWS_EC2_METADATA_DISABLED="true")
-    (port,) = free_ports(1)
+    port = free_port()
     settings = {"BIND_HOST": "127.0.0.1", "MINISTACK_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "SERVICES": "s3"}
     with (
         tempfile.TemporaryFile() as log,

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from tests.support.servers.ports import free_port
+
 TOKEN = "a-token-of-this-test"
 END_TO_END = {"accept", "cookie", "content-type", "content-length", "origin", "x-raycheck-act", "user-agent"}
 HOP_BY_HOP = {"connection", "transfer-encoding", "server", "date", "content-length"}
@@ -88,7 +90,7 @@ def site_with(html: str) -> Iterator[str]:
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = ThreadingHTTPServer(("127.0.0.1", free_port()), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.servers.ports import free_ports, wait_until_up
+from tests.support.servers.ports import free_port, wait_until_up
 
 BUCKET = "bucket"
 
@@ -18,7 +18,7 @@ def rclone_server() -> Iterator[str]:
     """A running server with one empty bucket, which takes this process's keys; yields the bucket's URI."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / BUCKET).mkdir()
-        (port,) = free_ports(1)
+        port = free_port()
         keys = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
         command = [Path(sys.executable).with_name("rclone"), "serve", "s3", "--addr", f"127.0.0.1:{port}"]
         server = subprocess.Popen([*command, "--auth-key", ",".join(keys), folder], stderr=subprocess.DEVNULL)

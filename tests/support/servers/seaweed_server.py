@@ -17,7 +17,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from tests.support.processes.virtual_environments import prepare_venv
-from tests.support.servers.ports import START_TIMEOUT_S, free_ports
+from tests.support.servers.ports import START_TIMEOUT_S, free_port
 
 VERSION = "4.48"
 FOLDER = Path(__file__).parents[3] / ".venv-seaweed"
@@ -30,7 +30,7 @@ def seaweed_server() -> Iterator[str]:
     """A running server with one empty bucket; yields its URI."""
     prepare()
     os.environ.update(AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=KEY, AWS_EC2_METADATA_DISABLED="true")
-    master, volume, filer, s3, *grpc = free_ports(8)
+    master, volume, filer, s3, *grpc = (free_port() for _ in range(8))
     with tempfile.TemporaryDirectory(prefix="seaweed-") as folder:
         rights = [{"accessKey": KEY, "secretKey": KEY}]
         config = {

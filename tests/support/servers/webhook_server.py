@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from tests.support.servers.ports import free_port
+
 SECRET = "T0PSECRET"
 
 
@@ -37,7 +39,7 @@ def webhook_server() -> Iterator[Webhook]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", free_port()), Handler)
     hook = Webhook(server.server_port)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
