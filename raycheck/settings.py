@@ -43,7 +43,7 @@ class KeepBest(TypedDict):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Which committed checkpoints stay: those that any rule keeps, or all of them if there is no rule.
+    """The rules for which committed checkpoints stay: those that any rule keeps, or all if there is no rule.
 
     The head and pinned checkpoints always stay. Each field is a rule; None, the default, means that there is no such
     rule.
@@ -310,7 +310,7 @@ _NAME_ADVICE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveSettings:
-    """When to save, what to keep, where to write, and how to react to failures.
+    """The settings of a run: when to save, what to keep, where to write, and how to react to failures.
 
     When to save. A save is due when any of these triggers fires, and None means that there is no such trigger:
 

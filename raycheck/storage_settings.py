@@ -15,7 +15,7 @@ from raycheck.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageSettings:
-    """How to access a bucket. Never contains a secret: those come from the environment, a profile or a role.
+    """Settings for access to a bucket, never a secret: those come from the environment, a profile or a role.
 
     endpoint: the store's URL, for stores other than the cloud's own.
     region: the bucket's region.

@@ -39,7 +39,7 @@ class AttemptRecord(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeRecord(Document):
-    """How `attempt` continued from `after`, the attempt before it, which ended by `cause`.
+    """A record that `attempt` continued from `after`, the attempt before it, which ended by `cause`.
 
     restored: the checkpoint's name, None when there was none. step: the step at which training resumed.
     world_size_before: the world size of the attempt before, 0 when a person made that one (rewind, repair). lost_steps,

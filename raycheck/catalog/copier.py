@@ -59,7 +59,7 @@ class SourceBody:
 
 @dataclass(kw_only=True, slots=True)
 class RoundReport:
-    """What the rounds of one copier did, by checkpoint.
+    """The results of one copier's rounds, by checkpoint.
 
     copied: with its size in bytes. present: existed before. dropped: dropped by the source while it was copied.
     damaged: what is wrong with it. deleted: deleted from the mirror.

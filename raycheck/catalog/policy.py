@@ -50,7 +50,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrunedRun:
-    """What a policy does, or did, with one run.
+    """The result of a policy, planned or done, for one run.
 
     rule: the number of the rule that matched, from 1; None if none did. names: the checkpoints to delete, now or after
     the grace period. freed_bytes: the size of their objects. is_deleted: whether the whole run is deleted. problem: why

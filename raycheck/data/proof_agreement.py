@@ -12,7 +12,7 @@ from raycheck.terminal import first_few
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceProof:
-    """What is known about one rank's data source.
+    """The known facts about one rank's data source.
 
     kind: the dataset's class. order: what the order of samples depends on, which must be equal on all ranks. samples:
     the checksum of each compared sample, by number. lasting: the numbers of those that do not depend on random

@@ -46,7 +46,7 @@ class StreamState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamPlan:
-    """Which samples of a global batch come from which stream, and which of them belong to this rank.
+    """The stream of each sample in a global batch, and the samples that belong to this rank.
 
     streams: how many there are; a divisor of global_batch. is_endless: a stream that has ended starts over; otherwise
     the epoch ends with it.

@@ -128,7 +128,7 @@ def _read_numbered(dataset: Any, numbers: Sequence[int]) -> dict[int, tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class _TrialRead:
-    """What a child has read from a stream.
+    """The samples and states that a child has read from a stream.
 
     rows: the checksums of its samples. states: the state after a number of samples read in this child, by that number.
     """

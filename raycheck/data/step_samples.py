@@ -15,7 +15,7 @@ _KEYS = {"epoch", "consumed", "seed", "shuffle", "global_batch", "length"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSamples:
-    """What one step was trained on, over all ranks.
+    """The samples that one step was trained on, over all ranks.
 
     step: counted from 1, as in logs: the number of steps completed once its end_step returned. epoch: its epoch.
     batches: (first, last + 1) in the epoch. positions: (first, last + 1) in the epoch's order, in samples. indices: the

@@ -74,7 +74,7 @@ def _meets_by_old_addresses() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """Where a coordinator answers, and what it requires from callers: plain values, to be sent to each rank."""
+    """The address of a coordinator, and what it requires from callers: plain values, to be sent to each rank."""
 
     address: tuple[str, int]
     key: bytes

@@ -20,7 +20,7 @@ _COPY = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraLayer:
-    """How one LoRA layer changes its weight. problem: why it cannot be merged; empty if it can."""
+    """The change that one LoRA layer makes to its weight. problem: why it cannot be merged; empty if it can."""
 
     scaling: float
     is_transposed: bool

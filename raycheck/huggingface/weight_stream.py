@@ -58,7 +58,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraDelta:
-    """What a merged LoRA adds to its weight: scaling * B @ A, transposed if is_transposed."""
+    """The sum that a merged LoRA adds to its weight: scaling * B @ A, transposed if is_transposed."""
 
     a: SavedTensor
     b: SavedTensor

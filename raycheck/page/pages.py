@@ -151,7 +151,7 @@ def columns_of(found: Iterable[Mapping[str, float]]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ChartOptions:
-    """How to draw metrics. smooth: from 0 to below 1. only: a part of the names of the metrics to show."""
+    """Options for a chart of metrics. smooth: from 0 to below 1. only: a part of the names of the metrics to show."""
 
     is_log: bool = False
     smooth: float = 0.0

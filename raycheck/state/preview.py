@@ -47,7 +47,7 @@ class SavedValues(Mapping[str, Any]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preview:
-    """What the next `restore` will find; all counts are zero in a run without a checkpoint.
+    """The checkpoint that the next `restore` will find; all counts are zero in a run without one.
 
     step, epoch, epoch_step, samples, tokens, episodes: where training will resume, as `restore` will report.
     checkpoint: its name, None in a run without one. attempt: this life of the worker group. saved_world_size: the

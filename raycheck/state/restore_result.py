@@ -12,7 +12,7 @@ from raycheck.terminal import first_few
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreReport:
-    """What a restore did, by the names of entries, or of places in a module that was restored in part.
+    """The outcome of a restore, by the names of entries, or of places in a module that was restored in part.
 
     missing: names here that the checkpoint does not have; they were left unchanged. unexpected: names in the checkpoint
     that are not here. skipped: names left unchanged because the caller said so. fresh: names left unchanged by a stated
@@ -42,7 +42,7 @@ class RestoreReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """What a restore did on this rank. Random state is applied separately, as late as possible.
+    """The outcome of a restore on this rank. Random state is applied separately, as late as possible.
 
     rng_values: the saved random state of each rank; empty if it is not to be restored. rng_rank: the number among them
     of the one to take; see apply_rng. lineage: the partial restores that the state now descends from. is_whole: the

@@ -81,7 +81,7 @@ def as_json(value: Mapping[str, Any]) -> Result:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveRequest:
-    """What a save asks for.
+    """The fields of a request to save.
 
     name: the client's name for the checkpoint; None for one without a name, for a sampling session. session_number: the
     number of that session.

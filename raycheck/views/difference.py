@@ -23,7 +23,7 @@ Change = Literal["equal", "changed", "added", "removed", "reformed", "unknown"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorDifference:
-    """How one tensor differs between two checkpoints.
+    """The difference of one tensor between two checkpoints.
 
     change: "equal" or "changed", according to the checksums; "added" or "removed": only the second or only the first
     checkpoint has it; "reformed": its shape or dtype differs; "unknown": the two checkpoints split it across columns
@@ -42,7 +42,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointDifference:
-    """How a second checkpoint differs from a first one.
+    """The differences of a second checkpoint from a first one.
 
     before, after: their names. tensors: every tensor of either, those of the first checkpoint first. values_changed,
     values_added, values_removed: the entries whose non-tensor values differ, or that only one checkpoint has.

@@ -24,7 +24,7 @@ Documents = tuple[Manifest, Index]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorChange:
-    """How the values of one tensor, or a sample of them, differ between two checkpoints.
+    """The change of one tensor's values, or of a sample of them, between two checkpoints.
 
     name, dtype, shape: those of the tensor in the second checkpoint. count: its number of elements. sampled: how many
     elements were read. bytes_read: from both. norm_before, norm_after, norm_change: the Euclidean norms of the values

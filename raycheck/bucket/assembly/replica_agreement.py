@@ -67,7 +67,7 @@ class Holdings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """What the ranks have agreed on.
+    """The ranks' agreement on who writes what.
 
     writers: the rank that writes each box. apart: the entries of which ranks hold different parts, so that each rank
     keeps its own values. differing: names of module buffers and extra state that are not equal on all ranks. by_crc:

@@ -29,7 +29,7 @@ class Reference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What one rank reports when its shards are durable, or why they are not (`failure`).
+    """One rank's report when its shards are durable, or why they are not (`failure`).
 
     shards: those that it has uploaded, and its own shards of components that it refers to. references: what it refers
     to. section: the rank's part of the index. blocked_s, staged_s, upload_s: see RankRecord. tasks: the tasks after the

@@ -23,7 +23,7 @@ Outcome = Literal["won", "lost", "unknown"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What each writer of a race tries at the same moment: to create `key`, or to replace its `version`."""
+    """One try of all writers of a race at the same moment: to create `key`, or to replace its `version`."""
 
     key: str
     version: str | None

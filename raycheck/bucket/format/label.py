@@ -29,7 +29,7 @@ _MAX_INT = 1 << 63
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Label:
-    """What a save sets on its checkpoint. Raises ConfigError for what cannot be kept.
+    """Name, note and expiry that a save gives its checkpoint. Raises ConfigError for what cannot be kept.
 
     name: the checkpoint's name; None for none. may_move: the name may be taken from another checkpoint. note: a few
     facts, which the manifest keeps. expire_after_s: from this many seconds after the commit nothing keeps the

@@ -50,7 +50,7 @@ class Component(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRecord(Document):
-    """What the save cost one rank.
+    """The cost of the save for one rank.
 
     blocked_s: seconds for which training waited, including the upload for a shard that was copied in slices. staged_s:
     seconds from the same moment until the state was copied, including copies that devices made while training

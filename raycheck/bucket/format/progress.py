@@ -8,7 +8,7 @@ from raycheck.bucket.format.values import encode
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a training has come.
+    """The progress of a training.
 
     step: the completed optimizer steps, which is also the index of the next one. epoch: the completed epochs, which is
     also the index of the epoch in which to continue. epoch_step: the steps completed in that epoch. samples: consumed

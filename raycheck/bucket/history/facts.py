@@ -93,7 +93,7 @@ def _check_name(key: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What is known of a run's past.
+    """The known facts of a run's past.
 
     commits, drops: by the checkpoint's name. attempts, starts, ends: by number. rows: the metrics of its steps.
     """

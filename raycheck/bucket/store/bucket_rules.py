@@ -41,7 +41,7 @@ class LifecycleRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketRules:
-    """What a bucket does on its own.
+    """The rules that a bucket applies on its own.
 
     region: where it is; "" where the store has none. asked_region: where the settings say that it is; "" if they do
     not. versioning: whether replaced and deleted objects are kept. lock: a default retention or hold of new objects, in

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartSizes:
-    """How one store's objects are cut into parts.
+    """The sizes of the parts into which one store's objects are cut.
 
     part_bytes: the size of each part but the last. max_parts: how many the service allows, so that larger objects get
     larger parts; None where there is no limit. in_flight: how many parts of one object are sent at a time.

@@ -30,7 +30,7 @@ _repeats: ContextVar[list[str] | None] = ContextVar("repeats", default=None)
 
 
 class Repeat(Enum):
-    """What may be sent again after an error."""
+    """A choice of what may be sent again after an error."""
 
     NOTHING = "the answer would not change"
     UNCONDITIONAL = "it may have been applied: repeat only a request that may be applied twice"

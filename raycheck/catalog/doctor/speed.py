@@ -29,7 +29,7 @@ _BURST, _AT_A_TIME = 200, 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speed:
-    """How fast one rank writes and reads here, and how fast this machine copies memory, in bytes per second."""
+    """The speeds at which one rank writes and reads here, and this machine copies memory, in bytes per second."""
 
     up: float
     down: float

@@ -33,7 +33,7 @@ class SourceState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadSettings:
-    """How a source is read. verify: compare all bytes with the source's checksums, which reads them once more.
+    """Settings for reading a source. verify: compare all bytes with the source's checksums, which reads them once more.
     skip_values: leave out values that cannot be imported, with a note."""
 
     verify: bool = True

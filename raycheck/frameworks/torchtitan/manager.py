@@ -31,7 +31,7 @@ class CheckpointManager(BaseCheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
-        """When to save, what to keep, and where, in torchtitan's terms.
+        """Settings of raycheck in torchtitan's terms: when to save, what to keep, and where.
 
         folder: under torchrun, the run's URI, such as "s3://bucket/runs/my-run", or a folder in dump_folder. Inside Ray
         Train, Ray determines the run; keep the default.

@@ -21,7 +21,7 @@ MICRO_BATCH = "per_device_train_batch_size"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Which samples an optimizer step takes, and how a rank's share of them is divided into micro-batches.
+    """The samples that an optimizer step takes, and the division of a rank's share into micro-batches.
 
     global_batch: samples in one batch of the stream, over all ranks. micro_batches: how many of them a step has on each
     rank. micro_batch: samples in each; None: a step's micro-batches are all the same batch. order: the order of

@@ -39,7 +39,7 @@ class Metrics:
 
 
 class Cluster:
-    """What a coordinator has beyond its own process. This one is alone: it has neither nodes nor shared objects."""
+    """The cluster beyond a coordinator's own process. This one is alone: it has neither nodes nor shared objects."""
 
     def metrics(self, uri: str) -> Metrics:
         """Return the exporter of the metrics of the run at `uri`."""

@@ -21,7 +21,7 @@ LAST_WRITE_S = 10.0
 
 
 class HistoryWriter:
-    """What a coordinator knows of its run's past and has not written yet."""
+    """The facts of a run's past that its coordinator has not written yet."""
 
     def __init__(self, register: Register) -> None:
         self._register = register

@@ -42,7 +42,7 @@ RESTORE_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreResult:
-    """Where training resumes after a restore; all counts are zero in a fresh run.
+    """The point where training resumes after a restore; all counts are zero in a fresh run.
 
     step: index of the next optimizer step. epoch, epoch_step, samples: consumed position of the data. tokens, episodes:
     the sums of what was passed to `end_step` so far. checkpoint: name of the restored checkpoint, None in a fresh run.
@@ -98,7 +98,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Agreed(Generic[T]):
-    """What all ranks have read of one checkpoint.
+    """The facts that all ranks have read of one checkpoint.
 
     claim: the final claim, which names that checkpoint. result: what this rank has read.
     """

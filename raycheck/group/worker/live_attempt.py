@@ -41,7 +41,7 @@ NOTHING_SAVED: tuple[int, SaveKind] = (-1, "keep")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartingPoint:
-    """How an attempt begins: in a fresh run, or with the state that a restore has filled.
+    """The point where an attempt begins: a fresh run, or the state that a restore has filled.
 
     lineage: the partial restores that the state has gone through. trained_s: seconds of training in the state.
     began_at: when the run began, in unix seconds by the store's clock. saved_as: the kind of the checkpoint that has

@@ -22,7 +22,7 @@ PREEMPTED_GAP_S = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankZeroDecision:
-    """What rank 0 has decided for all ranks: whether to save, which commit to report, and when it decides next.
+    """Rank 0's decision for all ranks: whether to save, which commit to report, and when it decides next.
 
     step: rank 0's step, None at the end of its loop. clock_s: how long it has trained in this attempt. save: the kind
     of save to begin now, None for none. tasks: what follows its commit because of the time. commit: name of the commit

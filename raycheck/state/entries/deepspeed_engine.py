@@ -282,7 +282,7 @@ def _groups_of(own: Any) -> list[list[Any]]:
 
 @dataclass
 class EngineCounters:
-    """What an engine counts, and the state of its loss scaler."""
+    """The counts of an engine, and the state of its loss scaler."""
 
     engine: Any
 

@@ -98,7 +98,7 @@ def make_entries(objects: Mapping[str, object], role: Role) -> list[StateEntry]:
 
 
 class Containers:
-    """What the lists and dicts of objects in a state contained when the state was given."""
+    """The contents of a state's lists and dicts of objects when the state was given."""
 
     def __init__(self, state: Mapping[str, object]) -> None:
         self._held = [(*found, _identities(found[1])) for item in state.items() for found in _containers(*item)]

@@ -41,7 +41,7 @@ class ParameterPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class PieceRange:
-    """What memory that an engine trains has of one tensor of the model.
+    """The range of one tensor of the model that is in memory that an engine trains.
 
     memory: it may have more of other tensors. at, size: the range of the memory in question, in elements. parts: the
     boxes of the tensor in that range. The rest as in ParameterPiece.

@@ -50,7 +50,7 @@ class PassOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOrder:
-    """What to sample, and from which weights.
+    """An order to sample: what, and from which weights.
 
     source, shape: the checkpoint and the shape of its adapter; None for the base model. max_tokens: per sequence.
     stop_tokens: None for the base model's own. seed: of the first sequence; each later one adds 1. temperature: 0 takes

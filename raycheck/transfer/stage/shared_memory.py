@@ -22,7 +22,7 @@ _files: set[int] = set()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlace:
-    """Where another process finds shared memory: as file descriptor `fd` of process `pid`. size_bytes: its size.
+    """The place where another process finds shared memory: file descriptor `fd` of process `pid`. size_bytes: its size.
 
     device, inode: identify the file, so that it is never mistaken for another one.
     """

@@ -41,7 +41,7 @@ NO_RULES = Retention()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deletion:
-    """What a prune or sweep deletes of one checkpoint or upload, and why.
+    """A deletion by prune or sweep: the objects of one checkpoint or upload, and the reason.
 
     name: the checkpoint's name, or the upload's key. wait_s: seconds until the readers' grace period ends, by the
     bucket's clock. is_deleted: False in a dry run, during that period, and while others refer to its objects.

@@ -31,7 +31,7 @@ def own_obstore() -> Any:
 
 
 class _Process:
-    """What this process has loaded. forks: how many forks there are between it and the first process."""
+    """The modules that this process has loaded. forks: how many forks there are between it and the first process."""
 
     def __init__(self) -> None:
         self.forks = -1
