@@ -27,14 +27,14 @@ from raycheck.errors import ConfigError, DeniedError, NotFoundError, StoreError
 from raycheck.run import open_run
 from raycheck.settings import Retention
 from tests.support.samples.hostile_documents import mutated_bytes, mutated_tree, thorough
-from tests.support.samples.many_runs import MIXED, a_run, place
+from tests.support.samples.many_runs import a_run, mixed_runs, place
 from tests.support.samples.sample_checkpoints import Driver, everything, latest_tree, put_latest_tree, sealed
 from tests.support.servers.distant_bucket import distant_bucket
 from tests.support.servers.http_fault_proxy import FaultProxy
 from tests.support.servers.memory_store import DictStore
 from tests.support.servers.s3_engines import clients_made
 
-STATES = {name: state for name, (state, _) in MIXED.items()}
+STATES = {name: state for name, (state, _) in mixed_runs().items()}
 HOSTILE_NAMES = [
     "a b",
     "100%",
@@ -61,7 +61,7 @@ HOSTILE_NAMES = [
 def mixed(uri: str) -> str:
     """A bucket with a run in every state, some of them nested, beside folders that are none."""
     store = open_store(uri)
-    for name, (_, objects) in MIXED.items():
+    for name, (_, objects) in mixed_runs().items():
         place(store, name, objects)
     store.put("data/train/part-1", b"1")
     store.put("ann/notes.txt", b"1")
@@ -294,17 +294,20 @@ def test_a_folder_whose_name_is_no_text_is_opened_by_its_address(tmp_path) -> No
     assert list_runs(f"{tmp_path}/runs")[0].uri == run.uri
 
 
+A_RUN = a_run()  # the same bytes for every input
+
+
 @thorough
 @given(st.data())
 def test_no_latest_however_hostile_ends_the_listing_of_the_others(data) -> None:
     store = DictStore()
-    place(store, "whole", a_run())
-    tree = json.loads(a_run()[object_keys.LATEST_KEY])
+    place(store, "whole", A_RUN)
+    tree = json.loads(A_RUN[object_keys.LATEST_KEY])
     if data.draw(st.booleans()):
         changed = mutated_tree(data, tree)
         body = sealed(changed) if isinstance(changed, dict) else json.dumps(changed).encode()
     else:
-        body = mutated_bytes(data, a_run()[object_keys.LATEST_KEY])
+        body = mutated_bytes(data, A_RUN[object_keys.LATEST_KEY])
     store.put("odd/latest", body)
 
     found = {run.name: run for run in find_runs(store)}
@@ -338,7 +341,7 @@ def runs_on_s3(wire: FaultProxy, request) -> str:
     """A bucket on S3, seen through the proxy."""
     name = f"list-{abs(hash(request.node.name))}"
     store = open_store(join_uri(request.getfixturevalue("s3"), name))
-    for folder, (_, objects) in MIXED.items():
+    for folder, (_, objects) in mixed_runs().items():
         place(store, folder, objects)
     return join_uri(wire.uri, name)
 
@@ -353,7 +356,7 @@ def test_a_listing_asks_one_get_of_each_folder_and_lists_only_what_is_no_run(run
     # The torn and the newer one are read twice. Records: of those that died, are silent, run or never committed.
     records = [line for line in asked if "/attempts/" in line]
     assert len(records) == 6
-    assert len(asked) - len(records) == len(MIXED) + len(folders) + 2
+    assert len(asked) - len(records) == len(STATES) + len(folders) + 2
     # Beside the folders: the run without latest, its checkpoints/, and one object in the newest of these.
     assert len(listed) == len(folders) + 3
     assert not any("step-" in line for line in asked), "nothing but latest and records is read"

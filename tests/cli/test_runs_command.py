@@ -15,7 +15,7 @@ from raycheck.terminal import printable
 from tests.catalog.test_listing import HOSTILE_NAMES, STATES
 from tests.cli.test_terminal import is_fit
 from tests.support.processes.command_line import raycheck
-from tests.support.samples.many_runs import MIXED, a_run, place
+from tests.support.samples.many_runs import a_run, mixed_runs, place
 from tests.support.servers.http_fault_proxy import FaultProxy
 
 
@@ -25,7 +25,7 @@ def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     uri = f"file://{tmp_path}/bucket"
     if request.param == "s3":
         uri = join_uri(request.getfixturevalue("s3"), f"runs-{tmp_path.name}")
-    for name, (_, objects) in MIXED.items():
+    for name, (_, objects) in mixed_runs().items():
         place(open_store(uri), name, objects)
     return uri
 

@@ -24,7 +24,7 @@ from raycheck.page.rendering import render
 from raycheck.page.server import serve
 from tests.support.processes.command_line import raycheck
 from tests.support.processes.save_without_ray import save_state
-from tests.support.samples.many_runs import MIXED, place
+from tests.support.samples.many_runs import mixed_runs, place
 from tests.support.samples.sample_checkpoints import Driver, write_checkpoint
 
 TOKEN = "a-token-of-this-test"
@@ -35,7 +35,7 @@ HOSTILE = "<img src=x onerror=alert(1)>\u202e"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run in every state, and one with real tensors."""
     here = tmp_path_factory.mktemp("page")
-    for name, (_, objects) in MIXED.items():
+    for name, (_, objects) in mixed_runs().items():
         place(open_store(f"file://{here}"), name, objects)
     model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -105,7 +105,7 @@ class Links(HTMLParser):
 def test_every_run_is_listed_with_its_state(browser: Browser) -> None:
     text = browser.view("/")
 
-    for name, (state, _) in MIXED.items():
+    for name, (state, _) in mixed_runs().items():
         assert name in text
         assert f"state-{state}" in text
 

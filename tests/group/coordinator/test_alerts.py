@@ -24,7 +24,7 @@ from tests.support.histories.invariants import assert_invariants
 from tests.support.processes.background_call import InThread, on_all, start_on_all
 from tests.support.processes.coordinator_in_thread import InProcess, again, group_of
 from tests.support.processes.replicated_rank import Holder
-from tests.support.samples.many_runs import DAY_S, MIXED, a_run, place
+from tests.support.samples.many_runs import DAY_S, a_run, mixed_runs, place
 from tests.support.servers.memory_store import DictStore
 from tests.support.servers.webhook_server import SECRET, Webhook, webhook_server
 
@@ -38,7 +38,8 @@ def hook() -> Iterator[Webhook]:
 
 
 def sent(place: InProcess) -> None:
-    """Wait until the alerts of a coordinator are sent."""
+    """Wait until a coordinator has received what it was told, in this order, and has sent its alerts."""
+    place.ask("has_trained", timeout_s=60.0, what="what it was told before")
     place.coordinator._coordinator._alerts._wait()
 
 
@@ -248,7 +249,7 @@ def bucket(tmp_path: Path, runs: dict[str, object]) -> str:
 def test_a_watch_tells_once_of_what_is_silent_died_or_finished_and_not_of_old_things(
     hook: Webhook, tmp_path: Path
 ) -> None:
-    uri = bucket(tmp_path, {name: objects for name, (_, objects) in MIXED.items()})
+    uri = bucket(tmp_path, {name: objects for name, (_, objects) in mixed_runs().items()})
     place(open_store(uri), "quiet", a_run(ago_s=3600.0))
     place(open_store(uri), "dead", a_run(ago_s=600.0, state="died"))
     place(open_store(uri), "ancient", a_run(ago_s=2 * DAY_S, state="finished"))

@@ -12,7 +12,7 @@ from raycheck.bucket.attempt_records import ResumeRecord, record_end, record_res
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from tests.support.processes.save_without_ray import save_state
-from tests.support.samples.many_runs import MIXED, place
+from tests.support.samples.many_runs import mixed_runs, place
 from tests.support.samples.sample_checkpoints import Driver
 from tests.support.servers.chromium import Watched, chromium, watched_page
 from tests.support.servers.memory_store import DictStore
@@ -39,9 +39,9 @@ def bucket(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     else:
         prefix = join_uri(request.getfixturevalue("s3"), uuid4().hex)
     store = open_store(prefix)
-    for name, (_, objects) in MIXED.items():
+    for name, (_, objects) in mixed_runs().items():
         place(store, name, objects)
-    place(store, HOSTILE_RUN, MIXED["ann/finished"][1])
+    place(store, HOSTILE_RUN, mixed_runs()["ann/finished"][1])
     place(store, STORM, stormy_run())
     real_run(join_uri(prefix, REAL))
     hurt_run(join_uri(prefix, HURT))

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping
-from functools import cache
 
 from raycheck.bucket.attempt_records import record_failure
 from raycheck.bucket.format import object_keys
@@ -20,7 +19,6 @@ def place(store: Store, folder: str, objects: Mapping[str, bytes]) -> None:
         store.put(f"{folder}/{key}", data)
 
 
-@cache
 def a_run(*, steps: int = 2, ago_s: float = 0.0, state: str = "running") -> Mapping[str, bytes]:
     """Make the objects of a run whose last sign of life was `ago_s` seconds ago. state: what becomes of it afterwards."""
     store = DictStore(at=time.time() - ago_s)
@@ -49,17 +47,18 @@ def a_run(*, steps: int = 2, ago_s: float = 0.0, state: str = "running") -> Mapp
     return dict(store.objects)
 
 
-MIXED: Mapping[str, tuple[str, Mapping[str, bytes]]] = {
-    "ann/running": ("running", a_run()),
-    "ann/finished": ("finished", a_run(state="finished")),
-    "bob/died": ("died", a_run(ago_s=DAY_S, state="died")),
-    "bob/hopeless": ("died", a_run(ago_s=DAY_S, state="hopeless")),
-    "bob/silent": ("silent", a_run(ago_s=DAY_S)),
-    "bob/idle": ("idle", a_run(ago_s=DAY_S, state="rewound")),
-    "young": ("uncommitted", a_run(steps=0, ago_s=DAY_S)),
-    "starting": ("running", a_run(steps=0)),
-    "lost": ("lost", a_run(state="lost")),
-    "deep/er/torn": ("damaged", a_run(state="torn")),
-    "newer": ("newer", a_run(state="newer")),
-}
-"""One run in each state, by its folder: the state that a listing gives it, and its objects."""
+def mixed_runs() -> dict[str, tuple[str, Mapping[str, bytes]]]:
+    """Return one run in each state, by its folder: the state that a listing of now gives it, and its objects."""
+    return {
+        "ann/running": ("running", a_run()),
+        "ann/finished": ("finished", a_run(state="finished")),
+        "bob/died": ("died", a_run(ago_s=DAY_S, state="died")),
+        "bob/hopeless": ("died", a_run(ago_s=DAY_S, state="hopeless")),
+        "bob/silent": ("silent", a_run(ago_s=DAY_S)),
+        "bob/idle": ("idle", a_run(ago_s=DAY_S, state="rewound")),
+        "young": ("uncommitted", a_run(steps=0, ago_s=DAY_S)),
+        "starting": ("running", a_run(steps=0)),
+        "lost": ("lost", a_run(state="lost")),
+        "deep/er/torn": ("damaged", a_run(state="torn")),
+        "newer": ("newer", a_run(state="newer")),
+    }
