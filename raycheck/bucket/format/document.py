@@ -12,9 +12,9 @@ have no seal.
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -100,7 +100,10 @@ def load(cls: type[D], data: bytes, *, what: str, max_bytes: int) -> D:
     if version >= FIRST_SEALED_VERSION and not is_sealed:
         raise CorruptError(f'{what} does not end with its checksum, a last field like "crc32": "0123abcd"')
     body = {name: value for name, value in tree.items() if name != "crc32"}
-    return cast("D", _parse(cls, body | {"format_version": FORMAT_VERSION}, what))
+    try:
+        return _parse_document(cls, body | {"format_version": FORMAT_VERSION})
+    except _WrongError as error:
+        raise CorruptError(f"{what}{error.where} {error.problem}") from None
 
 
 def _check_seal(data: bytes, what: str) -> bool:
@@ -157,57 +160,133 @@ def _names(cls: Any) -> frozenset[str]:
     return frozenset(spec.name for spec in fields(cls)) - {"unknown"}
 
 
-def _parse(expected: Any, value: object, path: str) -> Any:
-    if type(value) is expected and expected in _NUMBERS_AND_TEXT:  # most fields, so it comes first
-        return _checked(value, path)
-    origin = get_origin(expected)
-    if origin in (Union, UnionType):
-        arms = get_args(expected)
+class _WrongError(Exception):
+    """A value is not what a document has there. where: the path to it; problem: what follows the path in the error."""
+
+    def __init__(self, problem: str, where: str = "") -> None:
+        super().__init__()
+        self.where, self.problem = where, problem
+
+    def below(self, step: str) -> "_WrongError":
+        return _WrongError(self.problem, step + self.where)
+
+
+_Parser = Callable[[Any], Any]
+
+
+@cache
+def _parser(expected: Any) -> _Parser:
+    """Return the function that makes a value of this type from JSON, or raises _WrongError.
+
+    A path is put together only for an error: most of the time of a parse would go into paths.
+    """
+    origin, arguments = get_origin(expected), get_args(expected)
+    if len(_arms(expected)) > 1:
+        return _one_of(arguments)
+    if origin is tuple:
+        return partial(_parse_list, _parser(arguments[0]), expected)
+    if origin is Mapping:
+        return partial(_parse_mapping, _parser(arguments[1]), expected)
+    if isinstance(expected, type) and issubclass(expected, Document):
+        return partial(_parse_document, expected)
+    return _SCALAR_PARSERS[expected]
+
+
+def _one_of(arms: tuple[Any, ...]) -> _Parser:
+    parsers = {arm: _parser(arm) for arm in arms if arm is not NoneType}
+    first = next(iter(parsers.values()))
+
+    def parse(value: Any) -> Any:
         if value is None and NoneType in arms:
             return None
-        inner = type(value) if type(value) in arms else next(arm for arm in arms if arm is not NoneType)
-        return _parse(inner, value, path)
-    if expected is Any:
-        return value
-    if origin is tuple and isinstance(value, list):
-        item_type = get_args(expected)[0]
-        return tuple(_parse(item_type, item, f"{path}[{i}]") for i, item in enumerate(value))
-    if origin is Mapping and isinstance(value, dict):
-        value_type = get_args(expected)[1]
-        return {key: _parse(value_type, item, f"{path}.{key}") for key, item in value.items()}
-    if isinstance(expected, type) and issubclass(expected, Document) and isinstance(value, dict):
-        return _parse_document(expected, value, path)
-    if expected is float and type(value) is int and abs(value) < 1 << 1023:
-        return float(value)
-    raise CorruptError(f"{path} is not {getattr(expected, '__name__', expected)}: {str(value)[:80]!r}")
+        return parsers.get(type(value), first)(value)
+
+    return parse
 
 
-_NUMBERS_AND_TEXT = frozenset((int, float, str, bool))
-_HARMLESS = frozenset((str, bool, NoneType))
+def _parse_list(item_parser: _Parser, expected: Any, value: Any) -> tuple[Any, ...]:
+    if type(value) is not list:
+        raise _not_a(expected, value)
+    found: list[Any] = []
+    try:
+        for item in value:
+            found.append(item_parser(item))  # noqa: PERF401  its length is the place of a wrong item
+    except _WrongError as error:
+        raise error.below(f"[{len(found)}]") from None
+    return tuple(found)
 
 
-def _checked(value: object, path: str) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise CorruptError(f"{path} is not a finite number")
-    if isinstance(value, int) and not -MAX_INT <= value < MAX_INT:
-        raise CorruptError(f"{path} is a number of more than 64 bits")
+def _parse_mapping(item_parser: _Parser, expected: Any, value: Any) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise _not_a(expected, value)
+    found: dict[str, Any] = {}
+    key = ""
+    try:
+        for key, item in value.items():
+            found[key] = item_parser(item)
+    except _WrongError as error:
+        raise error.below(f".{key}") from None
+    return found
+
+
+def _parse_int(value: Any) -> int:
+    if type(value) is not int:
+        raise _not_a(int, value)
+    if not -MAX_INT <= value < MAX_INT:
+        raise _WrongError("is a number of more than 64 bits")
     return value
 
 
-def _parse_document(cls: type[D], value: dict[str, object], path: str) -> D:
-    known: dict[str, Any] = {}
+def _parse_float(value: Any) -> float:
+    if type(value) is int and abs(value) < 1 << 1023:
+        return float(value)
+    if type(value) is not float:
+        raise _not_a(float, value)
+    if not math.isfinite(value):
+        raise _WrongError("is not a finite number")
+    return value
+
+
+def _parse_exactly(expected: type, value: Any) -> Any:
+    if type(value) is not expected:
+        raise _not_a(expected, value)
+    return value
+
+
+def _not_a(expected: Any, value: object) -> _WrongError:
+    return _WrongError(f"is not {getattr(expected, '__name__', expected)}: {str(value)[:80]!r}")
+
+
+_SCALAR_PARSERS: Mapping[Any, _Parser] = {
+    Any: lambda value: value,
+    int: _parse_int,
+    float: _parse_float,
+    str: partial(_parse_exactly, str),
+    bool: partial(_parse_exactly, bool),
+}
+_HARMLESS = frozenset((str, bool, NoneType))
+
+
+def _parse_document(cls: type[D], value: Any) -> D:
+    if type(value) is not dict:
+        raise _not_a(cls, value)
     if cls.renamed:
         value = {cls.renamed.get(name, name): item for name, item in value.items()}
-    for name, expected, harmless, is_required in _expected(cast("Any", cls)):
+    known: dict[str, Any] = {}
+    for name, parser, harmless, is_required in _expected(cast("Any", cls)):
         item = value.get(name, MISSING)
-        if type(item) in harmless:  # most fields: it takes longer to write the path of one than to look at it
+        if type(item) in harmless:  # most fields
             known[name] = item
         elif item is not MISSING:
-            known[name] = _parse(expected, item, f"{path}.{name}")
+            try:
+                known[name] = parser(item)
+            except _WrongError as error:
+                raise error.below(f".{name}") from None
         elif is_required:
-            raise CorruptError(f"{path} lacks the field {name!r}")
-    names = _names(cast("Any", cls))
-    return cls(unknown={key: item for key, item in value.items() if key not in names}, **known)
+            raise _WrongError(f"lacks the field {name!r}")
+    if len(known) < len(value):
+        known["unknown"] = {key: item for key, item in value.items() if key not in known}
+    return cls(**known)
 
 
 def _arms(expected: Any) -> tuple[Any, ...]:
@@ -215,14 +294,14 @@ def _arms(expected: Any) -> tuple[Any, ...]:
 
 
 @cache
-def _expected(cls: Any) -> tuple[tuple[str, Any, frozenset[Any], bool], ...]:
-    """Return each known field: its name, its type, which of its types accept any value, and whether a document must
+def _expected(cls: Any) -> tuple[tuple[str, _Parser, frozenset[Any], bool], ...]:
+    """Return each known field: its name, its parser, which of its types accept any value, and whether a document must
     have it."""
     hints = get_type_hints(cls)
     return tuple(
         (
             spec.name,
-            hints[spec.name],
+            _parser(hints[spec.name]),
             _HARMLESS.intersection(_arms(hints[spec.name])),
             spec.default is MISSING and spec.default_factory is MISSING,
         )
