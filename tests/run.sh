@@ -29,6 +29,7 @@ esac
 # Up to five processes at a time: they wait much of the time, and one thread of torch's is enough for each. 5 is
 # pytest's status when none of its tests was asked for.
 export OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE # or each process that a test starts compiles raycheck anew, for up to half a second
 case " $* " in *" --all "*) ;; *) export PYTHONHASHSEED=0 ;; esac # sets have one order; with --all any
 tests() { "$python" -m pytest --durations=25 "$@" || [ $? = 5 ]; }
 bucket="tests/bucket tests/catalog tests/views tests/page"

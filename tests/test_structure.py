@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -53,10 +54,22 @@ def module_of(path: Path) -> str:
 FILE_OF = {module_of(path).removesuffix(".__init__"): path for path in FILES}
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file, its module first: most of these tests look at every one of the package's."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_nodes() -> Iterator[None]:
+    yield
+    nodes.cache_clear()
+
+
 def imports(path: Path) -> set[str]:
     """Every module of raycheck that a file imports: also inside functions, and for types alone."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path} has a relative import"
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "raycheck":
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -98,7 +111,7 @@ def test_adapters_use_public_names_only() -> None:
     """So that a user can write an adapter of the same kind for another framework."""
     for path in sorted([*(PACKAGE / "frameworks").rglob("*.py"), *(PACKAGE / "tinker").rglob("*.py")]):
         own = ("raycheck.frameworks", "raycheck.tinker", "raycheck.http_server", "raycheck.http_callers")
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("raycheck"):
                 names = {alias.name for alias in node.names}
                 assert node.module.startswith(own) or names <= PUBLIC.get(node.module, set()), path
@@ -109,7 +122,7 @@ def test_adapters_use_public_names_only() -> None:
 def imported(path: Path) -> set[str]:
     """The top names of all that a file imports, also inside functions."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module.partition(".")[0])
         if isinstance(node, ast.Import):
@@ -131,9 +144,8 @@ def test_only_the_store_touches_a_store_client() -> None:
 def test_the_command_line_prints_only_text_that_is_fit_for_a_terminal() -> None:
     """By the Text of cli/options.py. rich's own would hand on what lies in a bucket, and a bare str is its markup."""
     for path in sorted((PACKAGE / "cli").rglob("*.py")):
-        tree = ast.parse(path.read_text())
         assert path.name == "options.py" or "rich.text" not in path.read_text(), path
-        for node in ast.walk(tree):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("out.print", "table.add_row"):
                 for item in node.args:
                     is_fit = ast.unparse(item).startswith(("Text(", "table", "*map(Text, ", "*(Text("))
@@ -146,7 +158,7 @@ def test_messages_show_addresses_without_settings() -> None:
     addresses |= {"frameworks/transformers/trainer_run.py"}
     for path in FILES:
         if str(path.relative_to(PACKAGE)) not in addresses:
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes(path):
                 if isinstance(node, ast.FormattedValue):
                     assert not ast.unparse(node.value).endswith("uri"), f"{path.name}:{node.lineno}"
 
@@ -265,9 +277,8 @@ def test_dry_run_and_progress_are_spelled_one_way() -> None:
 
 def test_modules_say_why_they_exist_and_functions_stay_small() -> None:
     for path in FILES:
-        text = path.read_text()
-        assert ast.get_docstring(ast.parse(text)), f"{path} does not say why it is there"
-        for node in ast.walk(ast.parse(text)):
+        assert ast.get_docstring(nodes(path)[0]), f"{path} does not say why it is there"
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno - node.lineno < 60, f"{path}: {node.name}"
 
@@ -291,7 +302,7 @@ def test_other_modules_define_only_the_errors_that_errors_py_names() -> None:
         node.name: {ast.unparse(base) for base in node.bases}
         for path in FILES
         if path.name != "errors.py" or path.parent != PACKAGE
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef)
     }
     elsewhere = {name: bases & kinds for name, bases in found.items() if bases & kinds}
@@ -305,12 +316,17 @@ def test_every_invariant_is_named_where_it_is_upheld_and_where_it_is_proven() ->
     """A function of the package names it in its docstring, and a test in its name or docstring."""
     text = (PACKAGE / "bucket" / "FORMAT.md").read_text()
     invariants = set(re.findall(r"^- \*\*(I\d+)\*\* ", text, re.MULTILINE))
-    tests = [(path, node) for path, node in functions(Path(__file__).parent) if node.name.startswith("test_")]
+    naming = [
+        path for path in Path(__file__).parent.rglob("*.py") if re.search(r"(?i)(?<![a-z0-9])i\d", path.read_text())
+    ]
+    tests = [node for path in naming for node in functions(path) if node.name.startswith("test_")]
 
-    upheld = {name for _, node in functions(PACKAGE) for name in invariants_in(ast.get_docstring(node) or "")}
+    upheld = {
+        name for path in FILES for node in functions(path) for name in invariants_in(ast.get_docstring(node) or "")
+    }
     proven = {
         name
-        for _, node in tests
+        for node in tests
         for name in invariants_in(f"{node.name.replace('_', ' ').upper()} {ast.get_docstring(node) or ''}")
     }
 
@@ -320,11 +336,8 @@ def test_every_invariant_is_named_where_it_is_upheld_and_where_it_is_proven() ->
     assert (upheld | proven) - invariants == set()
 
 
-def functions(folder: Path) -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for path in sorted(folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield path, node
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def invariants_in(text: str) -> set[str]:
@@ -335,7 +348,7 @@ def invariants_in(text: str) -> set[str]:
 def test_no_class_name_stands_for_two_things() -> None:
     homes: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
 
@@ -369,7 +382,7 @@ def test_a_question_does_not_act() -> None:
     """What is called like a question, or is a property, changes nothing and talks to nobody."""
     acting = {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 is_property = any(ast.unparse(mark).endswith("property") for mark in node.decorator_list)
                 if (is_property or node.name.lstrip("_").startswith(ASKS)) and (act := act_in(node)):
