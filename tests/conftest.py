@@ -18,6 +18,7 @@ import botocore.hooks
 import pytest
 from botocore.hooks import EventAliaser, HierarchicalEmitter
 from botocore.loaders import JSONFileLoader
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, settings
 
 from raycheck.bucket.store import Store, open_store
@@ -126,6 +127,16 @@ def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
     faulthandler.dump_traceback_later(limit, exit=True, file=request.config.stash[_STDERR])
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_objects() -> Iterator[None]:
+    """Takes out of the memory of `memory://` what the tests of a file have put there. All stores of a process are in one
+    mapping, and each listing goes through all of it."""
+    before = MemoryFileSystem.store.copy()
+    yield
+    for path in MemoryFileSystem.store.keys() - before.keys():
+        MemoryFileSystem.store.pop(path, None)
 
 
 @pytest.fixture(scope="session")

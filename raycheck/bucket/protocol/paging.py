@@ -152,9 +152,12 @@ class _List(Generic[Item]):
 
     def _too_old(self, newest: Sequence[Item]) -> tuple[Item, ...]:
         """Return the items of a body that move to a page, in order."""
+        left = len(newest)
+        if left <= LEAST_NEWEST:
+            return ()
         sizes = [len(dump(item)) for item in newest]
-        left, size = len(newest), sum(sizes)
-        if left <= MOST_NEWEST and (size <= MOST_NEWEST_BYTES or left <= LEAST_NEWEST):
+        size = sum(sizes)
+        if left <= MOST_NEWEST and size <= MOST_NEWEST_BYTES:
             return ()
         moved = []
         for item, its_size in zip(newest, sizes, strict=True):
