@@ -17,6 +17,7 @@ from raycheck.bucket.store import Got, Store
 from raycheck.errors import CorruptError, NotFoundError
 
 T = TypeVar("T")
+U = TypeVar("U")
 AT_ONCE = 32
 Read = Callable[[], tuple[Latest, Got]]
 
@@ -122,18 +123,31 @@ def read_answer(read: Read, pages: Pages, question: Callable[[Latest], T]) -> tu
 
     Raises what `read` and the question raise, and CorruptError when a page is lost on which the answer depends.
     """
+
+    def answer(found: tuple[Latest, Got]) -> tuple[T, Got]:
+        return pages.ask(found[0], question), found[1]
+
+    return again_if_missing(pages, read, answer)
+
+
+def again_if_missing(pages: Pages, read: Callable[[], U], use: Callable[[U], T]) -> T:
+    """Return the result of `use` for what `read` returns. If a page is missing, call both again. Step 40.
+
+    Either the body that was read is an old one, or the page is lost. Raises what these raise, and CorruptError when the
+    same page is missing twice.
+    """
     missing = ""
     while True:
-        body, got = read()
+        found = read()
         try:
-            return pages.ask(body, question), got
+            return use(found)
         except PageMissingError as error:
             if error.key == missing:
-                raise lost_page_error(pages, error.key) from None
+                raise _lost_page_error(pages, error.key) from None
             missing = error.key
 
 
-def lost_page_error(pages: Pages, key: str) -> CorruptError:
+def _lost_page_error(pages: Pages, key: str) -> CorruptError:
     return CorruptError(
         f"{pages}: {key} is missing, although latest names it: checkpoints that it lists are not in the list. Training "
         "and restoring the newest checkpoint need no page. Put it back (bucket versioning), or stop training and "
