@@ -321,9 +321,9 @@ class Run:
 
     def _opened(self) -> Iterator[Latest]:
         """Yield `latest` as it was read, again as long as the run still has the same pages."""
-        pages = {page.key for page in (*self._newest.pages, *self._newest.evicted_pages)}
+        pages = {page.key for page in self._newest.all_pages}
         now = self._newest
-        while pages <= {page.key for page in (*now.pages, *now.evicted_pages)}:
+        while pages <= {page.key for page in now.all_pages}:
             yield self._newest
             now = read_newest(self._store)
         raise NotFoundError(f"{self._store}: the run has changed since it was opened; open it again")

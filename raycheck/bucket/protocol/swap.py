@@ -79,7 +79,7 @@ class Register:
         return found
 
     def read_newest(self) -> tuple[Latest, Got] | None:
-        """Read `latest` alone, without its pages: enough for what concerns the newest checkpoints, owners and attempts.
+        """Read `latest` alone, without its pages: enough for what concerns the newest checkpoints and the attempts.
 
         Return None when there is no `latest` and this process has never seen one. Raises CorruptError when `latest`
         existed before and is missing, is of an older attempt, or is another run's: it was lost or rolled back, and

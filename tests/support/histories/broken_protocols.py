@@ -84,7 +84,7 @@ MUTANTS = (
     Mutant(
         lacks="a fenced owner may claim",
         where="claim:check_owner",
-        old="if body.attempt.owner != me.owner and me.owner in body.owners:",
+        old="if body.attempt.owner != me.owner and body.has_owner(me.owner):",
         new="if False:",
     ),
     Mutant(
@@ -212,13 +212,19 @@ PAGE_MUTANTS = (
     Mutant(
         lacks="the head moves to a page",
         where="paging:_List._too_old",
-        old="if item.key not in self.stay:",
+        old="if _key(item) not in self.stay:",
         new="if True:",
     ),
     Mutant(
         lacks="a commit takes the newest checkpoints for all",
         where="swap:Register._decide",
-        old="return decide(self.pages.whole(body), now)",
-        new="return decide(replace(body, pages=()), now)",
+        old="self.pages.ask(body, lambda body: decide(body, now))",
+        new="self.pages.ask(body, lambda body: decide(replace(body, pages=()), now))",
+    ),
+    Mutant(
+        lacks="a claim does not look for its owner in pages",
+        where="swap:Register._decide",
+        old="self.pages.ask(body, lambda body: decide(body, now))",
+        new="self.pages.ask(body, lambda body: decide(replace(body, owner_pages=()), now))",
     ),
 )

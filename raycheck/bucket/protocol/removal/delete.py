@@ -96,7 +96,7 @@ def delete_run(
         marked = replace(
             body,
             deleted_at=now,
-            owners=(*body.owners, owner),
+            newest_owners=(*body.newest_owners, owner),
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], mine),
             head=None,
             mirror=None,
@@ -134,7 +134,7 @@ def mark_lost(register: Register) -> None:
             run_id=uuid4().hex,
             counter=0,
             proven=number,
-            owners=(owner,),
+            newest_owners=(owner,),
             attempts=(attempt_by_hand(owner, number, restore_key=None, now=now),),
             head=None,
             deleted_at=now,
