@@ -101,9 +101,12 @@ MUTANTS = (
     ),
     Mutant(
         lacks="a swap sends its old decision again",
-        where="swap:Register.swap",
+        where="swap:Register._try",
         old="new = self._decide(decide, body, got.at if got else time.time())",
-        new="new = sent = locals().get('sent') or self._decide(decide, body, got.at if got else time.time())",
+        new=(
+            "new = vars(decide).get('sent') or self._decide(decide, body, got.at if got else time.time())\n"
+            "    decide.sent = new"
+        ),
     ),
     Mutant(
         lacks="a swap puts without a condition",
@@ -114,7 +117,7 @@ MUTANTS = (
     Mutant(
         lacks="a failed save is cleaned up",
         where="commit:commit",
-        old='return register.swap(decide, what=f"commit of {manifest.key}", at=at).entry(manifest.key)',
+        old='body = register.swap(decide, what=f"commit of {manifest.key}", at=at)',
         new=(
             "from raycheck.errors import StoreError\n"
             "        found = register.read()\n"
@@ -143,13 +146,13 @@ MUTANTS = (
     ),
     Mutant(
         lacks="a prune deletes what others refer to",
-        where="removal.prune_and_sweep:_delete_evicted",
+        where="removal.prune_and_sweep:prune",
         old="is_held=name in held",
         new="is_held=False",
     ),
     Mutant(
         lacks="a prune forgets what others refer to",
-        where="removal.prune_and_sweep:_delete_evicted",
+        where="removal.prune_and_sweep:prune",
         old="if name not in held:",
         new="if True:",
     ),
