@@ -17,7 +17,7 @@ from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import EXPORTS_PREFIX, LATEST_KEY, checkpoint_prefix
 from raycheck.bucket.format.ray_pointer import MAX_BYTES as MAX_POINTER_BYTES
 from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
-from raycheck.bucket.pages import PageMissingError, Pages, lost_page_error
+from raycheck.bucket.pages import Pages, again_if_missing
 from raycheck.bucket.protocol import name_and_score, pin_and_evict
 from raycheck.bucket.protocol.removal.prune_and_sweep import (
     GRACE_S,
@@ -317,13 +317,16 @@ class Run:
         """Return the answer of `latest` to a question; pages are read if it depends on them."""
         if self._pages is None:
             return question(self._newest)
-        try:
-            return self._pages.ask(self._newest, question)
-        except PageMissingError as error:
+        return again_if_missing(self._pages, partial(next, self._opened()), partial(self._pages.ask, question=question))
+
+    def _opened(self) -> Iterator[Latest]:
+        """Yield `latest` as it was read, again as long as the run still has the same pages."""
+        pages = {page.key for page in self._newest.all_pages}
+        now = self._newest
+        while pages <= {page.key for page in now.all_pages}:
+            yield self._newest
             now = read_newest(self._store)
-            if error.key in {page.key for page in (*now.pages, *now.evicted_pages)}:
-                raise lost_page_error(self._pages, error.key) from None
-            raise NotFoundError(f"{self._store}: the run has changed since it was opened; open it again") from None
+        raise NotFoundError(f"{self._store}: the run has changed since it was opened; open it again")
 
     def reopened(self) -> "Run":
         """Read the run again over the same connections. Raises NotFoundError if the run is gone."""

@@ -5,7 +5,7 @@ from operator import index
 from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.name_and_score import names_in
-from raycheck.bucket.protocol.resume import AtName, Resume
+from raycheck.bucket.protocol.resume import AtName, Resume, steps_near
 from raycheck.bucket.protocol.retention import best_by
 from raycheck.bucket.reading import Checkpoint, ask_latest
 from raycheck.bucket.recorded_rules import recorded_rules
@@ -64,8 +64,7 @@ def _best(store: Store, body: Latest) -> Entry:
 def _of_step(store: Store, body: Latest, step: int) -> Entry:
     found = body.of_step(step)
     if not found:
-        steps = ", ".join(str(entry.step) for entry in body.live) or "none"
-        raise NotFoundError(f"{store}: no checkpoint of step {step}; there are: {steps}")
+        raise NotFoundError(f"{store}: no checkpoint of step {step}; there are: {steps_near(body, step)}")
     return found[-1]
 
 

@@ -1,4 +1,4 @@
-"""Reads the pages of `latest`: immutable objects that list the live checkpoints which are not the newest. Step 40.
+"""Reads the pages of `latest`: immutable objects that list checkpoints and owners, all but the newest. Step 40.
 
 A body of `latest` names the pages with their checksums, so the body and its pages are one value, read in several
 requests. A page is deleted only long after the last body that named it was replaced; a reader that is slower than that
@@ -17,6 +17,7 @@ from raycheck.bucket.store import Got, Store
 from raycheck.errors import CorruptError, NotFoundError
 
 T = TypeVar("T")
+U = TypeVar("U")
 AT_ONCE = 32
 Read = Callable[[], tuple[Latest, Got]]
 
@@ -66,34 +67,18 @@ class Pages:
             try:
                 return question(known)
             except PagesNeededError as needed:
-                if not known.pages and not known.evicted_pages:
+                if not needed.pages or needed.pages[0] not in known.all_pages:
                     raise
-                may_tell = needed.may_tell
-                refs = tuple(ref for ref in known.pages if may_tell is not None and may_tell(ref))
-                known = self._with(known, refs) if refs else self.whole(body)
-
-    def _with(self, body: Latest, refs: Sequence[PageRef]) -> Latest:
-        """Return `body` with what some of its pages of live entries list. It still refers to the others."""
-        live = (entry for page in self.read(refs) for entry in page.live)
-        left = tuple(ref for ref in body.pages if ref not in refs)
-        return replace(body, newest=in_order((*live, *body.newest)), pages=left)
+                known = _joined(known, needed.pages, self.read(needed.pages))
 
     def whole(self, body: Latest) -> Latest:
         """Return `body` with what its pages list, as a whole body. Raises the errors of `read`."""
-        refs = (*body.pages, *body.evicted_pages)
+        refs = body.all_pages
         if not refs:
             return body
         found = self.read(refs)
         self._read_pages = dict(zip((ref.key for ref in refs), found, strict=True))
-        live = (entry for page in found for entry in page.live)
-        evicted = (item for page in found for item in page.evicted)
-        return replace(
-            body,
-            newest=in_order((*live, *body.newest)),
-            pages=(),
-            newest_evicted=(*evicted, *body.newest_evicted),
-            evicted_pages=(),
-        )
+        return _joined(body, refs, found)
 
     def _read(self, ref: PageRef) -> Page:
         def read() -> Page:
@@ -103,13 +88,30 @@ class Pages:
                 raise PageMissingError(ref.key) from None
             if len(data) != ref.size_bytes or crc32(data) != ref.crc32:
                 raise CorruptError(
-                    f"{self._store}: {ref.key}, which lists {ref.count} checkpoints, is damaged. Put an earlier "
+                    f"{self._store}: {ref.key}, which is a part of what latest lists, is damaged. Put an earlier "
                     "version of it back (bucket versioning), or stop training and rebuild the list: raycheck repair "
                     f"'{self._store}'"
                 )
             return load_page(data, what=f"{self._store}: {ref.key}")
 
         return again_if_corrupt(read)
+
+
+def _joined(body: Latest, refs: Sequence[PageRef], pages: Sequence[Page]) -> Latest:
+    """Return `body` with what some of its pages list: any of live entries, all of another kind. It still refers to the
+    other ones."""
+    left, evicted_left, owners_left = (
+        tuple(ref for ref in kind if ref not in refs) for kind in (body.pages, body.evicted_pages, body.owner_pages)
+    )
+    return replace(
+        body,
+        newest=in_order((*(entry for page in pages for entry in page.live), *body.newest)),
+        pages=left,
+        newest_evicted=(*(item for page in pages for item in page.evicted), *body.newest_evicted),
+        evicted_pages=evicted_left,
+        newest_owners=(*(owner for page in pages for owner in page.owners), *body.newest_owners),
+        owner_pages=owners_left,
+    )
 
 
 def read_whole(read: Read, pages: Pages) -> tuple[Latest, Got]:
@@ -122,20 +124,33 @@ def read_answer(read: Read, pages: Pages, question: Callable[[Latest], T]) -> tu
 
     Raises what `read` and the question raise, and CorruptError when a page is lost on which the answer depends.
     """
+
+    def answer(found: tuple[Latest, Got]) -> tuple[T, Got]:
+        return pages.ask(found[0], question), found[1]
+
+    return again_if_missing(pages, read, answer)
+
+
+def again_if_missing(pages: Pages, read: Callable[[], U], use: Callable[[U], T]) -> T:
+    """Return the result of `use` for what `read` returns. If a page is missing, call both again. Step 40.
+
+    Either the body that was read is an old one, or the page is lost. Raises what these raise, and CorruptError when the
+    same page is missing twice.
+    """
     missing = ""
     while True:
-        body, got = read()
+        found = read()
         try:
-            return pages.ask(body, question), got
+            return use(found)
         except PageMissingError as error:
             if error.key == missing:
-                raise lost_page_error(pages, error.key) from None
+                raise _lost_page_error(pages, error.key) from None
             missing = error.key
 
 
-def lost_page_error(pages: Pages, key: str) -> CorruptError:
+def _lost_page_error(pages: Pages, key: str) -> CorruptError:
     return CorruptError(
-        f"{pages}: {key} is missing, although latest names it: checkpoints that it lists are not in the list. Training "
-        "and restoring the newest checkpoint need no page. Put it back (bucket versioning), or stop training and "
-        f"rebuild the list: raycheck repair '{pages}'"
+        f"{pages}: {key} is missing, although latest names it: the checkpoints, or the drivers that started the run, "
+        "that it lists are not known. Put it back (bucket versioning), or stop training and rebuild the list: raycheck "
+        f"repair '{pages}'"
     )

@@ -199,7 +199,7 @@ def get_whole(store: Store) -> tuple[Latest, Got]:
 
 
 def read_newest(store: Store) -> Latest:
-    """Read `latest` alone, without its pages: enough for what concerns the newest checkpoints, owners and attempts.
+    """Read `latest` alone, without its pages: enough for what concerns the newest checkpoints and the attempts.
 
     Raises NotFoundError, which says what exists instead, when there is no run.
     """
@@ -243,7 +243,7 @@ def peek_latest(store: Store) -> Latest:
     Raises the errors of get_latest, but CorruptError only after a second reading.
     """
     body = read_quickly(store, object_keys.LATEST_KEY, load_latest, max_bytes=MAX_LATEST)
-    return read_latest(store) if body.pages or body.evicted_pages else body
+    return read_latest(store) if body.all_pages else body
 
 
 def no_run_error(store: Store) -> NotFoundError:

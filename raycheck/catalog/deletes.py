@@ -5,7 +5,7 @@ from raycheck.bucket.protocol.removal import delete
 from raycheck.bucket.protocol.removal.delete import DeletedRun
 from raycheck.bucket.protocol.removal.prune_and_sweep import GRACE_S, prune
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.reading import read_latest
+from raycheck.bucket.reading import ask_latest, read_latest
 from raycheck.bucket.run_status import read_status
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import shown_uri
@@ -31,7 +31,7 @@ def delete_checkpoint(
     of objects that are deleted. Raises NotFoundError if there is no such checkpoint, ConfigError for the head.
     """
     store = open_store(uri, storage)
-    key = entry_at(store, read_latest(store), at).key
+    key = ask_latest(store, lambda body: entry_at(store, body, at)).key
     register = Register(store, is_dry=dry_run)
     delete.delete_checkpoint(register, key)
     if not grace_s and not dry_run:

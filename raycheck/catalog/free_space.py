@@ -19,7 +19,7 @@ from heapq import heapify, heappop, heappush
 
 from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.format.object_keys import EXPORTS_PREFIX
-from raycheck.bucket.protocol.pin_and_evict import PastOfDropped, by_hand, with_evicted
+from raycheck.bucket.protocol.pin_and_evict import by_hand, drop
 from raycheck.bucket.protocol.removal.prune_and_sweep import (
     GRACE_S,
     NO_RULES,
@@ -289,19 +289,16 @@ class CleanPlan:
     def _clean(self, run: _Examined) -> set[str]:
         """Drop what was chosen of a run, and delete what it does not list. Return the names of what is deleted."""
 
-        def change(body: Latest, now: float) -> Latest | None:
+        def choose(body: Latest, now: float) -> Mapping[str, str]:
             keys = {entry.key for entry in body.live}.intersection(run.chosen)
             if not keys:
-                return None
+                return {}
             is_same = (body.attempt.number, body.live[-1].key) == (run.body.attempt.number, run.body.live[-1].key)
             if not is_same or not keys <= _droppable(body, run.best, run.exporting, now=now):
                 raise ConflictError(f"{run.register.store}: {CHANGED}")
-            why = dict.fromkeys(keys, by_hand("to free space"))
-            past.note(body, why, now=now)
-            return with_evicted(body, why, now=now)
+            return dict.fromkeys(keys, by_hand("to free space"))
 
-        past = PastOfDropped(run.register)
         if run.chosen:
-            past.record(run.register.edit(change, what="clean"))
+            drop(run.register, choose, what="clean")
         pruned = prune(run.register, grace_s=self._grace_s)
         return {*pruned, *(item.name for item in sweep(run.register.store))}

@@ -5,7 +5,7 @@ the newest manifest states the goodput. A run without segments, as an older rayc
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -84,7 +84,8 @@ class RunHistory:
     @property
     def metrics(self) -> tuple[str, ...]:
         """Return the names of all metrics and scores of steps and commits, sorted."""
-        return tuple(sorted({name for _, name in self._all_series()} - {TIME}))
+        of_commits = (name for commit in self.commits for name in (*commit.metrics, *commit.scores))
+        return tuple(sorted({*of_commits, *(name for _, name in self._series)} - {TIME}))
 
     def curve(self, metric: str) -> tuple[MetricLine, ...]:
         """Return a metric over steps, as one line per attempt, or two where the run went back behind a part of it.
@@ -92,7 +93,7 @@ class RunHistory:
         It has every step that had the metric; if `every` is above 1, older ones may be the first of each span of so
         many steps.
         """
-        lines, series = [], self._all_series()
+        lines, series = [], self._all_series({metric, TIME})
         for (attempt, name), values in sorted(series.items()):
             for is_abandoned in (False, True):
                 steps = [step for step in sorted(values) if _is_abandoned(self._line, attempt, step) == is_abandoned]
@@ -110,16 +111,16 @@ class RunHistory:
                     )
         return tuple(lines)
 
-    def _all_series(self) -> Mapping[tuple[int, str], Series]:
+    def _all_series(self, names: Collection[str] | None = None) -> Mapping[tuple[int, str], Series]:
         """Return the rows with the metrics and scores of commits. An older raycheck wrote no others.
 
-        A step's metric counts rather than a score of the same name.
+        A step's metric counts rather than a score of the same name. names: only these metrics; None: all.
         """
-        found = {key: dict(values) for key, values in self._series.items()}
+        found = {key: dict(values) for key, values in self._series.items() if names is None or key[1] in names}
         for attempt in self.attempts:
             for commit in attempt.commits:
                 for name, value in {TIME: commit.at, **commit.scores, **commit.metrics}.items():
-                    if commit.metrics or commit.scores:
+                    if (commit.metrics or commit.scores) and (names is None or name in names):
                         found.setdefault((attempt.number, name), {}).setdefault(commit.step, value)
         return found
 

@@ -15,6 +15,7 @@ from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol import name_and_score
 from raycheck.bucket.protocol.pin_and_evict import evict
+from raycheck.bucket.protocol.removal.delete import delete_checkpoint
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest, read_newest
 from raycheck.bucket.store import Got, Store
@@ -105,6 +106,7 @@ def rows(count: int) -> dict[str, tuple[float, float, float]]:
     oldest = read_latest(store).live[0].key  # type: ignore[arg-type]
     register = Register(store)  # type: ignore[arg-type]
     found["name the oldest"] = measured(store, lambda: name_and_score.name(register, oldest, Label(name="first")))
+    found["delete the oldest by hand"] = measured(store, lambda: delete_checkpoint(Register(store), oldest))  # type: ignore[arg-type]
     found["apply the rules to all"] = measured(store, lambda: evict(register, KEEP))
     found["size of latest"] = (0.0, 1.0, float(len(store.get(object_keys.LATEST_KEY).data)))
     return found

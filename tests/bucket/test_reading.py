@@ -377,6 +377,18 @@ def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(uri):
     assert_invariants(store)
 
 
+def test_of_many_steps_the_error_for_an_unknown_one_names_the_nearest(uri):
+    ann = Driver(open_store(uri))
+    attempt, _ = ann.claim("g1")
+    for save in range(1, 13):
+        ann.save(attempt.number, save, step=100 * save, keep_last=None)
+
+    with pytest.raises(NotFoundError, match=r"step 905; there are: 500, 600, .*, 1100, 1200 \(and 4 others\)$"):
+        open_run(uri).at(905)
+    with pytest.raises(ConfigError, match=r"there are: 500, 600, .*, 1100, 1200 \(and 4 others\)$"):
+        Driver(open_store(uri), "bob").claim("h1", resume=905)
+
+
 def test_a_damaged_latest_is_corrupt_and_not_a_missing_run(uri):
     store = open_store(uri)
     Driver(store).claim("g1")

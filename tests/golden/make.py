@@ -1,4 +1,4 @@
-"""Writes `tests/golden/v4/run` with the code as it is: `python -m tests.golden.make`. No test runs it.
+"""Writes `tests/golden/v5/run` with the code as it is: `python -m tests.golden.make`. No test runs it.
 
 Once a format version is released its run is never written again: it stands for what lies in people's buckets. A
 later version gets a folder beside `v1`, and readers must read both.
@@ -14,8 +14,11 @@ from raycheck.bucket.history.attempt_facts import facts_of
 from raycheck.bucket.history.facts import DropRecord, Facts
 from raycheck.bucket.history.metric_rows import TIME, MetricRows
 from raycheck.bucket.history.segments import record_facts
+from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol import pin_and_evict
+from raycheck.bucket.protocol.claim import Identity
+from raycheck.bucket.protocol.resume import AUTO
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import Store, open_store
 from tests.golden import state
@@ -23,7 +26,9 @@ from tests.support.histories.small_pages import small_pages
 from tests.support.processes.gloo_ranks import Ranks
 from tests.support.processes.save_without_ray import ME, claimed, committed
 
-VERSION = "v4"
+VERSION = "v5"
+EARLIER = ("ann", "bob", "cat")
+"""Drivers that started the run before the one that trained it; pages list the first of them."""
 
 
 def make(folder: Path) -> None:
@@ -31,6 +36,9 @@ def make(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     store = open_store(f"file://{folder}")
     names = []
+    for owner in EARLIER:
+        me = Identity(owner=owner, coordinator=owner)
+        claims.claim(Register(store), me, group=owner, world_size=1, resume=AUTO, run_id="run")
     with TemporaryDirectory() as rendezvous:
         ranks = Ranks(state.WORLD_SIZE, Path(rendezvous))
         try:
@@ -49,13 +57,14 @@ def make(folder: Path) -> None:
 
 def write_history(store: Store, body: Latest) -> None:
     """Write one segment: what `body` lists itself, a checkpoint that was dropped, and metrics of each width."""
-    name = "step-000000001-a1-s9"
+    number = body.attempt.number
+    name = f"step-000000001-a{number}-s9"
     rows = MetricRows(
         series={
-            (1, "loss"): {1: 1.0, 2: 0.5, 3: 1 / 3, 4: 0.25},
-            (1, "lr"): {1: 0.5, 2: math.nan, 3: math.inf, 4: 0.125},
-            (1, TIME): {step: 1_700_000_000.125 + step for step in range(1, 5)},
-            (1, "eval"): {4: 1e300},
+            (number, "loss"): {1: 1.0, 2: 0.5, 3: 1 / 3, 4: 0.25},
+            (number, "lr"): {1: 0.5, 2: math.nan, 3: math.inf, 4: 0.125},
+            (number, TIME): {step: 1_700_000_000.125 + step for step in range(1, 5)},
+            (number, "eval"): {4: 1e300},
         }
     )
     facts = facts_of(body).joined(Facts(drops={name: DropRecord(key=name, at=5.0, why="expired")}, rows=rows))

@@ -2,6 +2,7 @@
 
 import math
 import random
+import shutil
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from torch.distributed.checkpoint import FileSystemReader
 import raycheck
 from raycheck.bucket.format.document import FORMAT_VERSION
 from raycheck.bucket.format.object_keys import component_prefix
-from raycheck.bucket.reading import Checkpoint
+from raycheck.bucket.reading import Checkpoint, read_latest
+from raycheck.bucket.store import open_store
+from raycheck.errors import FencedError
 from raycheck.state.train_state import TrainState
 from raycheck.transfer.stage.local_box import TRAIN
 from tests.golden import state as golden
 from tests.support.frameworks import fsdp_training
 from tests.support.histories.invariants import assert_invariants
+from tests.support.samples.sample_checkpoints import Driver, latest_tree
 
 FOLDERS = sorted(Path(__file__).parent.glob("v*/run"))
 no_group = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
@@ -126,6 +130,28 @@ def test_stock_torch_loads_it_into_one_process(folder: Path, step: int) -> None:
     assert leaves["scheduler"]["last_epoch"] == step
     assert leaves["values"]["tuple"] == golden.values_of(step)["tuple"]
     assert leaves["progress"] == {"step": step, "epoch": 1, "samples": 8 * step}
+
+
+def test_it_is_continued_by_a_new_driver_and_stays_closed_to_those_that_started_it_before(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Its `latest` is then of the newest format version."""
+    shutil.copytree(folder, tmp_path / "run")
+    store = open_store(f"file://{tmp_path}/run")
+    before = read_latest(store)
+
+    zoe = Driver(store, "zoe")
+    attempt, entry = zoe.claim("g1")
+    zoe.save(attempt.number, 1, step=100, keep_last=None)
+
+    body = assert_invariants(store)
+    assert latest_tree(store)["format_version"] == FORMAT_VERSION
+    assert entry == before.live[-1]
+    assert body.live[:-1] == before.live
+    assert body.owners == (*before.owners, "zoe")
+    for owner in before.owners:
+        with pytest.raises(FencedError):
+            Driver(store, owner).claim("g2")
 
 
 def test_its_history_has_its_commits_and_since_version_4_the_metrics_of_every_step(folder: Path) -> None:

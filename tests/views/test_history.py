@@ -1,7 +1,8 @@
 """The history of a run, from the documents that its drivers wrote."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -143,3 +144,36 @@ def test_a_run_without_a_commit_and_a_reader_without_rights_to_the_records_have_
 
     assert (found.goodput, found.trained_s, found.commits) == (None, None, ())
     assert found.attempts[-1].ending == "live"
+
+
+class Watched(Mapping[int, float]):
+    """The values of a metric, which say whether anybody has read them."""
+
+    def __init__(self, values: dict[int, float]) -> None:
+        self.values_by_step = values
+        self.is_read = False
+
+    def __getitem__(self, step: int) -> float:
+        return self.values_by_step[step]
+
+    def __iter__(self) -> Iterator[int]:
+        self.is_read = True
+        return iter(self.values_by_step)
+
+    def __len__(self) -> int:
+        return len(self.values_by_step)
+
+
+def test_the_curve_of_a_metric_and_the_names_of_all_copy_no_other_metric() -> None:
+    store = DictStore(at=time.time())
+    driver = Driver(store)
+    driver.claim("g1")
+    driver.save(1, 1)  # its loss, at step 10, belongs to the curve too
+    series = {name: Watched({1: 0.5, 2: 0.25}) for name in ("loss", "lr")}
+    history = replace(read_history(store), _series={(1, name): values for name, values in series.items()})
+
+    assert history.metrics == ("loss", "lr")
+    assert [line.steps for line in history.curve("loss")] == [(1, 2, 10)]
+
+    assert series["loss"].is_read
+    assert not series["lr"].is_read

@@ -9,7 +9,7 @@ from raycheck.views.kept import why_kept
 CLAIM = Attempt(
     number=1, owner="ann", coordinator="c", group="g", world_size=1, restore_key=None, last_save=0, claimed_at=0.0
 )
-EMPTY = Latest(run_id="r", counter=1, owners=("ann",), attempts=(CLAIM,), head=None)
+EMPTY = Latest(run_id="r", counter=1, newest_owners=("ann",), attempts=(CLAIM,), head=None)
 CHOSEN = SaveSettings(keep_best={"metric": "loss", "mode": "min", "count": 2}, keep_every_s=60.0).chosen
 
 

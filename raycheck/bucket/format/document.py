@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, ge
 from raycheck.bucket.format.checksum import crc32
 from raycheck.errors import CorruptError
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 FIRST_SEALED_VERSION = 2
 _SEAL = re.compile(rb'"crc32"\s*:\s*"([0-9a-f]{8})"\s*\}\s*\Z')
 _SEAL_BYTES = 64

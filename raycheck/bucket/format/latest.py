@@ -4,8 +4,8 @@ One GET of it shows who owns the run, which attempt is live, and which checkpoin
 committed checkpoints (I3). It is replaced by compare-and-swap only, in protocol/swap.py; this module does not access
 any store.
 
-A body lists its newest checkpoints itself, and refers to pages for the others (40). Whoever asks it for something that
-may be in a page gets a PagesNeededError. A *whole* body is one whose pages have been read: it lists every checkpoint.
+A body lists its newest checkpoints and owners itself, and refers to pages for the others (40). Whoever asks it for
+something that may be in a page gets a PagesNeededError. A *whole* body is one whose pages have been read: it lists all.
 Reading and swapping make a body whole when it is needed (pages.py, protocol/swap.py), so nobody can mistake a part of
 the list for all of it.
 """
@@ -30,12 +30,12 @@ MAX_METRICS_LISTED = 32
 class PagesNeededError(Exception):
     """A body that refers to pages was asked for something that may be in one of them. It never leaves the package.
 
-    may_tell: says which pages of live entries the answer may be in; None: in any page, also of evicted ones.
+    pages: those on which the answer depends.
     """
 
-    def __init__(self, may_tell: "Callable[[PageRef], bool] | None" = None) -> None:
+    def __init__(self, pages: "Iterable[PageRef]") -> None:
         super().__init__()
-        self.may_tell = may_tell
+        self.pages = tuple(pages)
 
 
 def _check_directories(*directories: str) -> None:
@@ -120,11 +120,12 @@ class Evicted(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageRef(Document):
-    """A reference to a page: an immutable object that lists checkpoints which `latest` does not list itself. Step 40.
+    """A reference to a page: an immutable object that lists what `latest` does not list itself. Step 40.
 
-    key: the page's object. crc32, size_bytes: of its bytes. count: how many checkpoints it lists. first, last: the keys
-    of the first and the last of them, between which are those of all live ones. steps: the lowest and the highest step
-    of live ones. is_unnamed: no live one has a user-given name. Both may be absent.
+    key: the page's object. crc32, size_bytes: of its bytes. count: how many checkpoints or owners it lists. first,
+    last: the first and the last owner, or the keys of these checkpoints, between which are those of all live ones.
+    steps: the lowest and the highest step of live ones. is_unnamed: no live one has a user-given name. Both may be
+    absent.
     """
 
     when_true: ClassVar[frozenset[str]] = frozenset({"steps", "is_unnamed"})
@@ -139,7 +140,6 @@ class PageRef(Document):
     is_unnamed: bool = False
 
     def __post_init__(self) -> None:
-        _check_names(self.first, self.last)
         if not is_page_key(self.key):
             raise CorruptError(f"latest names the page {self.key!r}, which is not the key of a page")
 
@@ -168,9 +168,8 @@ class PastPage(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page(Document):
-    """A page: live checkpoints of a run in the order of their commits, or evicted ones in that of their evictions.
-
-    Step 40.
+    """A page: live checkpoints of a run in the order of their commits, evicted ones in that of their evictions, or
+    owners in that of their claims. Step 40.
     """
 
     is_long: ClassVar[bool] = True
@@ -179,6 +178,7 @@ class Page(Document):
     run_id: str
     live: tuple[Entry, ...] = ()
     evicted: tuple[Evicted, ...] = ()
+    owners: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,28 +288,35 @@ class Trained(Document):
 class Latest(Document):
     """The body of `latest`.
 
-    counter: one higher at every write. owners: all owners ever. attempts: the newest 50, the live one last. head: what
-    the next start restores. newest: the newest live checkpoints in the order of their commits, with the head and what
-    the live attempt restored; all of them in a whole body. pages: where the other ones are listed.
-    newest_evicted, evicted_pages: the same of evicted checkpoints. past_pages: the pages that bodies before this one
-    named. proven: the highest attempt whose claim was answered, None before the
-    first. A group saves only after that answer, so a directory of a higher attempt means that `latest` was lost (step
-    10). finished: the end of training, until the run continues or goes back (step 33). holds, loans: what other runs
-    use of this one, and what this one uses of others (step 30). deleted_at: when someone deleted the run, whose objects
-    may still exist (step 37). mirror: what the run is a copy of; see is_mirror. trained: the newest commit's, None when
-    it is not known.
+    counter: one higher at every write. attempts: the newest 50, the live one last. head: what the next start restores.
+    newest: the newest live checkpoints in the order of their commits, with the head and what the live attempt restored;
+    all of them in a whole body. pages: where the other ones are listed. newest_evicted, evicted_pages: the same of
+    evicted checkpoints. newest_owners, owner_pages: the same of all owners ever. past_pages: the pages that bodies
+    before this one named. proven: the highest attempt whose claim was answered, None before the first. A group saves
+    only after that answer, so a directory of a higher attempt means that `latest` was lost (step 10). finished: the end
+    of training, until the run continues or goes back (step 33). holds, loans: what other runs use of this one, and what
+    this one uses of others (step 30). deleted_at: when someone deleted the run, whose objects may still exist (step
+    37). mirror: what the run is a copy of; see is_mirror. trained: the newest commit's, None when it is not known.
     """
 
     when_true: ClassVar[frozenset[str]] = frozenset(
-        {"finished", "holds", "loans", "deleted_at", "mirror", "pages", "evicted_pages", "past_pages", "trained"}
+        {
+            *("pages", "evicted_pages", "owner_pages", "past_pages"),
+            *("finished", "holds", "loans", "deleted_at", "mirror", "trained"),
+        }
     )
-    renamed: ClassVar[Mapping[str, str]] = {"live": "newest", "evicted": "newest_evicted"}  # since version 4
+    renamed: ClassVar[Mapping[str, str]] = {
+        "live": "newest",  # since version 4
+        "evicted": "newest_evicted",
+        "owners": "newest_owners",  # since version 5
+    }
 
     format_version: int = FORMAT_VERSION
     run_id: str
     counter: int
     proven: int | None = None
-    owners: tuple[str, ...]
+    newest_owners: tuple[str, ...]
+    owner_pages: tuple[PageRef, ...] = ()
     attempts: tuple[Attempt, ...]
     head: str | None
     newest: tuple[Entry, ...] = ()
@@ -328,6 +335,7 @@ class Latest(Document):
         keys = {entry.key for entry in self.newest}
         if len(keys) < len(self.newest):
             raise CorruptError("latest lists a checkpoint twice")
+        _check_names(*(name for page in (*self.pages, *self.evicted_pages) for name in (page.first, page.last)))
         given = [entry.name for entry in self.newest if entry.name is not None]
         if len(set(given)) < len(given):
             raise CorruptError("latest gives one name to two checkpoints")
@@ -367,7 +375,7 @@ class Latest(Document):
     def live(self) -> tuple[Entry, ...]:
         """Return every live checkpoint, in the order of their commits. Raises PagesNeededError unless it is whole."""
         if self.pages:
-            raise PagesNeededError
+            raise PagesNeededError(self.pages)
         return self.newest
 
     @property
@@ -377,8 +385,37 @@ class Latest(Document):
         Raises PagesNeededError unless it is whole.
         """
         if self.evicted_pages:
-            raise PagesNeededError
+            raise PagesNeededError(self.evicted_pages)
         return self.newest_evicted
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """Return all owners that the run ever had, in the order of their claims.
+
+        Raises PagesNeededError unless it is whole.
+        """
+        if self.owner_pages:
+            raise PagesNeededError(self.owner_pages)
+        return self.newest_owners
+
+    def has_owner(self, owner: str) -> bool:
+        """Return whether this is an owner, or was one. Raises PagesNeededError when a page may list it."""
+        return owner in self.newest_owners or owner in self.owners
+
+    @property
+    def num_owners(self) -> int:
+        """Return the number of owners, also of a body that is not whole."""
+        return len(self.newest_owners) + sum(page.count for page in self.owner_pages)
+
+    @property
+    def first_owner(self) -> str:
+        """Return the owner that began the run, also of a body that is not whole."""
+        return self.owner_pages[0].first if self.owner_pages else next(iter(self.newest_owners), "")
+
+    @property
+    def all_pages(self) -> tuple[PageRef, ...]:
+        """Return every page that the body names."""
+        return (*self.pages, *self.evicted_pages, *self.owner_pages)
 
     @property
     def num_live(self) -> int:
@@ -398,8 +435,8 @@ class Latest(Document):
 
     def _need(self, may_tell: Callable[[PageRef], bool]) -> None:
         """Raise PagesNeededError if an answer may be in one of the pages that are not read yet."""
-        if any(map(may_tell, self.pages)):
-            raise PagesNeededError(may_tell)
+        if needed := tuple(filter(may_tell, self.pages)):
+            raise PagesNeededError(needed)
 
     def of_step(self, step: int) -> tuple[Entry, ...]:
         """Return the live entries of this step, in order. Raises PagesNeededError when a page may list one."""
@@ -424,8 +461,7 @@ class Latest(Document):
         """Raise PagesNeededError for the newest of the pages that may list a checkpoint between these."""
         found = [page for page in self.pages if page.may_list_between(low, high)]
         if found:
-            newest = max(found, key=lambda page: CheckpointName.parse(page.last) or high)
-            raise PagesNeededError(lambda page: page.key == newest.key)
+            raise PagesNeededError([max(found, key=lambda page: CheckpointName.parse(page.last) or high)])
 
     @property
     def kept_newest(self) -> frozenset[str]:
@@ -449,7 +485,7 @@ class Latest(Document):
         """
         if all(entry.key != changed.key for entry in self.newest):
             name = CheckpointName.parse(changed.key)
-            raise PagesNeededError(lambda page: page.may_list(name))
+            raise PagesNeededError(page for page in self.pages if page.may_list(name))
         return replace(self, newest=tuple(changed if entry.key == changed.key else entry for entry in self.newest))
 
     def has_answered(self, name: CheckpointName) -> bool:
@@ -499,26 +535,17 @@ def in_order(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 def dump_latest(body: Latest) -> bytes:
     data = dump(body)
     if len(data) > MAX_BYTES:
-        raise _full(body, len(data))
+        raise full_error(body, len(data))
     return data
 
 
-def _full(body: Latest, size: int) -> ConfigError:
+def full_error(body: Latest, size: int) -> ConfigError:
+    """Make the error for a body that would have `size` bytes. Only holds and loans are not limited in another way."""
     return ConfigError(
         f"latest would have {size} bytes, and may have {MAX_BYTES}: {len(body.holds)} other runs use checkpoints of "
-        f"this one, {len(body.attempts)} attempts are listed, and {len(body.owners)} drivers have "
-        "started it. 'raycheck prune' deletes what was dropped; a fork with --copy uses nothing of its source"
+        f"this one, and it uses checkpoints of {len(body.loans)} others. 'raycheck prune' deletes what was dropped; a "
+        "fork with --copy uses nothing of its source"
     )
-
-
-def check_room(body: Latest) -> None:
-    """Refuse a body that would leave no room for claims and commits.
-
-    Call it before a swap that adds holds or loans: only these are not limited in another way. Raises ConfigError.
-    """
-    size = len(dump(body))
-    if size > ROOMY_BYTES:
-        raise _full(body, size)
 
 
 def listed_metrics(metrics: Mapping[str, float], *, needed: str | None) -> dict[str, float]:

@@ -73,7 +73,8 @@ def claim(
     def decide(body: Latest | None, now: float) -> Latest | None:
         if body is None:
             key_to_restore(register.store.uri, None, resume)
-            return Latest(run_id=run_id, counter=0, owners=(me.owner,), attempts=(attempt(1, None, now),), head=None)
+            first = attempt(1, None, now)
+            return Latest(run_id=run_id, counter=0, newest_owners=(me.owner,), attempts=(first,), head=None)
         current = body.attempt
         check_owner(register, body, me)
         _refuse_deleted(register.store.uri, body)
@@ -82,11 +83,11 @@ def claim(
         if any(known.group == group for known in body.attempts):
             raise SupersededError(f"group {group} was replaced by attempt {current.number} of the same driver")
         refuse_unfinished_copy(register.store.uri, body)
-        new_owner = me.owner not in body.owners
+        new_owner = not body.has_owner(me.owner)
         head = key_to_restore(register.store.uri, body, resume) if new_owner else body.head
         return replace(
             body,
-            owners=(*body.owners, me.owner) if new_owner else body.owners,
+            newest_owners=(*body.newest_owners, me.owner) if new_owner else body.newest_owners,
             head=head,
             finished=body.finished if head == body.head else None,
             mirror=None,
@@ -152,7 +153,7 @@ def take_over(register: Register, me: Identity, *, group: str) -> Attempt:
 
 def check_owner(register: Register, body: Latest, me: Identity) -> None:
     """Refuse an owner that is listed but not current: it is fenced permanently (I4). Step 9. Raises FencedError."""
-    if body.attempt.owner != me.owner and me.owner in body.owners:
+    if body.attempt.owner != me.owner and body.has_owner(me.owner):
         raise FencedError(
             f"{register.store}: another driver ({body.attempt.owner}) has taken over this run with attempt "
             f"{body.attempt.number}. This driver commits nothing more; stop it, or give it another run name"
@@ -190,7 +191,7 @@ def refuse_lost(register: Register, *, mine: Attempt | None = None) -> tuple[Lat
         if is_known(names, found):
             return found
         if found and mine:
-            _check_not_overtaken(register, found[0], mine)
+            register.pages.ask(found[0], lambda body: _check_not_overtaken(register, body, mine))
         what = "does not know" if found else "is missing, but there is"
         raise lost_error(register.store.uri, f"{what} the checkpoint {names[-1]}")
 

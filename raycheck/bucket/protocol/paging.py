@@ -1,8 +1,9 @@
 """Keeps `latest` small: moves all but the newest entries to pages, which are written before the swap. Step 40.
 
 Every swap computes its new body as if `latest` listed everything. Below it, this module decides where each checkpoint
-is listed: in the body itself, in a page that exists, or in a new page. A page never changes (I2): when what one lists
-changes or leaves, a new page takes its place. Live and evicted checkpoints are listed apart, in the same way.
+and each owner is listed: in the body itself, in a page that exists, or in a new page. A page never changes (I2): when
+what one lists changes or leaves, a new page takes its place. Live checkpoints, evicted ones and owners are listed
+apart, in the same way.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,7 +15,17 @@ from uuid import uuid4
 
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.document import dump
-from raycheck.bucket.format.latest import Entry, Evicted, Latest, Page, PageRef, PastPage, in_order
+from raycheck.bucket.format.latest import (
+    ROOMY_BYTES,
+    Entry,
+    Evicted,
+    Latest,
+    Page,
+    PageRef,
+    PastPage,
+    full_error,
+    in_order,
+)
 from raycheck.bucket.format.object_keys import PAGES_PREFIX, counter_of_page, page_key
 from raycheck.bucket.pages import PageMissingError, Pages
 from raycheck.bucket.reading import read_newest
@@ -26,7 +37,7 @@ MOST_NEWEST, MOST_NEWEST_BYTES = 128, 32 * 1024
 KEPT_NEWEST, KEPT_NEWEST_BYTES = 64, 16 * 1024
 """...until it lists no more than these, and no fewer than LEAST_NEWEST."""
 LEAST_NEWEST = 8
-PAGE_ENTRIES = 1000
+PAGE_ENTRIES, PAGE_OWNERS = 1000, 16_000
 """The last page is replaced by a longer one until it lists this many; then a new one begins."""
 MOST_PAGES = 64
 """Of more pages, the two neighbors that list the fewest become one. So a body never names more."""
@@ -39,7 +50,7 @@ MOST_PAST = 200
 LOST = (PageMissingError, CorruptError)
 """The errors for a page that cannot be read. A swap that would only make it longer then begins a new one instead."""
 
-Item = TypeVar("Item", bound=Entry | Evicted)
+Item = TypeVar("Item", bound=Entry | Evicted | str)
 
 
 def fold(new: Latest, old: Latest | None, pages: Pages) -> tuple[Latest, Mapping[str, bytes]]:
@@ -54,7 +65,7 @@ def fold(new: Latest, old: Latest | None, pages: Pages) -> tuple[Latest, Mapping
         key = page_key(new.counter, uuid4().hex[:8])
         data = written[key] = dump(page)
         pages.remember(key, page)
-        keys = [*(entry.key for entry in page.live), *(item.key for item in page.evicted)]
+        keys = [*map(_key, page.live), *map(_key, page.evicted), *page.owners]
         steps = [entry.step for entry in page.live]
         return PageRef(
             key=key,
@@ -76,18 +87,32 @@ def fold(new: Latest, old: Latest | None, pages: Pages) -> tuple[Latest, Mapping
         read=lambda ref: pages.read([ref])[0].evicted,
         write=lambda items: write(Page(run_id=new.run_id, evicted=items)),
     )
+    owners: _List[str] = _List(
+        read=lambda ref: pages.read([ref])[0].owners,
+        write=lambda items: write(Page(run_id=new.run_id, owners=items)),
+        most=PAGE_OWNERS,
+    )
     newest, refs = live.divide(new.newest, new.pages, old.pages if old else ())
     newest_evicted, evicted_refs = evicted.divide(
         new.newest_evicted, new.evicted_pages, old.evicted_pages if old else ()
     )
-    stored = replace(new, newest=newest, pages=refs, newest_evicted=newest_evicted, evicted_pages=evicted_refs)
+    newest_owners, owner_refs = owners.divide(new.newest_owners, new.owner_pages, old.owner_pages if old else ())
+    stored = replace(
+        new,
+        newest=newest,
+        pages=refs,
+        newest_evicted=newest_evicted,
+        evicted_pages=evicted_refs,
+        newest_owners=newest_owners,
+        owner_pages=owner_refs,
+    )
     return replace(stored, past_pages=_past(stored, old)), written
 
 
 def _past(new: Latest, old: Latest | None) -> tuple[PastPage, ...]:
     """Return the pages whose objects stay although the body `new` does not name them."""
-    named = {ref.key for ref in (*new.pages, *new.evicted_pages)}
-    left = [ref.key for ref in ((*old.pages, *old.evicted_pages) if old else ()) if ref.key not in named]
+    named = {ref.key for ref in new.all_pages}
+    left = [ref.key for ref in (old.all_pages if old else ()) if ref.key not in named]
     stay = (page for page in new.past_pages if page.since > new.counter - WRITES_KEPT)
     return (*stay, *(PastPage(key=key, since=new.counter) for key in left))[-MOST_PAST:]
 
@@ -96,12 +121,14 @@ def _past(new: Latest, old: Latest | None) -> tuple[PastPage, ...]:
 class _List(Generic[Item]):
     """A list that is divided into pages and the newest items, which the body lists itself.
 
-    read: returns what a page lists. write: makes a page. stay: the keys of items that no page may list.
+    read: returns what a page lists. write: makes a page. stay: the keys of items that no page may list. most: how many
+    items the last page lists before a new one begins; None: PAGE_ENTRIES.
     """
 
     read: Callable[[PageRef], tuple[Item, ...]]
     write: Callable[[tuple[Item, ...]], PageRef]
     stay: frozenset[str] = frozenset()
+    most: int | None = None
 
     def divide(
         self, newest: tuple[Item, ...], refs: tuple[PageRef, ...], old: tuple[PageRef, ...]
@@ -117,8 +144,8 @@ class _List(Generic[Item]):
             parts, newest = self._in_pages(newest, old, unread)
         moved = self._too_old(newest)
         if moved:
-            keys = {item.key for item in moved}
-            newest = tuple(item for item in newest if item.key not in keys)
+            keys = set(map(_key, moved))
+            newest = tuple(item for item in newest if _key(item) not in keys)
             parts = self._merged(self._with_moved(parts, moved))
         return newest, tuple(part if isinstance(part, PageRef) else self.write(part) for part in parts)
 
@@ -129,7 +156,7 @@ class _List(Generic[Item]):
 
         unread: the keys of old pages that stay, and list none of the items.
         """
-        left = {item.key: item for item in items}
+        left = {_key(item): item for item in items}
         parts: list[PageRef | tuple[Item, ...]] = []
         for ref in old:
             if ref.key in unread:
@@ -137,9 +164,9 @@ class _List(Generic[Item]):
                 continue
             before = self.read(ref)
             now = tuple(
-                left.pop(item.key)
+                left.pop(key)
                 for item in before
-                if item.key in left and item.key not in self.stay and not self._moved_on(item, left[item.key])
+                if (key := _key(item)) in left and key not in self.stay and not self._moved_on(item, left[key])
             )
             if now:
                 parts.append(ref if now == before else now)
@@ -155,7 +182,7 @@ class _List(Generic[Item]):
         left = len(newest)
         if left <= LEAST_NEWEST:
             return ()
-        sizes = [len(dump(item)) for item in newest]
+        sizes = [len(item) if isinstance(item, str) else len(dump(item)) for item in newest]
         size = sum(sizes)
         if left <= MOST_NEWEST and size <= MOST_NEWEST_BYTES:
             return ()
@@ -163,7 +190,7 @@ class _List(Generic[Item]):
         for item, its_size in zip(newest, sizes, strict=True):
             if left <= LEAST_NEWEST or (left <= KEPT_NEWEST and size <= KEPT_NEWEST_BYTES):
                 break
-            if item.key not in self.stay:
+            if _key(item) not in self.stay:
                 moved.append(item)
                 left, size = left - 1, size - its_size
         return tuple(moved)
@@ -172,10 +199,11 @@ class _List(Generic[Item]):
         self, parts: list[PageRef | tuple[Item, ...]], moved: tuple[Item, ...]
     ) -> list[PageRef | tuple[Item, ...]]:
         """Return the pages with more items at their end: in the last page, unless that is full or lost."""
-        if parts and _count(parts[-1]) + len(moved) <= PAGE_ENTRIES:
+        most = self.most or PAGE_ENTRIES
+        if parts and _count(parts[-1]) + len(moved) <= most:
             with suppress(*LOST):
                 return [*parts[:-1], (*self._items(parts[-1]), *moved)]
-        return [*parts, *(moved[first : first + PAGE_ENTRIES] for first in range(0, len(moved), PAGE_ENTRIES))]
+        return [*parts, *(moved[first : first + most] for first in range(0, len(moved), most))]
 
     def _merged(self, parts: list[PageRef | tuple[Item, ...]]) -> list[PageRef | tuple[Item, ...]]:
         """Return no more than MOST_PAGES pages. A page that is lost remains as it is."""
@@ -196,8 +224,23 @@ class _List(Generic[Item]):
         return self.read(part) if isinstance(part, PageRef) else part
 
 
+def _key(item: Entry | Evicted | str) -> str:
+    return item if isinstance(item, str) else item.key
+
+
 def _count(part: PageRef | tuple[object, ...]) -> int:
     return part.count if isinstance(part, PageRef) else len(part)
+
+
+def check_room(body: Latest) -> None:
+    """Refuse a body that would leave no room for claims and commits. Checkpoints count with as much as they ever take.
+
+    Call it before a swap that adds holds or loans: only these are not limited in another way. Raises ConfigError.
+    """
+    kept = tuple(entry for entry in body.newest if entry.key in body.kept_newest)
+    size = len(dump(replace(body, newest=kept, newest_evicted=()))) + 2 * MOST_NEWEST_BYTES
+    if size > ROOMY_BYTES:
+        raise full_error(body, size)
 
 
 def sweep_pages(store: Store) -> None:
@@ -209,7 +252,7 @@ def sweep_pages(store: Store) -> None:
     """
     listed = list(store.list_objects(PAGES_PREFIX))
     body = read_newest(store)
-    spared = {page.key for page in (*body.pages, *body.evicted_pages)} | {page.key for page in body.past_pages}
+    spared = {page.key for page in body.all_pages} | {page.key for page in body.past_pages}
     for item in listed:
         counter = counter_of_page(item.key)
         if counter is not None and counter <= body.counter and item.key not in spared:

@@ -6,12 +6,12 @@ not disturbed: its next commit is computed from the changed body. Anyone may mak
 
 import getpass
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
 from raycheck.bucket.format.latest import Evicted, Latest
-from raycheck.bucket.format.object_keys import split_directory
+from raycheck.bucket.format.object_keys import CheckpointName, split_directory
 from raycheck.bucket.history.facts import CommitRecord, DropRecord, Facts
 from raycheck.bucket.history.segments import record_facts
 from raycheck.bucket.pages import PageMissingError
@@ -22,6 +22,7 @@ from raycheck.errors import NotFoundError, RaycheckError
 from raycheck.settings import Retention
 
 MAX_WHO = 100
+Choose = Callable[[Latest, float], Mapping[str, str]]
 
 
 def pin(register: Register, key: str, *, pinned: bool = True) -> Latest:
@@ -61,46 +62,49 @@ def evict(register: Register, rules: Retention, *, coordinator: str | None = Non
     coordinator: do nothing when the live attempt belongs to another one, which has rules of its own. by: see by_hand;
     "" for training's own rules, whose evictions training writes into the history.
     """
-    past = PastOfDropped(register)
+
+    def choose(body: Latest, now: float) -> Mapping[str, str]:
+        if coordinator not in (None, body.attempt.coordinator):
+            return {}
+        found = dropped(body, rules, now=now)
+        return {key: f"{by}: {text}" if by and text != EXPIRED else text for key, text in found.items()}
+
+    return drop(register, choose, what="eviction", is_recorded=bool(by))
+
+
+def drop(register: Register, choose: Choose, *, what: str, is_recorded: bool = True) -> Latest:
+    """Evict the checkpoints that `choose` returns (I4), and write what they were into the history. Step 41.
+
+    choose: returns their keys and the reasons; called with each body from which the swap is tried, which must list them
+    itself, and the bucket's time. what: the purpose, for errors. is_recorded: False if training writes the history.
+    Otherwise nobody else ever can, so what a try would drop is noted before it is known whether that try succeeds.
+    """
+    commits: dict[str, CommitRecord] = {}
+    drops: dict[str, DropRecord] = {}
 
     def change(body: Latest, now: float) -> Latest | None:
-        if coordinator not in (None, body.attempt.coordinator):
-            return None
-        found = dropped(body, rules, now=now)
-        why = {key: f"{by}: {text}" if by and text != EXPIRED else text for key, text in found.items()}
-        new = with_evicted(body, why, now=now)
-        past.note(body, why, now=now)
-        return None if new == body else new
+        why = choose(body, now)
+        commits.update({entry.key: CommitRecord.of(entry, body.counter) for entry in body.newest if entry.key in why})
+        drops.update({key: DropRecord(key=key, at=now, why=text) for key, text in why.items()})
+        return with_evicted(body, why, now=now) if why else None
 
-    body = register.edit(change, what="eviction")
-    if by:
-        past.record(body)
+    body = register.edit(change, what=what)
+    if drops and is_recorded and not register.is_dry:
+        with suppress(RaycheckError, PageMissingError):  # for people only: losing it loses no checkpoint
+            live = _listed(register, body, drops)
+            facts = Facts(
+                commits={key: item for key, item in commits.items() if key not in live},
+                drops={key: item for key, item in drops.items() if key not in live},
+            )
+            record_facts(register.store, facts, run_id=body.run_id, counter=body.counter)
     return body
 
 
-class PastOfDropped:
-    """The past of checkpoints that are dropped outside of training: nobody else may ever write it into the history."""
-
-    def __init__(self, register: Register) -> None:
-        self._register = register
-        self._commits: dict[str, CommitRecord] = {}
-        self._drops: dict[str, DropRecord] = {}
-
-    def note(self, body: Latest, why: Mapping[str, str], *, now: float) -> None:
-        """Note what is about to be dropped from `body`, which lists it itself. why: the reasons, by key."""
-        self._commits |= {entry.key: CommitRecord.of(entry, body.counter) for entry in body.newest if entry.key in why}
-        self._drops |= {key: DropRecord(key=key, at=now, why=text) for key, text in why.items()}
-
-    def record(self, body: Latest) -> None:
-        """Write what was dropped, as the new `body` shows, into the history. Step 41. It fails nothing."""
-        with suppress(RaycheckError, PageMissingError):  # for people only: losing it loses no checkpoint
-            if not self._drops or self._register.is_dry:
-                return
-            live = {entry.key for entry in self._register.pages.whole(body).live}
-            commits = {key: item for key, item in self._commits.items() if key not in live}
-            drops = {key: item for key, item in self._drops.items() if key not in live}
-            facts = Facts(commits=commits, drops=drops)
-            record_facts(self._register.store, facts, run_id=body.run_id, counter=body.counter)
+def _listed(register: Register, body: Latest, keys: Iterable[str]) -> set[str]:
+    """Return the live checkpoints of `body`, as far as they may be among `keys`. Reads only pages that may list one."""
+    names = [CheckpointName.parse(key) for key in keys]
+    pages = register.pages.read(page for page in body.pages if any(map(page.may_list, names)))
+    return {entry.key for entry in (*body.newest, *(entry for page in pages for entry in page.live))}
 
 
 def with_evicted(body: Latest, keys: Mapping[str, str], *, now: float) -> Latest:

@@ -78,7 +78,7 @@ def repair(store: Store) -> Repaired:
         # a coordinator that is still running does not mistake the new body for a rolled back one.
         counter=old.counter + 1 if old else number * COUNTER_STRIDE,
         proven=number,
-        owners=tuple(owners),
+        newest_owners=tuple(owners),
         attempts=(attempt_by_hand(owner, number, restore_key=head, now=now),),
         head=head,
         finished=old.finished if old and old.ends_with(head) else None,
@@ -152,18 +152,21 @@ def _with_readable_pages(body: Latest, pages: Pages) -> tuple[Latest, int]:
     A store that fails proves nothing: that raises StoreError.
     """
     lost = set()
-    for page in (*body.pages, *body.evicted_pages):
+    for page in body.all_pages:
         try:
             pages.read([page])
         except (PageMissingError, CorruptError):
             lost.add(page.key)
-    live, evicted = (tuple(page for page in refs if page.key not in lost) for refs in (body.pages, body.evicted_pages))
-    return pages.whole(replace(body, pages=live, evicted_pages=evicted)), len(lost)
+    live, evicted, owners = (
+        tuple(page for page in refs if page.key not in lost)
+        for refs in (body.pages, body.evicted_pages, body.owner_pages)
+    )
+    return pages.whole(replace(body, pages=live, evicted_pages=evicted, owner_pages=owners)), len(lost)
 
 
 def _past_pages(old: Latest) -> tuple[PastPage, ...]:
     """Return the pages that stay for a while although the rebuilt body does not name them."""
-    left = (PastPage(key=page.key, since=old.counter + 1) for page in (*old.pages, *old.evicted_pages))
+    left = (PastPage(key=page.key, since=old.counter + 1) for page in old.all_pages)
     return (*old.past_pages, *left)
 
 

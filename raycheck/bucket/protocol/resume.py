@@ -16,6 +16,9 @@ from raycheck.bucket.protocol.name_and_score import names_in
 from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import ConfigError
 
+MOST_STEPS = 8
+"""How many steps the error for an unknown one names."""
+
 
 @dataclass(frozen=True, slots=True)
 class Auto:
@@ -106,8 +109,7 @@ def key_to_restore(uri: str, body: Latest | None, resume: Resume) -> str | None:
         case Step(step):
             keys = [] if body is None else [entry.key for entry in body.of_step(step) if not entry.damaged]
             if not keys:
-                live = () if body is None else body.live
-                steps = ", ".join(f"{entry.step}{' (damaged)' if entry.damaged else ''}" for entry in live) or "none"
+                steps = "none" if body is None else steps_near(body, step)
                 raise ConfigError(
                     f"{shown_uri(uri)}: resume={step}, but there is no checkpoint of that step; there are: {steps}"
                 )
@@ -125,3 +127,14 @@ def key_to_restore(uri: str, body: Latest | None, resume: Resume) -> str | None:
                 raise ConfigError(f"{shown_uri(uri)}: resume={name!r}, but step {found.step} ({found.key}) is damaged")
             return found.key
     return head
+
+
+def steps_near(body: Latest, step: int) -> str:
+    """Return in words which steps have a checkpoint: those nearest to `step`, and how many others.
+
+    Raises PagesNeededError unless the body is whole.
+    """
+    marks = {entry.step: " (damaged)" if entry.damaged else "" for entry in body.live}
+    nearest = sorted(sorted(marks, key=lambda there: abs(there - step))[:MOST_STEPS])
+    others = f" (and {len(marks) - MOST_STEPS} others)" if len(marks) > MOST_STEPS else ""
+    return ", ".join(f"{there}{marks[there]}" for there in nearest) + others or "none"

@@ -27,7 +27,7 @@ def rewind(register: Register, key: str, *, progress: ShowProgress = show_nothin
     owner = f"rewind-{uuid4().hex[:12]}"
 
     def change(body: Latest, now: float) -> Latest | None:
-        if owner in body.owners:  # the rewind was applied, even if others have claimed since
+        if body.has_owner(owner):  # the rewind was applied, even if others have claimed since
             return None
         entry = body.entry(key)
         if entry is None:
@@ -37,7 +37,7 @@ def rewind(register: Register, key: str, *, progress: ShowProgress = show_nothin
         mine = attempt_by_hand(owner, body.attempt.number + 1, restore_key=key, now=now)
         return replace(
             body.with_entry(replace(entry, damaged=None)),
-            owners=(*body.owners, owner),
+            newest_owners=(*body.newest_owners, owner),
             head=key,
             mirror=None,
             finished=None,  # a rewind means continuing training from there, even from the run's end

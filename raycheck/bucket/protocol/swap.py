@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Latest, dump_latest
-from raycheck.bucket.pages import PageMissingError, Pages, lost_page_error, read_answer, read_whole
+from raycheck.bucket.pages import Pages, again_if_missing, read_answer, read_whole
 from raycheck.bucket.protocol.paging import fold
 from raycheck.bucket.protocol.write_once import put_all_once
 from raycheck.bucket.reading import get_latest, no_run_error
@@ -78,7 +79,7 @@ class Register:
         return found
 
     def read_newest(self) -> tuple[Latest, Got] | None:
-        """Read `latest` alone, without its pages: enough for what concerns the newest checkpoints, owners and attempts.
+        """Read `latest` alone, without its pages: enough for what concerns the newest checkpoints and the attempts.
 
         Return None when there is no `latest` and this process has never seen one. Raises CorruptError when `latest`
         existed before and is missing, is of an older attempt, or is another run's: it was lost or rolled back, and
@@ -134,22 +135,13 @@ class Register:
         """
         patience_s = CROWDED_DEADLINE_S if self._is_crowded else SWAP_DEADLINE_S
         deadline = self._monotonic() + patience_s
-        pause, is_unknown, missing_page = 0.05, False, ""
+        pause, is_unknown = 0.05, False
         with self._lock:
             if at is not None and self._newest is not None and (new := self._replace_newest(decide, at)) is not None:
                 return new
             while True:
                 try:
-                    body, got = self.read_newest() or (None, None)  # 1
-                    new = self._decide(decide, body, got.at if got else time.time())  # 2; also judges by effect, 4
-                    if new is None:
-                        assert body is not None, "only a body can have the effect already"
-                        return body
-                    return self._replace(body, new, got)  # 3
-                except PageMissingError as error:  # the body was read long ago, or the page was lost
-                    if error.key == missing_page:
-                        raise lost_page_error(self.pages, error.key) from None
-                    missing_page = error.key
+                    return again_if_missing(self.pages, self.read_newest, partial(self._try, decide))  # 1 to 3
                 except (StoreError, _NotSwappedError) as error:  # 4: unknown; read again and judge by effect
                     if isinstance(error, DeniedError) and not is_unknown:
                         raise  # a missing permission would be refused again
@@ -161,6 +153,15 @@ class Register:
                         ) from error
                     time.sleep(pause * CHANCE.uniform(0.2, 1.8) if self._is_crowded else pause)
                     pause = min(pause * 2, 2.0)
+
+    def _try(self, decide: Decide, found: tuple[Latest, Got] | None) -> Latest:
+        """Replace the body that was read, unless it has the effect already. Return the body that has it."""
+        body, got = found or (None, None)
+        new = self._decide(decide, body, got.at if got else time.time())  # 2; also judges by effect, 4
+        if new is None:
+            assert body is not None, "only a body can have the effect already"
+            return body
+        return self._replace(body, new, got)  # 3
 
     def _decide(self, decide: Decide, body: Latest | None, now: float) -> Latest | None:
         """Return what `decide` computes from `body`, with the pages on which that may depend."""

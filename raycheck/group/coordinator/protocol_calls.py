@@ -8,6 +8,7 @@ deletes.
 import socket
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -17,7 +18,8 @@ from raycheck.bucket.assembly.plan_cache import PlanCache
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.choice import resolved
 from raycheck.bucket.diagnosis.checks import refuse_wrong
-from raycheck.bucket.format.latest import Entry
+from raycheck.bucket.format.latest import Entry, Latest
+from raycheck.bucket.pages import PageMissingError
 from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol.claim import Identity
@@ -254,11 +256,13 @@ class ProtocolCalls:
 
     def check_live(self, group: str) -> None:
         """Step 28: raise FencedError or SupersededError when `latest` says that the attempt of `group` is over."""
-        found = self._register.read_newest()
-        assert found is not None, "a group has claimed, so this process has seen latest"
-        claims.check_current(self._register, found[0], self.me)
-        if found[0].attempt.group != group:
-            raise SupersededError(f"attempt {found[0].attempt.number} is live now")
+
+        def check(body: Latest) -> None:
+            claims.check_current(self._register, body, self.me)
+            if body.attempt.group != group:
+                raise SupersededError(f"attempt {body.attempt.number} is live now")
+
+        self._register.ask(check)
 
     def has_run(self) -> bool:
         """Return whether the run exists, and nobody has deleted it. Raises CorruptError when `latest` is gone."""
@@ -293,6 +297,9 @@ class ProtocolCalls:
         retry(prove, on=StoreError, pauses_s=[1.0] * (PROBE_ATTEMPTS - 1))
 
     def _prove(self) -> None:
+        self._store.both(self._test_store, self._read_owners)
+
+    def _test_store(self) -> None:
         if not self._examines or self._has_claimed():
             probe(self._store)
             return
@@ -303,9 +310,17 @@ class ProtocolCalls:
             raise
 
     def _has_claimed(self) -> bool:
-        """Return whether this driver has claimed the run: then an earlier start of its coordinator has examined it."""
+        """Return whether this driver has claimed the run: then an earlier start of its coordinator has examined it. Not
+        of a driver that was fenced so long ago that a page lists it."""
         found = self._register.read_newest()
-        return found is not None and self.me.owner in found[0].owners
+        return found is not None and self.me.owner in found[0].newest_owners
+
+    def _read_owners(self) -> None:
+        """Read the pages of owners, step 9, if the claim will need them, so that it does not wait for them."""
+        found = self._register.read_newest()
+        if found is not None:
+            with suppress(PageMissingError):  # the claim reads `latest` again
+                self._register.pages.ask(found[0], lambda body: body.has_owner(self.me.owner))
 
 
 def _why_unnamed(entry: Entry, report: Report) -> str:

@@ -48,7 +48,7 @@ def a_latest() -> Latest:
     return Latest(
         run_id="run",
         counter=7,
-        owners=("ann", "bob"),
+        newest_owners=("ann", "bob"),
         attempts=(
             Attempt(number=1, owner="bob", coordinator="c", group="g", world_size=2, restore_key=None, claimed_at=1.5),
         ),
@@ -75,7 +75,7 @@ def a_latest() -> Latest:
 def a_paged_latest() -> Latest:
     page = PageRef(key="pages/000000000006-0123abcd.json", crc32=7, size_bytes=100, count=2, first=ONE, last=ONE)
     past = PastPage(key="pages/000000000005-0123abcd.json", since=6)
-    return replace(a_latest(), pages=(page,), evicted_pages=(page,), past_pages=(past,))
+    return replace(a_latest(), pages=(page,), evicted_pages=(page,), owner_pages=(page,), past_pages=(past,))
 
 
 LISTED = json.loads(dump(a_latest()))["newest"][0]
@@ -205,9 +205,9 @@ def test_a_body_without_a_format_version_is_corrupt(make, load, version):
         ("counter", "null"),
         ("counter", "NaN"),
         ("run_id", "1"),
-        ("owners", '"ann"'),
-        ("owners", "[1]"),
-        ("owners", "{}"),
+        ("newest_owners", '"ann"'),
+        ("newest_owners", "[1]"),
+        ("newest_owners", "{}"),
         ("head", "1"),
         ("attempts", "[]"),
         ("attempts", "[null]"),
@@ -244,6 +244,8 @@ def test_every_missing_field_that_has_no_default_is_corrupt(make, load):
         "newest",
         "pages",
         "evicted_pages",
+        "owner_pages",
+        "owners",
         "past_pages",
         "evicted",
         "newest_evicted",

@@ -10,7 +10,8 @@
  *
  * Abstractions: what a page lists is the number of the try that wrote it, and its CRC-32 in a body is that number. A version
  * of L is a bit per swapper, "nothing was written since I read"; a body that is put back gets a new version, since whoever
- * puts it back has stopped the swaps that are under way. Live and evicted pages are alike.
+ * puts it back has stopped the swaps that are under way. Pages of live entries, of evicted ones and of owners are alike;
+ * protocol.pml has what a claim concludes from those of owners.
  *
  * -DWITHOUT=<rule> takes one rule away; spin must then find a violation.
  */

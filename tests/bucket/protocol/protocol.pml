@@ -45,6 +45,7 @@
 #define REFUSE      18  /* 22  sweep nothing when there is a directory of an attempt that L does not know */
 #define REREAD      19  /* 25  a missing object is damage only if its checkpoint is still live */
 #define MOVED       20  /* 31  a rewind whose owner is listed was applied, whoever came after it */
+#define NAMED       21  /* 40  pages of owners that were read before serve only a body that names them */
 #ifndef WITHOUT
 #define WITHOUT 0
 #endif
@@ -126,6 +127,9 @@ unsigned held : 9; unsigned committed : 9; unsigned gone : 9; bit lost;
 hidden byte t, k; hidden short m;                            /* used inside of one d_step only */
 #if !ON(RECOMPUTE)
 short chosen[5];
+#endif
+#if !ON(NAMED)
+byte paged[5];                                               /* the owners in the pages that this process has read */
 #endif
 
 inline check() {
@@ -272,7 +276,13 @@ end:
 #else
 #define KNOWN L.attempt
 #endif
-#define IS_FENCED(c) (ON(OWNERS) && L.owner != OWNER(c) && HAS(L.owners, OWNER(c)))           /* 9 */
+#define PAGED (L.owners & ~BIT(L.owner))                     /* 40: L itself lists the newest owner alone */
+#if ON(NAMED)
+#define OLDER(c) PAGED
+#else
+#define OLDER(c) paged[c]
+#endif
+#define IS_FENCED(c) (ON(OWNERS) && L.owner != OWNER(c) && HAS(OLDER(c), OWNER(c)))           /* 9 */
 
 inline decide_claim(c, g) {                                  /* 8, 9 */
   look(c);
@@ -378,6 +388,9 @@ end:
        ASKS(c, 0) || ASKS(c, 1) || ASKS(c, 2) -> g = (ASKS(c, 0) -> 0 : (ASKS(c, 1) -> 1 : 2));
        printf("coordinator %d: group %d asks for a claim\n", c, g)
      };
+#if !ON(NAMED)
+     d_step { paged[c] = PAGED; printf("coordinator %d: reads pages of owners %x\n", c, paged[c]) };  /* 9 */
+#endif
 #ifdef LOSS
      list_before();
 #endif

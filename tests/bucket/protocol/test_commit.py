@@ -938,7 +938,7 @@ def assert_linear(*stores: Remembers) -> None:
     for before, after in itertools.pairwise(bodies):
         held = {entry["key"] for entry in after["newest"]} | {item["key"] for item in after["newest_evicted"]}
         assert {entry["key"] for entry in before["newest"]} <= held
-        assert after["owners"][: len(before["owners"])] == before["owners"]
+        assert after["newest_owners"][: len(before["newest_owners"])] == before["newest_owners"]
         assert after["attempts"][-1]["number"] - before["attempts"][-1]["number"] in (0, 1)
 
 

@@ -18,11 +18,13 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.label import Label
 from raycheck.bucket.format.latest import Entry, Latest, PagesNeededError, dump_latest
 from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.history.segments import read_facts
 from raycheck.bucket.pages import Pages
 from raycheck.bucket.protocol import name_and_score
 from raycheck.bucket.protocol.damage import go_back
 from raycheck.bucket.protocol.paging import fold, sweep_pages
 from raycheck.bucket.protocol.pin_and_evict import evict, pin
+from raycheck.bucket.protocol.removal.delete import delete_checkpoint
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.rewind import rewind
@@ -31,7 +33,7 @@ from raycheck.bucket.reading import Checkpoint, list_directories, read_latest, r
 from raycheck.bucket.store import Store, open_store
 from raycheck.catalog.copier import MirrorCopier
 from raycheck.cli import app
-from raycheck.errors import ConfigError, CorruptError, RaycheckError
+from raycheck.errors import ConfigError, CorruptError, RaycheckError, StoreError
 from raycheck.settings import Retention
 from tests.support.histories.invariants import assert_invariants
 from tests.support.histories.small_pages import small_pages
@@ -274,6 +276,28 @@ class Counted(Around):
         return self.inner.get(key, max_bytes)
 
 
+class Counting(Around):
+    """Counts the bytes of what is read and written, by key, in order."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.gets: dict[str, int] = {}
+        self.puts: dict[str, int] = {}
+
+    def get(self, key: str, max_bytes: int = 1 << 30):
+        got = self.inner.get(key, max_bytes)
+        self.gets[key] = self.gets.get(key, 0) + len(got.data)
+        return got
+
+    def put_if_absent(self, key: str, data: bytes):
+        self.puts[key] = len(data)
+        return self.inner.put_if_absent(key, data)
+
+    def put_if_match(self, key: str, data: bytes, version: str):
+        self.puts[key] = len(data)
+        return self.inner.put_if_match(key, data, version)
+
+
 def test_claims_commits_restores_and_the_end_read_no_page_but_the_last_one_to_continue_it() -> None:
     run = store()
     with small_pages(page=1000):
@@ -375,6 +399,84 @@ def test_a_change_of_one_checkpoint_reads_only_its_page(change: Callable[..., ob
     assert [entry.key for entry in now.live] == [entry.key for entry in before.live]
     assert [one.key for one, other in zip(before.live, now.live, strict=True) if one != other] == [key]
     assert [page.first for page in read_newest(run).pages] == [keys[0] for keys in listed], "each page has its place"
+    assert_invariants(run.inner)
+
+
+@pytest.mark.parametrize("count", [1000, 10_000])
+def test_a_delete_of_one_of_many_checkpoints_reads_the_page_that_lists_it_and_no_other(count: int) -> None:
+    """Also for what it writes into the history: whether the checkpoint is gone, and what it was."""
+    with small_pages(newest=128, page=100, pages=count // 100):
+        run = Counting(store())
+        Driver(run).claim("g1")
+        live = entries(count)
+        attempt = replace(read_newest(run).attempt, last_save=count)
+        Register(run).edit(
+            lambda body, now: replace(body, newest=live, head=live[-1].key, attempts=(attempt,)), what="fill"
+        )
+        assert len(read_newest(run).pages) >= count // 100 - 1
+        size_of_page = len(run.inner.get(read_newest(run).pages[3].key).data)
+        run.gets.clear(), run.puts.clear()
+
+        delete_checkpoint(Register(run), live[350].key)
+
+    assert [key.partition("/")[0] for key in run.gets] == ["latest", "pages"]
+    assert [key.partition("/")[0] for key in run.puts] == ["pages", "latest", "history"]
+    assert sum(run.gets.values()) + sum(run.puts.values()) < 2 * len(run.inner.get("latest").data) + 3 * size_of_page
+    facts, _ = read_facts(run, read_newest(run).run_id)
+    assert [*facts.drops] == [*facts.commits] == [live[350].key]
+    assert assert_lists(run, [*live[:350], *live[351:]])
+
+
+def assert_lists(run: Store, live: list[Entry]) -> bool:
+    assert [*read_latest(run).live] == live
+    return True
+
+
+class Conflicting(Around):
+    """Refuses the first swap of `latest`, after something else was done."""
+
+    def __init__(self, inner: Store, does: Callable[[], object]) -> None:
+        super().__init__(inner)
+        self.does: Callable[[], object] | None = does
+
+    def put_if_match(self, key: str, data: bytes, version: str):
+        if self.does is not None:
+            does, self.does = self.does, None
+            does()
+        return self.inner.put_if_match(key, data, version)
+
+
+class Losing(Around):
+    """Applies the first swap of `latest`, and loses the answer."""
+
+    is_lost = False
+
+    def put_if_match(self, key: str, data: bytes, version: str):
+        written = self.inner.put_if_match(key, data, version)
+        if not self.is_lost:
+            self.is_lost = True
+            raise StoreError("the answer is lost")
+        return written
+
+
+def test_what_only_a_refused_try_would_have_dropped_is_not_in_the_history() -> None:
+    run, _ = counted_run()
+    first, second, *_ = (entry.key for entry in read_latest(run).live)
+    late = Conflicting(run, lambda: pin(Register(run.inner), first))
+
+    evict(Register(late), Retention(keep_last=9), by="dropped by hand")
+
+    facts, _ = read_facts(run, read_newest(run).run_id)
+    assert [*facts.drops] == [*facts.commits] == [second]
+
+
+def test_a_drop_whose_answer_was_lost_is_in_the_history() -> None:
+    run, listed = counted_run()
+
+    delete_checkpoint(Register(Losing(run)), listed[1][0])
+
+    facts, _ = read_facts(run, read_newest(run).run_id)
+    assert [*facts.drops] == [*facts.commits] == [listed[1][0]]
     assert_invariants(run.inner)
 
 

@@ -37,7 +37,7 @@ def body_of(live: list[Entry], head: str) -> Latest:
     attempt = Attempt(
         number=1, owner="ann", coordinator="c", group="g", world_size=1, restore_key=None, last_save=99, claimed_at=0.0
     )
-    return Latest(run_id="r", counter=1, owners=("ann",), attempts=(attempt,), head=head, newest=tuple(live))
+    return Latest(run_id="r", counter=1, newest_owners=("ann",), attempts=(attempt,), head=head, newest=tuple(live))
 
 
 # --- retention ---

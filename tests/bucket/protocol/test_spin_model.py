@@ -57,6 +57,7 @@ RULES = {  # what catches each rule's absence: configuration, and words of the a
     "REFUSE": ("loss-sweep", "gone"),
     "REREAD": ("reader", "live"),
     "MOVED": ("rewind", "owners"),
+    "NAMED": ("drivers", "owners"),
     "COUNTER": ("pages", "there"),
     "WRITTEN_FIRST": ("pages", "there"),
     "TOKEN": ("pages", "content"),

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import raycheck
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.reading import read_newest
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from tests.support.histories.invariants import assert_invariants
@@ -56,6 +58,30 @@ def test_a_restart_waits_for_at_most_six_answers(proxy: FaultProxy) -> None:
     assert began == 2
     assert 4 <= answers <= 6, rounds.done
     assert [entry.step for entry in assert_invariants(open_store(uri)).live] == [2, 3]
+
+
+def test_a_new_driver_waits_no_longer_where_100_000_drivers_have_started_the_run(proxy: FaultProxy) -> None:
+    """All but the newest of them are in pages (40), which are read during the test of the store."""
+    answers = []
+    for count in (0, 100_000):
+        uri = join_uri(proxy.uri, uuid4().hex)
+        train(group_of(uri, world_size=2, owner="the first"), until=2)
+        store = open_store(uri)
+        others = tuple(uuid4().hex[:16] for _ in range(count))
+        Register(store).edit(
+            lambda body, _, new=others: replace(body, newest_owners=(*new, *body.newest_owners)), what="owners"
+        )
+        assert bool(read_newest(store).owner_pages) == bool(count)
+
+        groups = group_of(uri, world_size=2, owner="the second")
+        with StoreRounds(proxy) as rounds:
+            began, waited = train(groups, until=3, rounds=rounds.done)
+
+        assert began == 2
+        assert bool(count) == any("/pages/" in request for round_ in rounds.done for request in round_)
+        answers.append(waited)
+        assert assert_invariants(store).owners == (*others, "the first", "the second")
+    assert answers[0] == answers[1], answers
 
 
 def test_a_commit_waits_for_two_answers_after_the_last_shard(proxy: FaultProxy) -> None:

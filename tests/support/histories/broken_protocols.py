@@ -84,7 +84,7 @@ MUTANTS = (
     Mutant(
         lacks="a fenced owner may claim",
         where="claim:check_owner",
-        old="if body.attempt.owner != me.owner and me.owner in body.owners:",
+        old="if body.attempt.owner != me.owner and body.has_owner(me.owner):",
         new="if False:",
     ),
     Mutant(
@@ -101,9 +101,12 @@ MUTANTS = (
     ),
     Mutant(
         lacks="a swap sends its old decision again",
-        where="swap:Register.swap",
+        where="swap:Register._try",
         old="new = self._decide(decide, body, got.at if got else time.time())",
-        new="new = sent = locals().get('sent') or self._decide(decide, body, got.at if got else time.time())",
+        new=(
+            "new = vars(decide).get('sent') or self._decide(decide, body, got.at if got else time.time())\n"
+            "    decide.sent = new"
+        ),
     ),
     Mutant(
         lacks="a swap puts without a condition",
@@ -114,7 +117,7 @@ MUTANTS = (
     Mutant(
         lacks="a failed save is cleaned up",
         where="commit:commit",
-        old='return register.swap(decide, what=f"commit of {manifest.key}", at=at).entry(manifest.key)',
+        old='body = register.swap(decide, what=f"commit of {manifest.key}", at=at)',
         new=(
             "from raycheck.errors import StoreError\n"
             "        found = register.read()\n"
@@ -143,13 +146,13 @@ MUTANTS = (
     ),
     Mutant(
         lacks="a prune deletes what others refer to",
-        where="removal.prune_and_sweep:_delete_evicted",
+        where="removal.prune_and_sweep:prune",
         old="is_held=name in held",
         new="is_held=False",
     ),
     Mutant(
         lacks="a prune forgets what others refer to",
-        where="removal.prune_and_sweep:_delete_evicted",
+        where="removal.prune_and_sweep:prune",
         old="if name not in held:",
         new="if True:",
     ),
@@ -212,13 +215,19 @@ PAGE_MUTANTS = (
     Mutant(
         lacks="the head moves to a page",
         where="paging:_List._too_old",
-        old="if item.key not in self.stay:",
+        old="if _key(item) not in self.stay:",
         new="if True:",
     ),
     Mutant(
         lacks="a commit takes the newest checkpoints for all",
         where="swap:Register._decide",
-        old="return decide(self.pages.whole(body), now)",
-        new="return decide(replace(body, pages=()), now)",
+        old="self.pages.ask(body, lambda body: decide(body, now))",
+        new="self.pages.ask(body, lambda body: decide(replace(body, pages=()), now))",
+    ),
+    Mutant(
+        lacks="a claim does not look for its owner in pages",
+        where="swap:Register._decide",
+        old="self.pages.ask(body, lambda body: decide(body, now))",
+        new="self.pages.ask(body, lambda body: decide(replace(body, owner_pages=()), now))",
     ),
 )

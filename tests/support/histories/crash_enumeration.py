@@ -237,7 +237,7 @@ def restart(scenario: Scenario, world: World, owner: str, start: str, *, arrives
 
     An owner that finds itself fenced is followed by one that nobody knows.
     """
-    body = load(world.bodies[-1]) if world.bodies else None
+    body = whole(world, world.bodies[-1]) if world.bodies else None
     is_fenced = body is not None and owner in body.owners and body.attempt.owner != owner
     end = run(world, restarting(scenario, owner, start), arrives=arrives)
     assert isinstance(end.outcome, FencedError) or not is_fenced, "another driver owns the run"

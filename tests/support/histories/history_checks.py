@@ -137,7 +137,7 @@ class Ledger:
         if (counter := object_keys.counter_of_page(key)) is not None:
             newest = load(self.past[-1])
             assert counter <= newest.counter, f"{key} was deleted, and may still be named"
-            assert key not in {page.key for page in (*newest.pages, *newest.evicted_pages)}, f"{key} is named"
+            assert key not in {page.key for page in newest.all_pages}, f"{key} is named"
             return
         if name is None:
             assert key.startswith("probes/"), f"{key} was deleted, which nobody may"

@@ -47,6 +47,7 @@ def assert_body(body: Latest) -> None:
     assert [(n.attempt, n.save) for n in order] == sorted((n.attempt, n.save) for n in order), "order of commit"
     assert not {entry.key for entry in body.live} & {item.key for item in body.evicted}, "I4: evicted and live"
     assert body.attempt.owner in body.owners
+    assert len(set(body.owners)) == len(body.owners), "an owner is listed twice"
     restore = body.attempt.restore_key
     assert restore is None or body.attempt.last_save or body.entry(restore), "the restore source is kept"
 
@@ -85,7 +86,7 @@ def assert_write(world: World, write: Write) -> None:
 
 def _assert_swap(world: World) -> None:
     stored = load(world.bodies[-1])
-    for page in (*stored.pages, *stored.evicted_pages):
+    for page in stored.all_pages:
         assert world.objects.get(page.key) == world.wrote[page.key], f"I3: {page.key} is missing"
     body = whole(world, world.bodies[-1])
     assert_body(body)
@@ -112,7 +113,7 @@ def _assert_delete(world: World, key: str) -> None:
     if (counter := object_keys.counter_of_page(key)) is not None:
         stored = load(world.bodies[-1])
         assert counter <= stored.counter, f"I6: {key} may still be named"
-        assert key not in {page.key for page in (*stored.pages, *stored.evicted_pages)}, f"I6: {key} is named"
+        assert key not in {page.key for page in stored.all_pages}, f"I6: {key} is named"
         return
     if name is None:
         is_for_people = object_keys.is_segment_key(key)  # a part of the history, which was merged into another
@@ -152,7 +153,7 @@ def whole(world: World, data: bytes) -> Latest:
     """Return a body that a world remembers, with what its pages list, also if they are deleted by now."""
     body = load(data)
     body = replace(body, past_pages=()) if body.past_pages else body
-    refs = (*body.pages, *body.evicted_pages)
+    refs = body.all_pages
     if not refs:
         return body
     assert {ref.key for ref in refs} <= world.wrote.keys(), "I3: a page was named before it was written"
@@ -161,7 +162,7 @@ def whole(world: World, data: bytes) -> Latest:
     evicted = [item for page in pages for item in page.evicted]
     assert not {entry.key for entry in live} & body.kept_newest, "the head or what is restored is in a page"
     for ref, page in zip(refs, pages, strict=True):
-        keys = [item.key for item in (*page.live, *page.evicted)]
+        keys = [*(item.key for item in (*page.live, *page.evicted)), *page.owners]
         assert (ref.count, ref.first, ref.last) == (len(keys), keys[0], keys[-1])
         assert (ref.size_bytes, ref.crc32) == (len(world.wrote[ref.key]), crc32(world.wrote[ref.key]))
     return replace(
@@ -170,6 +171,8 @@ def whole(world: World, data: bytes) -> Latest:
         pages=(),
         newest_evicted=(*evicted, *body.newest_evicted),
         evicted_pages=(),
+        newest_owners=(*(owner for page in pages for owner in page.owners), *body.newest_owners),
+        owner_pages=(),
     )
 
 

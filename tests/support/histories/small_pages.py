@@ -1,4 +1,4 @@
-"""Makes `latest` move entries to pages when it lists more than one or two, so that tiny runs have several pages."""
+"""Makes `latest` move entries and owners to pages when it lists more than one or two, so that tiny runs have several."""
 
 import sys
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from raycheck.bucket.protocol import paging
 
 @contextmanager
 def small_pages(*, newest: int = 1, page: int = 2, pages: int = 3, writes: int = 2) -> Iterator[None]:
-    """newest: how many entries `latest` lists itself. page: how many a page lists. pages: how many pages there are.
+    """newest: how many entries or owners `latest` lists itself. page: how many a page lists. pages: how many pages there are.
 
     writes: for how many writes of `latest` a page stays.
     """
@@ -29,6 +29,7 @@ def small_pages(*, newest: int = 1, page: int = 2, pages: int = 3, writes: int =
         KEPT_NEWEST=newest,
         LEAST_NEWEST=1,
         PAGE_ENTRIES=page,
+        PAGE_OWNERS=page,
         MOST_PAGES=pages,
         WRITES_KEPT=writes,
         uuid4=token,

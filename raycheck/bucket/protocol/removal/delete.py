@@ -4,13 +4,13 @@ Both begin with a swap, after which nobody lists or restores what is being delet
 like those of evicted checkpoints. After a crash at any point, repeating the delete continues it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Latest
-from raycheck.bucket.protocol.pin_and_evict import PastOfDropped, by_hand, with_evicted
+from raycheck.bucket.protocol.pin_and_evict import by_hand, drop, with_evicted
 from raycheck.bucket.protocol.removal.prune_and_sweep import delete_objects, prune
 from raycheck.bucket.protocol.rewind import attempt_by_hand
 from raycheck.bucket.protocol.sharing.base_run import without_reservation
@@ -43,19 +43,14 @@ def delete_checkpoint(register: Register, key: str) -> Latest:
     Raises ConfigError for the head and in a mirror, and NotFoundError when the checkpoint never existed.
     """
 
-    past, why = PastOfDropped(register), {key: by_hand()}
-
-    def change(body: Latest, now: float) -> Latest | None:
-        if any(item.key == key for item in body.evicted):
-            return None
+    def choose(body: Latest, now: float) -> Mapping[str, str]:
+        del now
+        if body.entry(key) is None and any(item.key == key for item in body.evicted):
+            return {}
         check_checkpoint(register.store.uri, body, key)
-        new = with_evicted(body, why, now=now)
-        past.note(body, why, now=now)
-        return new
+        return {key: by_hand()}
 
-    body = register.edit(change, what=f"delete of {key}")
-    past.record(body)
-    return body
+    return drop(register, choose, what=f"delete of {key}")
 
 
 def check_checkpoint(uri: str, body: Latest, key: str) -> None:
@@ -101,7 +96,7 @@ def delete_run(
         marked = replace(
             body,
             deleted_at=now,
-            owners=(*body.owners, owner),
+            newest_owners=(*body.newest_owners, owner),
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], mine),
             head=None,
             mirror=None,
@@ -139,7 +134,7 @@ def mark_lost(register: Register) -> None:
             run_id=uuid4().hex,
             counter=0,
             proven=number,
-            owners=(owner,),
+            newest_owners=(owner,),
             attempts=(attempt_by_hand(owner, number, restore_key=None, now=now),),
             head=None,
             deleted_at=now,

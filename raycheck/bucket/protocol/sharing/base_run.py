@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from posixpath import basename
 
 from raycheck.bucket.format.index import Index
-from raycheck.bucket.format.latest import Entry, Hold, Latest, Loan, check_room
+from raycheck.bucket.format.latest import Entry, Hold, Latest, Loan
 from raycheck.bucket.format.manifest import Component, Manifest
 from raycheck.bucket.protocol.claim import Identity, check_current, claimed_body
+from raycheck.bucket.protocol.paging import check_room
 from raycheck.bucket.protocol.sharing.holds import HOLD_GRACE_S, borrow, check_holds, confirm_loans, directory_from
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest

@@ -167,4 +167,4 @@ def origin_in(body: Latest, first: Manifest) -> str | None:
 
 def is_fork(body: Latest) -> bool:
     """Return whether the run was forked from another one."""
-    return bool(body.owners) and body.owners[0].startswith(_OWNER)
+    return body.first_owner.startswith(_OWNER)

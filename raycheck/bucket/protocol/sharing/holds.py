@@ -15,8 +15,9 @@ from raycheck.bucket.document_reading import again_if_corrupt, read_document
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.document import FORMAT_VERSION, Document, dump, load
-from raycheck.bucket.format.latest import Hold, Latest, Loan, check_room
+from raycheck.bucket.format.latest import Hold, Latest, Loan
 from raycheck.bucket.format.object_keys import borrowed_directory, split_directory
+from raycheck.bucket.protocol.paging import check_room
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import get_latest, list_directories, read_newest

@@ -33,7 +33,7 @@ def original(body: Latest) -> Latest:
         body,
         counter=body.mirror.counter,
         holds=(),  # for runs that were forked from the mirror
-        owners=tuple(owner for owner in body.owners if owner != body.mirror.owner),
+        newest_owners=tuple(owner for owner in body.newest_owners if owner != body.mirror.owner),
         attempts=body.attempts[:-1],
         mirror=None,
     )
@@ -87,7 +87,7 @@ def check_mirror(uri: str, body: Latest, source: Latest) -> None:
 def check_forward(uri: str, body: Latest, source: Latest) -> None:
     """Raise CorruptError when `source`, which was read after `body`, is older than what that mirror shows of it."""
     assert body.mirror is not None
-    if source.counter < body.mirror.counter or len(source.owners) < len(body.owners) - 1:
+    if source.counter < body.mirror.counter or source.num_owners < body.num_owners - 1:
         raise CorruptError(
             f"{shown_uri(uri)}: the mirror shows write {body.mirror.counter} of its source, whose latest is of write "
             f"{source.counter}: it was rolled back, or the copy that was given is behind. Nothing was written"
@@ -114,7 +114,7 @@ def open_mirror(register: Register, source: Latest, *, uri: str) -> Latest:
             run_id=source.run_id,
             counter=0,
             proven=number,
-            owners=(*source.owners, owner),
+            newest_owners=(*source.owners, owner),
             attempts=(*source.attempts[1 - MAX_ATTEMPTS_LISTED :], mine),
             head=None,
             mirror=Mirror(source=uri, counter=0, missing=len(source.live), owner=owner),
@@ -157,7 +157,8 @@ def show(
         new = replace(
             body,
             proven=last.number,
-            owners=(*source.owners, body.mirror.owner),
+            newest_owners=(*source.owners, body.mirror.owner),
+            owner_pages=(),
             attempts=(*source.attempts[1 - MAX_ATTEMPTS_LISTED :], last),
             head=source.head,
             finished=source.finished,

@@ -173,5 +173,5 @@ def _first_body(entry: Entry, manifest: Manifest, run_id: str, owner: str, now: 
         claimed_at=now,
     )
     return Latest(
-        run_id=run_id, counter=0, proven=0, owners=(owner,), attempts=(attempt,), head=entry.key, newest=(entry,)
+        run_id=run_id, counter=0, proven=0, newest_owners=(owner,), attempts=(attempt,), head=entry.key, newest=(entry,)
     )
