@@ -1,7 +1,8 @@
 """Installs RL frameworks beside the repository, in one virtual environment, and trains there.
 
 verl comes from PyPI, the others from their repositories at the commits below, and DeepSpeed is found where its own tests
-have it. All else is found in the repository's own environment.
+have it. All else is found in the repository's own environment. Where GitHub cannot be reached, git's setting
+`url.<copy>.insteadOf` names a copy of a repository.
 """
 
 import importlib
@@ -148,3 +149,7 @@ def train_all(module: str, trainings: str) -> None:
         for group in ray.util.placement_group_table():  # the actors of a group end with it
             remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group)))
     ray.shutdown()
+
+
+if __name__ == "__main__":
+    prepare()
