@@ -50,16 +50,8 @@ from areal.utils import seeding
 from areal.utils.data import cycle_dataloader
 from areal.utils.network import find_free_ports
 
-from tests.support.frameworks.rl_frameworks import recipe
+from tests.support.frameworks.rl_frameworks import TINY, recipe
 
-TINY: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
 SAMPLES, BATCH, LENGTH, SAVES_EVERY = 16, 4, 6, 3
 LOGGED = (
     "ppo_actor/update/actor_loss/avg",

@@ -59,6 +59,15 @@ SOURCES = {
     "OpenRLHF/OpenRLHF": ("3c3be6234e0cb353e76bb8019947db9dfe99fca7", ("openrlhf",)),
 }
 """The commit of each repository, and the packages in it that are checked out."""
+TINY: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+"""The settings of the model that all frameworks train, of Llama's and Qwen2's kind."""
 
 
 def prepare() -> None:
