@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,8 @@ def train_all(module: str, trainings: str) -> None:
             found = train(**training)
         except Exception as error:
             found = {"losses": {}, "error": f"{type(error).__name__}: {error}"}
-        print(json.dumps({"found": found}), flush=True)
+        sys.stdout.write(f"\n{json.dumps({'found': found})}\n")  # at once: a thread of Ray's writes there, too
+        sys.stdout.flush()
         for group in ray.util.placement_group_table():  # the actors of a group end with it
             remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group)))
     ray.shutdown()
