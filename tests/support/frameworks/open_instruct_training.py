@@ -57,7 +57,7 @@ from open_instruct import actor_manager, data_loader, data_types, grpo_fast, grp
 from tests.support.frameworks.rl_frameworks import TINY, recipe
 
 utils.calculate_utilization_metrics = lambda **_: {}
-PROMPTS, BATCH, LENGTH, SAVES_EVERY, STEPS = 16, 4, 6, 3, 10
+PROMPTS, BATCH, LENGTH, SAVES_EVERY, STEPS = 24, 6, 6, 3, 10
 LOGGED = ("loss/policy_avg", "loss/kl_avg", "lr", "optim/grad_norm", "val/num_total_tokens")
 DRAWN = "drawn/"
 GENERATORS = (random.random, np.random.rand, lambda: torch.rand(()))
