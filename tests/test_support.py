@@ -1,5 +1,7 @@
 """The tools that the tests of crashes and of histories stand on: each fault is what it says, and a bug is seen."""
 
+from pathlib import Path
+
 import pytest
 
 from raycheck.bucket.store.interface import Buffer, Written
@@ -7,6 +9,7 @@ from raycheck.errors import ConflictError, StoreError
 from tests.support.histories.invariants import assert_write
 from tests.support.histories.order_enumeration import Orders
 from tests.support.histories.stepped_processes import Task, play, simulated
+from tests.support.processes.virtual_environments import prepare_venv
 from tests.support.samples.sample_checkpoints import Driver
 from tests.support.servers.fault_injection import Call, Crashed, Mode, Wire, World
 from tests.support.servers.memory_store import DictStore
@@ -109,3 +112,17 @@ def test_every_order_of_two_claims_finds_a_store_that_swaps_blindly():
     works = tuple(lambda wire, owner=owner: Driver(wire, owner).claim("h1") for owner in ("bob", "cyd"))
     with simulated() as clock, pytest.raises(AssertionError):
         list(Orders(claimed, works, clock).all())
+
+
+@pytest.mark.slow
+def test_an_environment_that_a_link_leads_to_is_never_emptied(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    (theirs / "bin").mkdir(parents=True)
+    (theirs / "older-stamp").touch()
+    ours.symlink_to(theirs)
+
+    prepare_venv(ours, "stamp", "--help", finds_ours=True)  # pip installs nothing
+
+    assert (theirs / "older-stamp").exists()
+    assert not ours.is_symlink()
+    assert (ours / "stamp").exists()

@@ -45,18 +45,20 @@ def rng_values() -> Any:
     )
 
 
-def apply_rng(rank_values: Sequence[Any], rank: int) -> str:
+def apply_rng(rank_values: Sequence[Any], rank: int, apart: str = "") -> str:
     """Set this process's random state from the saved states of all ranks. Return what was done, for the restore
     report.
 
     rank: whose saved state to take. A number that no rank had gives a new state, which is equal for equal numbers.
+    apart: a name that gives a new state in any case.
     """
     if not rank_values:
         raise CorruptError("the checkpoint has no random state")
-    if rank >= len(rank_values):
-        digest = hashlib.blake2b(json.dumps(rank_values[0]).encode() + rank.to_bytes(8, "big"), digest_size=8)
-        _seed_all(int.from_bytes(digest.digest(), "big") >> 1)
-        return f"derived from rank 0's saved state and the number {rank}"
+    if rank >= len(rank_values) or apart:
+        source = rank if rank < len(rank_values) else 0
+        told = json.dumps(rank_values[source]).encode() + rank.to_bytes(8, "big") + apart.encode()
+        _seed_all(int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "big") >> 1)
+        return f"derived from rank {source}'s saved state and {apart or 'the number'} {rank}"
     saved = decode(rank_values[rank], _no_tensor)
     if "python" in saved:
         random.setstate(saved["python"])

@@ -79,12 +79,15 @@ class CheckpointMatcher:
                 match = self._match_entries(index, selection, there, strict=strict, cast=cast)
         return match
 
-    def random_states(self, key: str, index: Index) -> tuple[Sequence[Mapping[str, Any]], int]:
-        """Return what each rank saved for itself, and the number of the one whose random state this rank takes."""
-        saved, (own, _) = self._role.random_states(index.rank_values)
+    def random_states(self, key: str, index: Index) -> tuple[Sequence[Mapping[str, Any]], int, str]:
+        """Return what each rank saved for itself, the number of the one whose random state this rank takes, and the
+        name with which to derive another one, if there is one (see Role.random_states)."""
+        saved, (own, _), apart = self._role.random_states(index.rank_values)
         with corrupt_if_odd(key):
-            chosen = (_random_rank(entry, saved) for entry in self._entries)
-            return saved, next((number for number in chosen if number is not None), own)
+            for entry in self._entries:
+                if (chosen := _random_rank(entry, saved)) is not None:
+                    return saved, chosen, ""
+        return saved, own, apart
 
     def _advice(self, match: CheckpointMatch) -> list[str]:
         """Return what to do about the differences."""

@@ -45,14 +45,16 @@ class Restored:
     """The outcome of a restore on this rank. Random state is applied separately, as late as possible.
 
     rng_values: the saved random state of each rank; empty if it is not to be restored. rng_rank: the number among them
-    of the one to take; see apply_rng. lineage: the partial restores that the state now descends from. is_whole: the
-    ranks have exactly what the checkpoint has; equal on every rank.
+    of the one to take. rng_apart: the name with which to derive another one from it; see apply_rng. lineage: the
+    partial restores that the state now descends from. is_whole: the ranks have exactly what the checkpoint has; equal
+    on every rank.
     """
 
     manifest: Manifest
     progress: Progress
     rng_values: Sequence[Any]
     rng_rank: int
+    rng_apart: str
     lineage: tuple[str, ...]
     tensors: int
     bytes_fetched: int
@@ -66,4 +68,4 @@ class Restored:
 
     def apply_rng(self) -> str:
         """Set this process's random state. Return what was done, for the restore report."""
-        return apply_rng(self.rng_values, self.rng_rank) if self.rng_values else "untouched"
+        return apply_rng(self.rng_values, self.rng_rank, self.rng_apart) if self.rng_values else "untouched"

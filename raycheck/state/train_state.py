@@ -269,7 +269,7 @@ class TrainState:
             match = self._matcher.match(
                 checkpoint.entry.key, index, selection, strict=strict, cast=cast, touched_before=self._touched
             )
-            by_rank, rng_rank = self._matcher.random_states(checkpoint.entry.key, index)
+            by_rank, rng_rank, rng_apart = self._matcher.random_states(checkpoint.entry.key, index)
         self._touched |= match.touched
         shared_by = place if share else None
         fetched = read_tensors(checkpoint, manifest, index, match.boxes, shared_by=shared_by)
@@ -283,6 +283,7 @@ class TrainState:
             lineage=manifest.partial if selection == EVERYTHING else (*manifest.partial, str(selection)),
             rng_values=_random_states(by_rank) if selection.takes("rng") else (),
             rng_rank=rng_rank,
+            rng_apart=rng_apart,
             tensors=len(match.boxes),
             bytes_fetched=fetched,
             report=replace(match.report, drifted=manifest.drifted),

@@ -18,6 +18,7 @@ from raycheck.state.train_state import TrainState
 from tests.support.processes.save_without_ray import agreed, save
 
 State = dict[str, Any]
+SEPARATE = {"new": 1, "policy": 2, "critic": 2, "reward": 1}
 
 
 def worker(role: str, rank: int, *, is_trained: bool, has_own: bool = True) -> State:
@@ -116,6 +117,30 @@ def test_workers_that_have_both_models_continue_from_separate_ones_and_back(stor
         assert values_of(own, role) | {"seen": ""} == values_of(before[0 if role == "policy" else 2], role) | {
             "seen": ""
         }
+
+
+def test_roles_that_shared_their_ranks_draw_other_numbers_on_ranks_of_their_own(store: Store) -> None:
+    shared = {**worker("policy", 0, is_trained=True), **worker("critic", 0, is_trained=True)}
+    states = [shared, shared, worker("reward", 0, is_trained=True)]
+    places = roles_of(states)
+    made = [TrainState(own, rank=rank, world_size=3, role=places[rank]) for rank, own in enumerate(states)]
+    staged = []
+    for rank, state in enumerate(agreed(made)):
+        random.seed(rank)
+        staged.append(state.stage(Progress(step=3)))
+    checkpoint = save(store, staged, progress=Progress(step=3))
+
+    drawn: dict[str, list[float]] = {}
+    for (_, state), role in zip(workers(SEPARATE), roles(SEPARATE), strict=True):
+        state.apply(checkpoint, Selection.of(None, ["driver"]), strict=False).apply_rng()
+        drawn.setdefault(min(role.entries), []).append(random.random())
+
+    expected = [random.Random(seed).random() for seed in range(3)]
+    assert drawn["critic"] == expected[:2], "the first role by name continues"
+    assert drawn["reward"] == expected[2:]
+    assert len({number for numbers in drawn.values() for number in numbers}) == sum(SEPARATE.values()), (
+        "no two ranks draw the same numbers"
+    )
 
 
 def test_a_role_that_is_gone_and_a_role_that_is_new_are_refused_by_name(store: Store) -> None:

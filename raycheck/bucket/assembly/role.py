@@ -47,13 +47,18 @@ class Role:
         own = self._of_role(saved)
         return (own, self.place) if own and is_under(entry, self.entries) else (saved, self.in_group)
 
-    def random_states(self, saved: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], RankPlace]:
+    def random_states(self, saved: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], RankPlace, str]:
         """Return what each rank of this role saved for itself, and this rank's place among such ranks.
 
-        If all ranks had the entries of this role, those are all ranks: no two ranks may get the same random state.
+        No two ranks may get the same random state. Of the roles here that those ranks had together, the first by name
+        takes their states. The name that is returned tells the others apart, whose states are derived from them; so
+        are those of a role that is not in the checkpoint. It is empty where a state is taken as it is.
         """
         own = self._of_role(saved)
-        return (own, self.place) if 0 < len(own) < len(saved) else (saved, self.in_group)
+        first = min(self.entries, default="")
+        others = {name.partition(".")[0] for values in own or saved for name in values} & self.others
+        apart = first if others and (not own or min(others) < first) else ""
+        return (own, self.place, apart) if own else (saved, self.in_group, apart)
 
     def _of_role(self, saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         return [values for values in saved if any(is_under(name, self.entries) for name in values)]

@@ -50,16 +50,8 @@ from areal.utils import seeding
 from areal.utils.data import cycle_dataloader
 from areal.utils.network import find_free_ports
 
-from tests.support.frameworks.rl_frameworks import recipe
+from tests.support.frameworks.rl_frameworks import TINY, recipe
 
-TINY: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
 SAMPLES, BATCH, LENGTH, SAVES_EVERY = 16, 4, 6, 3
 LOGGED = (
     "ppo_actor/update/actor_loss/avg",
@@ -147,12 +139,15 @@ class CpuTrainer(trainers.PPOTrainer):
     def _init_rollout(self, config: Any, is_eval: bool = False, lora_path: str | None = None) -> Any:
         return Rollouts()
 
-    def note(self, dies_at: int | None, breaks_at: int | None) -> None:
-        """Note each step's numbers in `found`. A worker dies in a step, or the driver fails in a save."""
+    def note(self, dies_at: int | None, *, dies_in_save: bool) -> None:
+        """Note each step's numbers in `found`. A worker dies in a step.
+
+        dies_in_save: it does not wait for the last save's commit.
+        """
         start = self.recover_info.last_step_info.global_step + 1 if self.recover_info else 0
         has_weights_of = list(self.rollout.has_weights_of)
         self.found = {"start": start, "losses": {}, "read": self.rollout.read, "has_weights_of": has_weights_of}
-        commit, state_dict = self.stats_logger.commit, self.stats_logger.state_dict
+        commit = self.stats_logger.commit
 
         def noting(epoch: int, step: int, global_step: int, data: dict[str, float]) -> None:
             data = {**data, **self.critic.export_stats()}
@@ -161,16 +156,11 @@ class CpuTrainer(trainers.PPOTrainer):
 
         def dying() -> None:
             if self.rollout.version + 1 == dies_at:
-                if hasattr(self.recover_handler, "checkpointer"):
+                if hasattr(self.recover_handler, "checkpointer") and not dies_in_save:
                     self.recover_handler.checkpointer.wait()
                 self.scheduler._workers["actor"][-1].actor.die.remote()
 
-        def breaking() -> Any:
-            if self.rollout.version == breaks_at:
-                raise InterruptedError("the driver fails in a save")
-            return state_dict()
-
-        self.stats_logger.commit, self.stats_logger.state_dict = noting, breaking
+        self.stats_logger.commit = noting
         self.rollout.before_batch = dying
 
 
@@ -244,15 +234,17 @@ def train(
     until: int,
     *,
     dies_at: int | None = None,
-    breaks_at: int | None = None,
+    dies_in_save: bool = False,
+    uri: str = "",
     dropout: float = 0.1,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Train with AReaL's own recovery or with raycheck's. Return the losses of each step, and where it began."""
-    place = Path(folder.removeprefix("file://"))
-    config = config_of(
-        str(place.parent / f"{place.name}-files"), write_model(place.parent, seed, dropout), sizes, until
-    )
+    """Train with AReaL's own recovery or with raycheck's. Return the losses of each step, and where it began.
+
+    folder: where AReaL writes. uri: of the run; by default, it is in the folder.
+    """
+    place = Path(folder)
+    config = config_of(folder, write_model(place.parent, seed, dropout), sizes, until)
     trainer_class: Any = CpuTrainer
     with (
         mock.patch.object(rl_trainer, "RecoverHandler", rl_trainer.RecoverHandler),
@@ -260,14 +252,14 @@ def train(
     ):
         if way == "raycheck":
             made = recipe("AReaL")
-            made["RecoverHandler"].uri, trainer_class = folder, made["Trainer"]
+            made["RecoverHandler"].uri, trainer_class = uri or f"file://{folder}/run", made["Trainer"]
         trainer = trainer_class(config, train_dataset=dataset())
-    trainer.note(dies_at, breaks_at)
+    trainer.note(dies_at, dies_in_save=dies_in_save)
     died = ""
     try:
         trainer.train(workflow=RolloutWorkflow)
         trainer.close()
-    except (WorkerFailedError, InterruptedError) as error:
+    except WorkerFailedError as error:
         died = type(error).__name__
     end(trainer.scheduler)
     return {**trainer.found, "died": died}

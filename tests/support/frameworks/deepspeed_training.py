@@ -26,7 +26,7 @@ def prepare() -> None:
     from tests.support.processes.virtual_environments import prepare_venv
 
     os.environ["DS_BUILD_OPS"] = "0"
-    install = ("--no-deps", "--no-build-isolation", f"deepspeed=={VERSION}", *NEEDS)
+    install = ("--no-deps", f"deepspeed=={VERSION}", *NEEDS)
     prepare_venv(FOLDER, f"deepspeed-{VERSION}", *install, finds_ours=True)
     for lock in COMPILED.glob("**/lock"):  # left by ranks that were killed while they compiled; the next would wait
         lock.unlink()

@@ -54,17 +54,10 @@ AutoModelForCausalLM.from_pretrained = on_cpu
 from olmo_core.nn.attention import AttentionBackendName
 from open_instruct import actor_manager, data_loader, data_types, grpo_fast, grpo_utils, model_utils, utils
 
-from tests.support.frameworks.rl_frameworks import recipe
+from tests.support.frameworks.rl_frameworks import TINY, recipe
 
 utils.calculate_utilization_metrics = lambda **_: {}
-TINY: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
-PROMPTS, BATCH, LENGTH, SAVES_EVERY, STEPS = 16, 4, 6, 3, 10
+PROMPTS, BATCH, LENGTH, SAVES_EVERY, STEPS = 24, 6, 6, 3, 10
 LOGGED = ("loss/policy_avg", "loss/kl_avg", "lr", "optim/grad_norm", "val/num_total_tokens")
 DRAWN = "drawn/"
 GENERATORS = (random.random, np.random.rand, lambda: torch.rand(()))

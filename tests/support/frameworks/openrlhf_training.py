@@ -40,10 +40,9 @@ from openrlhf.trainer.ray.ppo_critic import CriticModelActor
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 from openrlhf.utils.deepspeed import deepspeed as strategies
 
-from tests.support.frameworks.rl_frameworks import recipe
+from tests.support.frameworks.rl_frameworks import TINY, recipe
 
 strategies.init_device_mesh = lambda _, *args, **options: init_device_mesh("cpu", *args, **options)
-TINY = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 SAMPLES, BATCH, LENGTH, EMA_BETA = 32, 4, 6, 0.9
 TRAINED = {
     "optim": "adam",

@@ -1,7 +1,8 @@
 """Installs RL frameworks beside the repository, in one virtual environment, and trains there.
 
 verl comes from PyPI, the others from their repositories at the commits below, and DeepSpeed is found where its own tests
-have it. All else is found in the repository's own environment.
+have it. All else is found in the repository's own environment. Where GitHub cannot be reached, git's setting
+`url.<copy>.insteadOf` names a copy of a repository.
 """
 
 import importlib
@@ -10,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,15 @@ SOURCES = {
     "OpenRLHF/OpenRLHF": ("3c3be6234e0cb353e76bb8019947db9dfe99fca7", ("openrlhf",)),
 }
 """The commit of each repository, and the packages in it that are checked out."""
+TINY: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+"""The settings of the model that all frameworks train, of Llama's and Qwen2's kind."""
 
 
 def prepare() -> None:
@@ -144,7 +155,12 @@ def train_all(module: str, trainings: str) -> None:
             found = train(**training)
         except Exception as error:
             found = {"losses": {}, "error": f"{type(error).__name__}: {error}"}
-        print(json.dumps({"found": found}), flush=True)
+        sys.stdout.write(f"\n{json.dumps({'found': found})}\n")  # at once: a thread of Ray's writes there, too
+        sys.stdout.flush()
         for group in ray.util.placement_group_table():  # the actors of a group end with it
             remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group)))
     ray.shutdown()
+
+
+if __name__ == "__main__":
+    prepare()

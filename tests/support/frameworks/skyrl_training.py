@@ -49,10 +49,9 @@ from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.config.config import MixedPrecisionConfig
 from skyrl.train.utils.utils import ResolvedPlacementGroup
 
-from tests.support.frameworks.rl_frameworks import recipe
+from tests.support.frameworks.rl_frameworks import TINY, recipe
 from tests.support.frameworks.skyrl_prompts import Prompts
 
-TINY = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 BATCH, LENGTH = 4, 6
 
 

@@ -17,7 +17,7 @@ from verl.workers.engine.megatron import transformer_impl
 
 from tests.support.frameworks import verl_training
 from tests.support.frameworks.megatron_training import Training, config_of, model_of, on_cpu, step_of
-from tests.support.frameworks.verl_training import TINY
+from tests.support.frameworks.rl_frameworks import TINY
 
 RECIPES = ("verl", "verl with Megatron")
 transformer_impl.log_gpu_memory_usage = lambda *_, **__: None  # there is no GPU to ask

@@ -28,9 +28,8 @@ from verl.trainer.ppo.utils import create_rl_sampler
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import apply_fsdp2
 
-from tests.support.frameworks.rl_frameworks import recipe
+from tests.support.frameworks.rl_frameworks import TINY, recipe
 
-TINY = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 SAMPLES, BATCH, LENGTH, SAVES_EVERY = 32, 4, 6, 3
 
 

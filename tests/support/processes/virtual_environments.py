@@ -11,6 +11,8 @@ def prepare_venv(folder: Path, stamp: str, *install: str, finds_ours: bool = Fal
     what it has not itself it finds in the environment of this process."""
     if (folder / stamp).exists():
         return
+    if folder.is_symlink():  # `venv --clear` would empty the folder behind it, which is another checkout's
+        folder.unlink()
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, timeout=120)
     command = [folder / "bin/python", "-m", "pip", "install", "--quiet", *install]
     subprocess.run(command, check=True, timeout=600)
