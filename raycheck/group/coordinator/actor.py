@@ -60,6 +60,8 @@ LAST_COMMITS_S = 30.0
 """How long a claim waits for commits of the previous attempt."""
 LAST_UPLOADS_S = 120.0
 """How long a claim waits for a save that all ranks of the previous attempt have staged and their nodes upload."""
+LARGE_PLAN_BYTES = 64 * 1024
+"""A smaller plan is parsed in the event loop: that takes less than a thread would."""
 STARTED_AGAIN = "the coordinator was started again while the ranks asked for the base"
 NOT_COMPARED = "this rank saved before the replicas were compared; they will be compared before the next save"
 
@@ -245,6 +247,9 @@ class Coordinator:
             section = self._plans.complete(report.section, (report.rank, report.is_in_memory))
             if section is None:
                 return PlanWanted()
+            if len(section.plan) > LARGE_PLAN_BYTES and not self._plans.is_parsed(section):
+                await asyncio.to_thread(self._plans.parse, section)
+            self._plans.parse(section)
             report = replace(report, section=section)
         if report.is_in_memory and (ended := self._memory.overtaken(report)):
             return ended
