@@ -4,7 +4,7 @@
 pickled before the clock starts, the coordinator's methods are called with what is unpickled, and each answer is pickled
 again. The store is in memory. Times are CPU seconds of all threads of the coordinator's process, since the machine may
 be shared. "after the last" is the part from the arrival of the last rank's message until all ranks have their answers.
-`--before PATH` measures an older tree in the same run, case by case, each in a process of its own.
+`--before PATH` measures an older tree in the same run, case by case, each in a process of its own, up to --before-ranks.
 """
 
 import argparse
@@ -395,6 +395,7 @@ def lines(name: str, world_size: int, num_tensors: int, trees: dict[str, dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="the root of an older checkout, measured too")
+    parser.add_argument("--before-ranks", type=int, default=512, help="the largest world that it is measured with")
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 4096])
     parser.add_argument("--tensors", type=int, default=244, help="1,000,000 pairs with 4,096 ranks")
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=LAYOUTS)
@@ -404,10 +405,10 @@ def main() -> None:
         name, world_size, num_tensors = asked.one
         print(json.dumps(measure_here(name, int(world_size), int(num_tensors))))
         return
-    trees = {"before": asked.before.resolve()} if asked.before else {}
-    trees["now"] = ROOT
     for name in asked.layouts:
         for world_size in asked.ranks:
+            is_compared = asked.before and world_size <= asked.before_ranks
+            trees = {"before": asked.before.resolve(), "now": ROOT} if is_compared else {"now": ROOT}
             found = {title: measure_tree(tree, name, world_size, asked.tensors) for title, tree in trees.items()}
             print("\n".join(lines(name, world_size, asked.tensors, found)), flush=True)
 
