@@ -65,7 +65,7 @@ class MemoryOffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldCheckpoint:
-    """What a rank needs to read a memory checkpoint: its documents, and who holds each of its shards, by key."""
+    """The documents of a memory checkpoint, and the holders of each of its shards, by key."""
 
     documents: Documents
     holders: Mapping[str, Sequence[Holder]]
