@@ -40,8 +40,8 @@ def checksums_of(
     """
     owners = entry_of(entries, gathered)
     held = [found for box in boxes if box.is_held and not box.is_unique for found in _held(box, owners, is_compared)]
-    return Holdings(
-        held=tuple(found if may_spread else replace(found, may_spread=False) for found in held),
+    return Holdings.of(
+        [found if may_spread else found._replace(may_spread=False) for found in held],
         values={
             entry.name: ValueChecksums(
                 names_crc32=crc32_of_json(sorted(entry.names())),

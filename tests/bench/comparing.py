@@ -36,7 +36,7 @@ def measured(state_bytes: int, rounds: int, *, device: str = "cpu", layers: int 
     """Returns the seconds for which each side blocks: `alone` without the comparison, `compared` with it."""
     width = int((state_bytes / 3 / 4 / layers) ** 0.5)
     shared = TrainState(state_of(layers, width, device), rank=0, world_size=RANKS)
-    shared.use_agreement(agree([shared.replica_checksums()] * RANKS))
+    shared.use_agreement(agree([shared.replica_checksums()] * RANKS)[0])
     alone = TrainState(state_of(layers // RANKS, width, device), rank=0, world_size=1)
     sizes = [sum(shard.size_bytes for shard in state.stage(Progress()).staged) for state in (shared, alone)]
     assert abs(sizes[0] - sizes[1]) < max(sizes) / 20, "both sides copy the same"

@@ -46,7 +46,7 @@ class WithExtra(nn.Linear):
 def differing(states: list[dict[str, Any]]) -> tuple[str, ...]:
     size = len(states)
     ranks = [TrainState(state, rank=rank, world_size=size) for rank, state in enumerate(states)]
-    return agree([rank.replica_checksums() for rank in ranks]).differing
+    return agree([rank.replica_checksums() for rank in ranks])[0].differing
 
 
 def test_what_differs_is_named() -> None:

@@ -117,7 +117,7 @@ def test_a_tensor_over_two_of_three_ranks_is_written_by_these(memory: Store):
             with playing(rank, 3):
                 state = TrainState({"model": build(rank, 1.0)}, rank=rank, world_size=3)
                 if is_settled:
-                    state.use_agreement(agree(holdings))
+                    state.use_agreement(agree(holdings)[rank])
                     staged.append(state.stage(Progress(step=1)))
                 else:
                     holdings.append(state.replica_checksums())

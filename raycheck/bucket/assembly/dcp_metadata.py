@@ -1,19 +1,20 @@
 """Writes DCP's own `.metadata` for a component, so that stock torch reads it. raycheck never reads it: it is a pickle.
 
 It is written opcode by opcode and without torch: a coordinator needs torch for nothing else, and a million boxes as
-objects would cost it half a minute. Only a few integers vary from box to box; `struct` puts them between bytes that are
-equal for a whole tensor. Objects are made by calls of their classes with the arguments that every torch since 2.6
-takes; fields that a newer one adds get its defaults.
+objects would cost it half a minute. Only a few integers vary from box to box; numpy, or `struct` for a few boxes, puts
+them between bytes that are equal for a whole tensor. Objects are made by calls of their classes with the arguments that
+every torch since 2.6 takes; fields that a newer one adds get its defaults.
 """
 
 import io
 import pickle
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import count, repeat
-from operator import add
+from array import array
+from collections.abc import Sequence
+from itertools import repeat
 
-from raycheck.bucket.format.index import Leaf, Plan, Tensor
+from raycheck.bucket.assembly.numbers import column_of, numbers_of
+from raycheck.bucket.format.index import Column, Leaf, Plan, Tensor
 from raycheck.bucket.format.object_keys import shard_file
 
 _METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
@@ -30,10 +31,14 @@ _MODULES = {
 _CALL, _POP, _MEMOIZE, _DICT = b"R", b"0", b"\x94", b"}("
 _ARGS = (b")", b"\x85", b"\x86", b"\x87")
 """Opcodes by count: each makes a tuple of that many topmost items of the stack."""
+FEW_BOXES = 32
+"""Up to so many boxes, `struct` takes less than numpy."""
 
 
 def dcp_metadata(plan: Plan, component: str) -> bytes:
     """Return the bytes of `.metadata`: a pure function of the plan, so that another coordinator writes them, too."""
+    import numpy as np
+
     out = _Pickle()
     own = [item.component == component for item in plan.objects]
     files = {number: out.keep(_plain(shard_file(item.rank))) for number, item in enumerate(plan.objects) if own[number]}
@@ -49,8 +54,21 @@ def dcp_metadata(plan: Plan, component: str) -> bytes:
     for thing in things:
         out.write(_plain(thing.name), _plain(thing.path))
     out.write(b"u", _DICT)
+    record_size = column_of(numbers_of(plan.payload_size) + numbers_of(plan.frame))
+    in_file = column_of(
+        np.array([files.get(number, -1) for number in range(len(own))], np.int64)[numbers_of(plan.object)]
+    )
     for (_, rows), known_as in zip(found, names, strict=True):
-        _write_places(out, plan, rows, known_as, files)
+        row = _Row(len(rows))
+        row.constant(out["MetadataIndex"] + _reference(known_as))
+        row.references(range(known_as + 1, known_as + 1 + len(rows)))
+        row.integers(range(len(rows)))
+        row.constant(_ARGS[3] + _CALL + out["_StorageInfo"])
+        row.references(_taken(in_file, rows))
+        row.integers(_taken(plan.record_offset, rows))
+        row.integers(_taken(record_size, rows))
+        row.constant(_ARGS[3] + _CALL)
+        out.write_rows(row, memoized=0)
     for leaf in leaves:
         out.write(out["MetadataIndex"], _plain(leaf.name), _ARGS[1], _CALL, out["_StorageInfo"])
         out.write(*map(_plain, (shard_file(leaf.rank), leaf.record_offset, leaf.record_size)), _ARGS[3], _CALL)
@@ -70,7 +88,7 @@ def _write_tensor(out: "_Pickle", plan: Plan, tensor: Tensor, rows: Sequence[int
     """
     dims = len(tensor.shape)
     columns = [_taken(column, rows) for column in plan.sizes[:dims]]
-    is_even = all(len(set(column)) == 1 for column in columns)
+    is_even = all(_is_even(column) for column in columns)
     sizes = [tuple(column[0] for column in columns)] if is_even else list(zip(*columns, strict=True))
     for size in dict.fromkeys(sizes):
         if size not in out.sizes:
@@ -85,58 +103,71 @@ def _write_tensor(out: "_Pickle", plan: Plan, tensor: Tensor, rows: Sequence[int
     for column in plan.offsets[:dims]:
         row.integers(_taken(column, rows))
     row.constant(closed + _ARGS[1] + _CALL + _MEMOIZE)
-    row.references(repeat(out.sizes[sizes[0]]) if is_even else map(out.sizes.__getitem__, sizes))
+    if is_even:
+        row.constant(b"j" + struct.pack("<I", out.sizes[sizes[0]]))
+    else:
+        row.references([out.sizes[size] for size in sizes])
     row.constant(_ARGS[2] + _CALL)
     out.write_rows(row, memoized=len(rows))
     out.write(b"e", _ARGS[3], _CALL)
     return name
 
 
-def _write_places(out: "_Pickle", plan: Plan, rows: Sequence[int], name: int, files: Mapping[int, int]) -> None:
-    """Write the map from each chunk to its file, offset and size. files: the pickle memo's id of each file name."""
-    sizes = _taken(plan.payload_size, rows)
-    row = _Row(len(rows))
-    row.constant(out["MetadataIndex"] + _reference(name))
-    row.references(count(name + 1))
-    row.integers(range(len(rows)))
-    row.constant(_ARGS[3] + _CALL + out["_StorageInfo"])
-    row.references(map(files.__getitem__, _taken(plan.object, rows)))
-    row.integers(_taken(plan.record_offset, rows))
-    row.integers([*map(add, sizes, _taken(plan.frame, rows))])
-    row.constant(_ARGS[3] + _CALL)
-    out.write_rows(row, memoized=0)
+def _taken(column: "Column[int]", rows: Sequence[int]) -> "Column[int]":
+    return column[rows.start : rows.stop] if isinstance(rows, range) else array("q", (column[row] for row in rows))
 
 
-def _taken(column: Sequence[int], rows: Sequence[int]) -> Sequence[int]:
-    return column[rows.start : rows.stop] if isinstance(rows, range) else [column[row] for row in rows]
+def _is_even(column: "Column[int]") -> bool:
+    """Return whether all numbers are equal. column: at least one number."""
+    if len(column) <= FEW_BOXES:
+        return column.count(column[0]) == len(column)
+    return bool((numbers_of(column) == column[0]).all())
 
 
 class _Row:
-    """The opcodes of many similar things: one format of `struct`, and a column of arguments for each field."""
+    """The opcodes of many similar things: bytes that are equal for all of them, and columns of integers between."""
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._format = "<"
-        self._columns: list[Iterable[object]] = []
+        self._parts: list[bytes | tuple[str, Sequence[int]]] = []
 
     def constant(self, data: bytes) -> None:
-        self._format += f"{len(data)}s"
-        self._columns.append(repeat(data, self._count))
+        self._parts.append(data)
 
-    def references(self, numbers: Iterable[int]) -> None:
+    def references(self, numbers: Sequence[int]) -> None:
         """Add references to the things that were memoized under these numbers."""
-        self.constant(b"j")
-        self._format += "I"
-        self._columns.append(numbers)
+        self._parts += b"j", ("I", numbers)
 
     def integers(self, column: Sequence[int]) -> None:
-        is_long = max(column) >= 1 << 31
-        self.constant(b"\x8a\x08" if is_long else b"J")
-        self._format += "q" if is_long else "i"
-        self._columns.append(column)
+        highest = max(column) if self._count <= FEW_BOXES else int(numbers_of(column).max())
+        is_long = highest >= 1 << 31
+        self._parts += (b"\x8a\x08", ("q", column)) if is_long else (b"J", ("i", column))
 
     def data(self) -> bytes:
-        return b"".join(map(struct.Struct(self._format).pack, *self._columns))
+        return self._packed_by_struct() if self._count <= FEW_BOXES else self._packed_by_numpy()
+
+    def _packed_by_struct(self) -> bytes:
+        form = "".join(f"{len(part)}s" if isinstance(part, bytes) else part[0] for part in self._parts)
+        columns = [repeat(part, self._count) if isinstance(part, bytes) else part[1] for part in self._parts]
+        return b"".join(map(struct.Struct(f"<{form}").pack, *columns))
+
+    def _packed_by_numpy(self) -> bytes:
+        import numpy as np
+
+        whole = np.empty((self._count, sum(map(_width, self._parts))), np.uint8)
+        at = 0
+        for part in self._parts:
+            place, at = slice(at, at + _width(part)), at + _width(part)
+            if isinstance(part, bytes):
+                whole[:, place] = np.frombuffer(part, np.uint8)
+            else:
+                code, column = part
+                whole[:, place] = numbers_of(column).astype(f"<{code}").view(np.uint8).reshape(self._count, -1)
+        return whole.tobytes()
+
+
+def _width(part: bytes | tuple[str, Sequence[int]]) -> int:
+    return len(part) if isinstance(part, bytes) else struct.calcsize(f"<{part[0]}")
 
 
 class _Pickle:

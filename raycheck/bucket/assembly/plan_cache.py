@@ -8,6 +8,7 @@ sent and of the newest commit's components, with and without a cache.
 import hashlib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -19,7 +20,7 @@ from raycheck.bucket.format.decompression import MAX_DECODED_BYTES
 from raycheck.bucket.format.index import Index, Plan
 from raycheck.bucket.format.index_codec import IndexParts, join_parts, parts_of
 from raycheck.bucket.format.manifest import Blob, Component
-from raycheck.bucket.format.plan_codec import CRC_BYTES, ParsedParts, dump_plan, load_plan
+from raycheck.bucket.format.plan_codec import CRC_BYTES, MALFORMED, ParsedParts, dump_plan, load_plan
 from raycheck.errors import ConfigError, CorruptError
 
 NOTHING_SHARED = RankDigests(names=b"", digests=b"")
@@ -126,6 +127,8 @@ class PlanCache:
         self.components: tuple[Component, ...] = ()
         self.replica_names = DecodedNames()
         self._sent: dict[bytes, bytes] = {}  # plans and names, by hash
+        self._parsed: dict[bytes, Plan] = {}  # plans, by hash
+        self._parts = ParsedParts()  # of the plans that have come since the last merge
         self._named: dict[object, tuple[bytes, bytes]] = {}  # the hashes in the last section of each sender
         self._merged: dict[bool, tuple[object, CachedPlan]] = {}  # the last one to the bucket, and in memory
 
@@ -144,7 +147,21 @@ class PlanCache:
         if len(self._sent) > 4 * len(self._named):  # each names two at most
             in_use = set(chain.from_iterable(self._named.values()))
             self._sent = {digest: data for digest, data in self._sent.items() if digest in in_use}
+            self._parsed = {digest: plan for digest, plan in self._parsed.items() if digest in in_use}
         return replace(section, plan=plan, replicas=replace(section.replicas, names=names))
+
+    def is_parsed(self, section: Section) -> bool:
+        """Return whether `parse` has parsed what the section has of what is sent once."""
+        return section.plan_hash in self._parsed
+
+    def parse(self, section: Section) -> None:
+        """Parse the plan and the names of a complete section, once. Each rank's are parsed when they come, so that few
+        are left for the last one. What is wrong with them is found again when they are merged."""
+        if self.is_parsed(section):
+            return
+        with suppress(CorruptError, *MALFORMED):
+            self.replica_names.decode(section.replicas.names)
+            self._parsed[section.plan_hash] = load_plan(section.plan, what="a report", known=self._parts)
 
     def forget_senders(self) -> None:
         """Forget what each rank has sent, because other ranks send from now on."""
@@ -160,14 +177,19 @@ class PlanCache:
         """
         form = (tuple(section.plan_hash for section in sections), tuple(components))
         merged = next((merged for known, merged in self._merged.values() if known == form), None)
-        merged = merged or _merge([section.plan for section in sections], components)
+        if merged is None:
+            plans = [
+                self._parsed.get(section.plan_hash)
+                or load_plan(section.plan, what=f"report of rank {rank}", known=self._parts)
+                for rank, section in enumerate(sections)
+            ]
+            self._parts = ParsedParts()
+            merged = _merge(plans, components)
         self._merged = self._merged | {is_in_memory: (form, merged)}
         return merged
 
 
-def _merge(encoded: Sequence[bytes], components: Sequence[str]) -> CachedPlan:
-    known = ParsedParts()
-    plans = [load_plan(data, what=f"report of rank {rank}", known=known) for rank, data in enumerate(encoded)]
+def _merge(plans: Sequence[Plan], components: Sequence[str]) -> CachedPlan:
     merged = merge_plans(plans)
     if len(components) > 1:
         _refuse_split(merged.plan)

@@ -1,8 +1,8 @@
 """Merges the plans of all ranks into one, and proves that every tensor is covered exactly once.
 
-It works on whole columns: it finds once where each tensor's rows are among those of all ranks, then puts every column
-together from runs of rows. It looks at single boxes only for tensors of which several ranks wrote equal boxes, or that
-were cut along several dimensions.
+It works on whole columns, with numpy: it finds once where each tensor's rows are among those of all ranks, then picks
+the rows of every column in this order. It looks at single boxes only for tensors of which several ranks wrote equal
+boxes, or whose boxes are not the cells of a grid.
 """
 
 import math
@@ -10,15 +10,21 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, chain, pairwise, repeat
+from itertools import accumulate, repeat
+from typing import TYPE_CHECKING
 
+from raycheck.bucket.assembly.numbers import column_of, numbers_of
 from raycheck.bucket.format.checksum import SUB_BLOCK
-from raycheck.bucket.format.column_codec import spread
 from raycheck.bucket.format.index import Column, Leaf, Object, Plan, Rows, Tensor
 from raycheck.errors import ConfigError
 
+if TYPE_CHECKING:
+    from raycheck.bucket.assembly.numbers import Numbers
+
 Box = tuple[tuple[int, int], ...]
 """A box of a tensor: offset and size in each dimension, in elements."""
+FEW_BOXES = 32
+"""Up to so many boxes of a tensor, it takes less to look at each of them than to put them into a grid."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,20 +61,20 @@ def merge_plans(plans: Sequence[Plan]) -> MergedPlan:
 
     Raises ConfigError, which names a tensor that two ranks describe differently.
     """
+    import numpy as np
+
     tensors, numbers = _numbered(plans)
     objects = [item for plan in plans for item in plan.objects]
-    runs = _runs(numbers, len(tensors))
     dims = max((len(tensor.shape) for tensor in tensors), default=0)
-    rows = _with_columns(_concatenated(plans, dims), _taken(runs))
-    starts = list(accumulate((sum(map(len, own)) for own in runs), initial=0))
+    rows = _with_columns(_concatenated(plans, dims), _taken(np.argsort(numbers, kind="stable")))
+    starts = list(accumulate(np.bincount(numbers, minlength=len(tensors)).tolist(), initial=0))
     originals = _copies(rows, starts)
     copies = list(originals)
     described = _described(rows, originals, tensors, starts, plans)
     num_crcs = tuple(sum(item.num_crcs for item in plan.objects) for plan in plans)
     cuts = [[slice(0, count)] for count in num_crcs]
     if copies:
-        ends = [-1, *copies, starts[-1]]
-        rows = _with_columns(rows, _taken([[range(before + 1, end) for before, end in pairwise(ends)]]))
+        rows = _with_columns(rows, _taken(np.delete(np.arange(starts[-1]), copies)))
         starts = [start - bisect_left(copies, start) for start in starts]
         rows, objects, cuts = _without_crcs_of_copies(rows, objects, [len(plan.objects) for plan in plans])
     leaves: dict[str, Leaf] = {}
@@ -99,55 +105,32 @@ def _with_columns(rows: Rows, change: Callable[["Column[int]"], "Column[int]"]) 
     )
 
 
-def _numbered(plans: Sequence[Plan]) -> tuple[list[Tensor], list[list[int]]]:
-    """Return all tensors in order of their first appearance, and for each rank the tensor number of each row."""
+def _numbered(plans: Sequence[Plan]) -> tuple[list[Tensor], "Numbers"]:
+    """Return all tensors in order of their first appearance, and the tensor number of each row of all ranks."""
+    import numpy as np
+
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, int] = {}
-    found: list[list[int]] = []
-    before: Plan | None = None
+    known: dict[int, Numbers] = {}  # by the id of the tensors, which plans mostly share
+    found: list[Numbers] = [np.empty(0, np.int64)]
     for plan in plans:
-        if before is None or (plan.tensors, plan.starts) != (before.tensors, before.starts):
+        if id(plan.tensors) not in known:
             for tensor in plan.tensors:
-                known = tensors.setdefault(tensor.name, tensor)
-                if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
+                first = tensors.setdefault(tensor.name, tensor)
+                if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
                     raise ConfigError(
-                        f"ranks disagree on {tensor.name}: {known.dtype}{list(known.shape)} and "
+                        f"ranks disagree on {tensor.name}: {first.dtype}{list(first.shape)} and "
                         f"{tensor.dtype}{list(tensor.shape)}"
                     )
             local = [numbers.setdefault(tensor.name, len(numbers)) for tensor in plan.tensors]
-            found.append(list(spread(local, (end - first for first, end in plan.rows()))))
-            before = plan
-        else:
-            found.append(found[-1])
-    return list(tensors.values()), found
+            known[id(plan.tensors)] = np.array(local, np.int64)
+        found.append(np.repeat(known[id(plan.tensors)], np.diff(numbers_of(plan.starts))))
+    return list(tensors.values()), np.concatenate(found)
 
 
-def _runs(numbers: Sequence[list[int]], num_tensors: int) -> list[list[range]]:
-    """Return for each tensor where its rows are once all ranks' rows are concatenated, in order of rank.
-
-    Neighbouring ranks that hold the same tensors give one run for all of them.
-    """
-    runs: list[list[range]] = [[] for _ in range(num_tensors)]
-    at = 0
-    rank = 0
-    while rank < len(numbers):
-        own, end = numbers[rank], rank + 1
-        while end < len(numbers) and numbers[end] is own and len(set(own)) == len(own):
-            end += 1
-        stop = at + len(own) * (end - rank)
-        for row, number in enumerate(own):
-            runs[number].append(range(at + row, stop, len(own)))
-        at, rank = stop, end
-    return runs
-
-
-def _taken(runs: Sequence[Sequence[range]]) -> Callable[["Column[int]"], "Column[int]"]:
-    """Return a function that picks these rows from a column, as slices when runs are long, else one by one."""
-    whole = [run for own in runs for run in own]
-    if sum(map(len, whole)) > 4 * len(whole):
-        return lambda column: _joined(column[run.start : run.stop : run.step] for run in whole)
-    rows = list(chain.from_iterable(whole))
-    return lambda column: array("q", map(column.tolist().__getitem__, rows))
+def _taken(order: "Numbers") -> Callable[["Column[int]"], "Column[int]"]:
+    """Return a function that picks these rows from a column."""
+    return lambda column: column_of(numbers_of(column)[order])
 
 
 def _joined(parts: Iterable[Iterable[int]]) -> "Column[int]":
@@ -159,14 +142,17 @@ def _joined(parts: Iterable[Iterable[int]]) -> "Column[int]":
 
 def _concatenated(plans: Sequence[Plan], dims: int) -> Rows:
     """Concatenate the columns of all ranks. Objects are numbered through all ranks."""
-    first_objects = accumulate((len(plan.objects) for plan in plans), initial=0)
+    import numpy as np
+
+    counts = [len(plan.object) for plan in plans]
+    first_objects = list(accumulate((len(plan.objects) for plan in plans), initial=0))[:-1]
 
     def dimension(name: str, dim: int, fill: int) -> "Column[int]":
-        found = ((getattr(plan, name), len(plan.object)) for plan in plans)
+        found = zip((getattr(plan, name) for plan in plans), counts, strict=True)
         return _joined(own[dim] if dim < len(own) else repeat(fill, count) for own, count in found)
 
     return Rows(
-        object=_joined(map(first.__add__, plan.object) for plan, first in zip(plans, first_objects, strict=False)),
+        object=column_of(numbers_of(_joined(plan.object for plan in plans)) + np.repeat(first_objects, counts)),
         offsets=tuple(dimension("offsets", dim, 0) for dim in range(dims)),
         sizes=tuple(dimension("sizes", dim, 1) for dim in range(dims)),
         record_offset=_joined(plan.record_offset for plan in plans),
@@ -180,15 +166,33 @@ def _concatenated(plans: Sequence[Plan], dims: int) -> Rows:
 def _copies(rows: Rows, starts: Sequence[int]) -> dict[int, int]:
     """Return the rows whose box an earlier row of that tensor has, in order, each with that row."""
     copies: dict[int, int] = {}
-    for first, end in pairwise(starts):
-        if end - first < 2 or any(len(set(column[first:end])) == end - first for column in rows.offsets):
-            continue
+    for first, end in _with_equal_hashes(rows, starts):
         seen: dict[tuple[int, ...], int] = {}
         for row in range(first, end):
             box = tuple(column[row] for column in (*rows.offsets, *rows.sizes))
             if seen.setdefault(box, row) != row:
                 copies[row] = seen[box]
     return copies
+
+
+def _with_equal_hashes(rows: Rows, starts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first row, and the row after the last one, of each tensor of which boxes may be equal.
+
+    Equal boxes have equal hashes. So only these tensors are looked at box by box.
+    """
+    import numpy as np
+
+    counts = np.diff(starts)
+    hashes = np.repeat(np.arange(len(counts), dtype=np.uint64), counts)
+    for column in (*rows.offsets, *rows.sizes):
+        hashes = (hashes ^ (hashes >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15) + numbers_of(column).view(
+            np.uint64
+        )
+    order = np.argsort(hashes)
+    ordered = hashes[order]
+    twice = order[1:][ordered[1:] == ordered[:-1]]
+    tensors = np.unique(np.searchsorted(starts, twice, side="right") - 1).tolist()
+    return [(starts[tensor], starts[tensor + 1]) for tensor in tensors]
 
 
 def _described(
@@ -262,6 +266,8 @@ def _covers(plan: Plan, shape: tuple[int, ...], first: int, end: int) -> bool:
         return end > first if shape else end == first + 1
     lows = [column[first:end] for column in plan.offsets[: len(shape)]]
     counts = [column[first:end] for column in plan.sizes[: len(shape)]]
+    if end - first > FEW_BOXES and _is_grid(lows, counts, shape):
+        return True
     is_cut = [min(column, default=0) != whole for column, whole in zip(counts, shape, strict=True)]
     if not any(is_cut):
         return end == first + 1
@@ -271,6 +277,27 @@ def _covers(plan: Plan, shape: tuple[int, ...], first: int, end: int) -> bool:
     boxes = zip(*(zip(low, count, strict=True) for low, count in zip(lows, counts, strict=True)), strict=True)
     whole = [box for box in boxes if all(size for _, size in box)]
     return sum(math.prod(size for _, size in box) for box in whole) == math.prod(shape) and _tiles(whole, shape)
+
+
+def _is_grid(lows: Sequence["Column[int]"], counts: Sequence["Column[int]"], shape: tuple[int, ...]) -> bool:
+    """Return whether the boxes are all cells of a grid that covers `shape`, each of them once.
+
+    The grid has the boxes' own spans in each dimension. The boxes are all of its cells when these spans follow each
+    other without gaps, and no two boxes are the same cell, and there are as many boxes as cells.
+    """
+    import numpy as np
+
+    cells, num_cells = np.zeros(len(lows[0]), np.int64), 1
+    for low, count, whole in zip(map(numbers_of, lows), map(numbers_of, counts), shape, strict=True):
+        offsets, first, place = np.unique(low, return_index=True, return_inverse=True)
+        sizes = count[first]
+        ends = offsets + sizes
+        is_chain = offsets[0] == 0 and ends[-1] == whole and (sizes > 0).all() and (ends[:-1] == offsets[1:]).all()
+        num_cells *= len(offsets)
+        if not is_chain or num_cells > len(cells) or (count != sizes[place]).any():
+            return False
+        cells = cells * len(offsets) + place
+    return num_cells == len(cells) and len(np.unique(cells)) == num_cells
 
 
 def _is_chain(spans: Iterable[tuple[int, int]], whole: int) -> bool:

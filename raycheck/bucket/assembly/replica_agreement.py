@@ -4,10 +4,18 @@ The ranks of a group do this once, before their first save, and send checksums w
 start are a bug in the training script, and end the run before anything is uploaded. Later saves need no such exchange,
 since their reports are compared (replica_comparison.py). A box that appears after it (optimizer state of a parameter
 that had no gradient) is written by every holder, kept once, and agreed on before the next save.
+
+Each of thousands of ranks mostly holds the same boxes as many others. So a rank sends its boxes apart from their
+checksums: ranks with equal boxes are a crowd, whose boxes are looked at once.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import zlib
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
 
 from raycheck.bucket.assembly.replica_comparison import Cure, Difference, refusal
 from raycheck.bucket.assembly.role import is_under
@@ -18,8 +26,7 @@ SPREAD_FROM_BYTES = 1 << 20
 holder, since every tensor that is elsewhere costs each reader one more object to open."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeldBox:
+class HeldBox(NamedTuple):
     """A box of a tensor that other ranks may hold too.
 
     box: the id of the box, equal on all ranks that hold it. name, dtype, shape: those of the whole tensor. sizes: the
@@ -34,9 +41,9 @@ class HeldBox:
     sizes: tuple[int, ...]
     size_bytes: int
     may_spread: bool
-    crc32: int | None
     is_on_host: bool = True
     cure: Cure = ""
+    crc32: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,23 +63,51 @@ class ValueChecksums:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holdings:
-    """Everything on one rank that other ranks may hold too. values: by entry. buffers: checksums of module buffers and
-    extra state, which may differ, by name. other_roles: the entries of other roles, which this rank does not have."""
+    """Everything on one rank that other ranks may hold too.
 
-    held: tuple[HeldBox, ...]
+    boxes: its boxes without checksums, encoded; equal bytes on ranks that hold equal boxes. checksums: the CRC-32 of
+    each, in 64 bits, -1 for None. values: by entry. buffers: checksums of module buffers and extra state, which may
+    differ, by name. other_roles: the entries of other roles, which this rank does not have.
+    """
+
+    boxes: bytes
+    checksums: bytes
     values: Mapping[str, ValueChecksums]
     buffers: Mapping[str, int] = field(default_factory=dict)
     other_roles: frozenset[str] = frozenset()
 
+    @classmethod
+    def of(cls, held: Sequence[HeldBox], values: Mapping[str, ValueChecksums]) -> "Holdings":
+        rows = [item[:-1] for item in held]
+        checksums = array("q", (-1 if item.crc32 is None else item.crc32 for item in held))
+        return cls(boxes=zlib.compress(json.dumps(rows).encode(), 1), checksums=checksums.tobytes(), values=values)
+
+    @property
+    def held(self) -> list[HeldBox]:
+        """Return the boxes, decoded."""
+        return self.decoded({})
+
+    def decoded(self, known: "DecodedBoxes") -> list[HeldBox]:
+        """Return the boxes, decoded. known: boxes that were decoded before."""
+        rows = known.get(self.boxes)
+        if rows is None:
+            rows = known[self.boxes] = json.loads(zlib.decompress(self.boxes))
+        checksums = array("q", self.checksums)
+        return [HeldBox._make((*row, None if crc < 0 else crc)) for row, crc in zip(rows, checksums, strict=True)]
+
+
+DecodedBoxes = dict[bytes, list[list[Any]]]
+"""The rows of boxes, by their encoded form."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """The ranks' agreement on who writes what.
+    """The ranks' agreement on who writes what, as one of them is told it.
 
-    writers: the rank that writes each box. apart: the entries of which ranks hold different parts, so that each rank
-    keeps its own values. differing: names of module buffers and extra state that are not equal on all ranks. by_crc:
-    the boxes that are on the host of some ranks and on a device of others, which compare them by the CRC-32 of their
-    bytes.
+    writers: the rank that writes each box that this rank holds. apart: the entries of which ranks hold different parts,
+    so that each rank keeps its own values. differing: names of module buffers and extra state that are not equal on all
+    ranks. by_crc: those of this rank's boxes that are on the host of some ranks and on a device of others, which
+    compare them by the CRC-32 of their bytes.
     """
 
     writers: Mapping[str, int]
@@ -81,23 +116,112 @@ class Agreement:
     by_crc: frozenset[str] = frozenset()
 
 
-def agree(ranks: Sequence[Holdings]) -> Agreement:
-    """Find the agreement from all ranks' holdings, in order of rank.
+@dataclass(slots=True)
+class _Crowd:
+    """Ranks that hold equal boxes with equal checksums, in order.
+
+    queue: a heap of the ranks by how many bytes they write, once that matters. It may have outdated items.
+    """
+
+    ranks: list[int]
+    boxes: list[HeldBox]
+    checksums: bytes
+    queue: list[tuple[int, int]] | None = None
+
+    def least_loaded(self, load: Mapping[int, int]) -> tuple[int, int]:
+        """Return how many bytes the least loaded rank writes, and that rank: the first one of several."""
+        if self.queue is None:
+            self.queue = sorted((load.get(rank, 0), rank) for rank in self.ranks)
+        while load.get(self.queue[0][1], 0) != self.queue[0][0]:
+            heappop(self.queue)
+        return self.queue[0]
+
+
+def agree(ranks: Sequence[Holdings], known: DecodedBoxes | None = None) -> list[Agreement]:
+    """Find what each rank is told, from all ranks' holdings, in order of rank. known: what was decoded before.
 
     Raises ConfigError, which names a tensor or an entry that differs between ranks and should not.
     """
-    holders: dict[str, dict[int, HeldBox]] = {}
-    described: dict[str, tuple[int, HeldBox]] = {}
+    crowds: dict[bytes, _Crowd] = {}
+    holders = _Holders()
     for rank, holdings in enumerate(ranks):
-        for held in holdings.held:
-            copies = holders.setdefault(held.box, {})
-            copies[rank] = held
-            _refuse_other_form(*described.setdefault(held.name, (rank, held)), rank, held)
-            _refuse_drift(copies, rank)
-    by_crc = [box for box, copies in holders.items() if len({held.is_on_host for held in copies.values()}) > 1]
-    return Agreement(
-        writers=_writers(holders), apart=_apart(ranks), differing=_differing(ranks), by_crc=frozenset(by_crc)
-    )
+        crowd = crowds.get(holdings.boxes)
+        if crowd is not None and crowd.checksums == holdings.checksums:
+            crowd.ranks.append(rank)
+            continue
+        boxes = holdings.decoded(known if known is not None else {})
+        mine = crowds[holdings.boxes] = _Crowd(ranks=[rank], boxes=boxes, checksums=holdings.checksums)
+        holders.add(mine)
+        assert crowd is None, "equal boxes with other checksums have been refused"
+    writers = holders.writers()
+    apart, differing = _apart(ranks), _differing(ranks)
+    told = {
+        boxes: Agreement(
+            writers={held.box: writers[held.box] for held in crowd.boxes},
+            apart=apart,
+            differing=differing,
+            by_crc=frozenset(held.box for held in crowd.boxes if held.box in holders.by_crc),
+        )
+        for boxes, crowd in crowds.items()
+    }
+    return [told[holdings.boxes] for holdings in ranks]
+
+
+class _Holders:
+    """The crowds that hold each box: nearly always one. They are added in order of their first ranks.
+
+    by_crc: see Agreement.
+    """
+
+    def __init__(self) -> None:
+        self.by_crc: set[str] = set()
+        self._tensors: dict[str, tuple[int, HeldBox]] = {}
+        self._first: dict[str, HeldBox] = {}
+        self._crowds: dict[str, _Crowd] = {}
+        self._more: dict[str, list[tuple[_Crowd, HeldBox]]] = {}
+
+    def add(self, crowd: _Crowd) -> None:
+        """Add a crowd. Raises ConfigError, which names a tensor that its first rank holds otherwise than the others."""
+        rank = crowd.ranks[0]
+        for held in crowd.boxes:
+            if held.name not in self._tensors:
+                self._tensors[held.name] = rank, held
+            _refuse_other_form(*self._tensors[held.name], rank, held)
+            first = self._first.setdefault(held.box, held)
+            if first is held:
+                self._crowds[held.box] = crowd
+            else:
+                self._refuse_drift(first, rank, held)
+                self._more.setdefault(held.box, []).append((crowd, held))
+                if first.is_on_host != held.is_on_host:
+                    self.by_crc.add(held.box)
+
+    def _refuse_drift(self, first: HeldBox, rank: int, held: HeldBox) -> None:
+        if (first.sizes, first.crc32) != (held.sizes, held.crc32):
+            ranks = (self._crowds[first.box].ranks[0], rank)
+            raise ConfigError(refusal([Difference(label=f"tensor {first.name}", cure=first.cure, ranks=ranks)]))
+
+    def writers(self) -> dict[str, int]:
+        """Return the writer of each box: its first holder, or where a large box may be spread, the least loaded one."""
+        writers = {box: crowd.ranks[0] for box, crowd in self._crowds.items()}
+        if not any(held.may_spread and held.size_bytes >= SPREAD_FROM_BYTES for held in self._first.values()):
+            return writers
+        sizes = {box: held.size_bytes for box, held in self._first.items()}
+        for box, copies in self._more.items():
+            sizes[box] = max(sizes[box], *(held.size_bytes for _, held in copies))
+        load: dict[int, int] = {}
+        large = [box for box, size in sizes.items() if size >= SPREAD_FROM_BYTES]
+        for box in sorted(large, key=lambda box: (-sizes[box], box)):
+            held, crowd, writer = self._first[box], self._crowds[box], writers[box]
+            if held.may_spread and held.size_bytes >= SPREAD_FROM_BYTES:
+                crowds = [crowd, *(other for other, _ in self._more.get(box, ()))]
+                crowd = min(crowds, key=lambda crowd: crowd.least_loaded(load))
+                _, writer = crowd.least_loaded(load)
+            writers[box] = writer
+            load[writer] = load.get(writer, 0) + held.size_bytes
+            if crowd.queue is not None:
+                heappush(crowd.queue, (load[writer], writer))
+        return writers
 
 
 def _differing(ranks: Sequence[Holdings]) -> tuple[str, ...]:
@@ -113,29 +237,6 @@ def _refuse_other_form(first_rank: int, first: HeldBox, rank: int, held: HeldBox
             f"{held.dtype}{list(held.shape)} on rank {rank}. Give different tensors different names, or shard them "
             "with DTensor"
         )
-
-
-def _refuse_drift(copies: Mapping[int, HeldBox], rank: int) -> None:
-    first_rank, first = next(iter(copies.items()))
-    if (first.sizes, first.crc32) != (copies[rank].sizes, copies[rank].crc32):
-        found = Difference(label=f"tensor {first.name}", cure=first.cure, ranks=(first_rank, rank))
-        raise ConfigError(refusal([found]))
-
-
-def _writers(holders: Mapping[str, Mapping[int, HeldBox]]) -> dict[str, int]:
-    writers: dict[str, int] = {}
-    load: dict[int, int] = {}
-    for box, copies in sorted(holders.items(), key=lambda item: (-_size(item[1].values()), item[0])):
-        held = next(iter(copies.values()))
-        is_large = held.may_spread and held.size_bytes >= SPREAD_FROM_BYTES
-        writer = min(copies, key=lambda rank: (load.get(rank, 0), rank)) if is_large else min(copies)
-        writers[box] = writer
-        load[writer] = load.get(writer, 0) + held.size_bytes
-    return writers
-
-
-def _size(copies: Iterable[HeldBox]) -> int:
-    return max((held.size_bytes for held in copies), default=0)
 
 
 def _apart(ranks: Sequence[Holdings]) -> frozenset[str]:

@@ -9,13 +9,16 @@ import hashlib
 import json
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from raycheck.errors import CorruptError
 from raycheck.terminal import first_few
+
+if TYPE_CHECKING:
+    from raycheck.bucket.assembly.numbers import Numbers
 
 DIGEST_BYTES = 8
 """The size of the number that a rank reports for one thing."""
@@ -41,8 +44,7 @@ CURES: dict[Cure, str] = {
 KEEP_FIRST = 'If the first rank\'s can stand for all, SaveSettings(on_drift="keep_first") saves it and logs this'
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replica:
+class Replica(NamedTuple):
     """One thing that several ranks may hold.
 
     key: equal on all ranks that hold the thing. label: what errors call it. cure: see Cure.
@@ -83,14 +85,13 @@ def digest_of_values(values: object) -> bytes:
 
 def dump_names(replicas: Sequence[Replica]) -> bytes:
     """Encode what a rank holds; empty for nothing."""
-    rows = [(item.key, item.label, item.cure) for item in replicas]
-    return zlib.compress(json.dumps(rows).encode(), 1) if rows else b""
+    return zlib.compress(json.dumps(replicas).encode(), 1) if replicas else b""
 
 
 def load_names(data: bytes) -> list[Replica]:
     """Decode what a rank holds."""
     rows = json.loads(zlib.decompress(data)) if data else []
-    return [Replica(key=key, label=label, cure=cure) for key, label, cure in rows]
+    return [Replica(*row) for row in rows]
 
 
 class DecodedNames:
@@ -100,18 +101,35 @@ class DecodedNames:
     def __init__(self) -> None:
         self._last: dict[bytes, list[Replica]] = {}
         self._are_mixed: tuple[frozenset[bytes], bool] = (frozenset(), False)
+        self._numbers: tuple[frozenset[bytes], dict[bytes, Numbers]] = (frozenset(), {})
+
+    def decode(self, names: bytes) -> None:
+        """Decode what a rank will report in the next comparison."""
+        if names not in self._last:
+            self._last[names] = load_names(names)
 
     def are_of_two_kinds(self, ranks: Sequence[RankDigests]) -> bool:
         """Return whether ranks report the same box by numbers of two kinds, which cannot be compared: one of them has
         moved it to the host since the ranks agreed."""
         encoded, last = frozenset(own.names for own in ranks), self._are_mixed
         if encoded != last[0]:
-            kinds: dict[str, set[str]] = {}
-            for replica in chain.from_iterable(self.of(ranks).values()):
-                kind, _, box = replica.key.partition(" ")
-                if kind in BOX_KINDS:
-                    kinds.setdefault(box, set()).add(kind)
-            last = self._are_mixed = encoded, any(len(own) > 1 for own in kinds.values())
+            keys = {replica.key for replica in chain.from_iterable(self.of(ranks).values())}
+            by_crc, by_sum = ({key[len(kind) :] for key in keys if key.startswith(f"{kind} ")} for kind in BOX_KINDS)
+            last = self._are_mixed = encoded, not by_crc.isdisjoint(by_sum)
+        return last[1]
+
+    def numbers(self, ranks: Sequence[RankDigests]) -> Mapping[bytes, "Numbers"]:
+        """Return a number for each replica that these ranks report, equal where the key is, by the encoded names."""
+        import numpy as np
+
+        encoded, last = frozenset(own.names for own in ranks), self._numbers
+        if encoded != last[0]:
+            number_of: dict[str, int] = {}
+            found = {
+                names: np.array([number_of.setdefault(item.key, len(number_of)) for item in replicas], np.int64)
+                for names, replicas in self.of(ranks).items()
+            }
+            last = self._numbers = encoded, found
         return last[1]
 
     def of(self, ranks: Sequence[RankDigests]) -> Mapping[bytes, list[Replica]]:
@@ -128,17 +146,38 @@ def differences(ranks: Sequence[RankDigests], known: DecodedNames | None = None)
         alike.setdefault((own.names, own.digests), []).append(rank)
     if len(alike) < 2:
         return []
-    decoded = (known or DecodedNames()).of(ranks)
-    found: dict[str, tuple[Replica, dict[bytes, list[int]]]] = {}
+    known = known or DecodedNames()
+    decoded = known.of(ranks)
     for (names, digests), same in alike.items():
-        replicas = decoded[names]
-        if len(digests) != DIGEST_BYTES * len(replicas):
-            raise CorruptError(f"rank {same[0]} reports {len(digests)} bytes of digests for {len(replicas)} replicas")
-        for number, replica in enumerate(replicas):
+        if len(digests) != DIGEST_BYTES * len(decoded[names]):
+            raise CorruptError(
+                f"rank {same[0]} reports {len(digests)} bytes of digests for {len(decoded[names])} replicas"
+            )
+    found: dict[str, tuple[Replica, dict[bytes, list[int]]]] = {}
+    for (names, digests), places in zip(alike, _places_of_differences(alike, known.numbers(ranks)), strict=True):
+        same, replicas = alike[names, digests], decoded[names]
+        for number in places:
+            replica = replicas[number]
             digest = digests[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)]
             holders = found.setdefault(replica.key, (replica, {}))[1]
             holders.setdefault(digest, []).extend(same)
     return [_difference(replica, list(holders.values())) for replica, holders in found.values() if len(holders) > 1]
+
+
+def _places_of_differences(
+    reported: Collection[tuple[bytes, bytes]], numbers: Mapping[bytes, "Numbers"]
+) -> Iterator[list[int]]:
+    """Yield, for each pair of names and digests, the places of the replicas of which not all digests are equal."""
+    import numpy as np
+
+    own = [numbers[names] for names, _ in reported]
+    every = np.concatenate(own)
+    digests = np.frombuffer(b"".join(digests for _, digests in reported), np.int64)
+    any_digest = np.empty(int(every.max(initial=-1)) + 1, np.int64)
+    any_digest[every] = digests
+    differ = np.zeros(len(any_digest), bool)
+    differ[every[any_digest[every] != digests]] = True
+    return (np.flatnonzero(differ[mine]).tolist() for mine in own)
 
 
 def _difference(replica: Replica, holders: list[list[int]]) -> Difference:

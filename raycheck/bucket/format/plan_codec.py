@@ -10,12 +10,12 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from operator import add, le
 from typing import Any
 
 from raycheck.bucket.format.checksum import SUB_BLOCK
-from raycheck.bucket.format.column_codec import pack_column, spread, unpack_column
+from raycheck.bucket.format.column_codec import spread, unpack_column
 from raycheck.bucket.format.decompression import MAX_DECODED_BYTES, DecompressionBudget, deflate
 from raycheck.bucket.format.index import Column, Leaf, Object, Plan, Tensor
 from raycheck.errors import ConfigError, CorruptError
@@ -78,15 +78,23 @@ def _named_columns(plan: Plan) -> Iterator[tuple[str, "Column[int]"]]:
 def _encode_column(plan: Plan, name: str, column: "Column[int]") -> tuple[int, str, bytes]:
     """Encode a column. Return width, coding and bytes.
 
+    A plain column keeps its 64 bits, from which readers need not convert it, except the one that would not compress.
+
     Where many ranks have boxes of each tensor, the boxes differ only in their offsets: these are written as
     differences, all other columns plain. Where a tensor has few boxes, neighbors are at equal distances: all columns
     are written as differences.
     """
+    import numpy as np
+
     is_wide = len(plan.object) > 2 * len(plan.tensors)
     as_steps = not is_wide or (name.startswith("offsets.") and any(column))
-    top = {"top": len(plan.objects)} if name == "object" else {}
-    width, data = pack_column(column, as_steps=as_steps, **top)
-    return width, "steps" if as_steps else "plain", data
+    numbers = np.array(column, np.int64)
+    low, high = 0, len(plan.objects) if name == "object" else (1 << 63) - 1
+    if as_steps:
+        numbers = np.diff(numbers, prepend=0)
+        low, high = int(numbers.min(initial=0)), int(numbers.max(initial=0))
+    width = next(width for width in (1, 2, 4, 8) if -(1 << 8 * width - 1) <= low and high < 1 << 8 * width - 1)
+    return width, "steps" if as_steps else "plain", numbers.astype(f"<i{width}").tobytes()
 
 
 MALFORMED = (
@@ -109,6 +117,8 @@ class ParsedParts:
     tensors: dict[bytes, Tensor] = field(default_factory=dict)
     lines: dict[bytes, tuple[Tensor, ...]] = field(default_factory=dict)
     columns: dict[tuple[bytes, int, str], "Column[int]"] = field(default_factory=dict)
+    inside: set[tuple[int, ...]] = field(default_factory=set)
+    """A dimension, and the ids of parts, which are kept here, that put all boxes inside their tensors in it."""
 
 
 def load_plan(data: bytes, *, what: str, known: ParsedParts | None = None, num_crcs: int | None = None) -> Plan:
@@ -157,7 +167,8 @@ def _load_plan(data: bytes, what: str, known: ParsedParts, budget: Decompression
 
     leaves = tuple(_leaf(item) for item in header["leaves"])
     counts = column("rows", len(tensors))
-    num, dims = sum(counts), range(max((len(tensor.shape) for tensor in tensors), default=0))
+    shapes = [tensor.shape for tensor in tensors]
+    num, dims = sum(counts), range(max(map(len, shapes), default=0))
     if len(dims) > MAX_DIMS:
         raise CorruptError(f"{what} has a tensor of {len(dims)} dimensions")
     plan = Plan(
@@ -174,7 +185,7 @@ def _load_plan(data: bytes, what: str, known: ParsedParts, budget: Decompression
         payload_size=column("payload_size", num),
         crc_at=column("crc_at", num),
     )
-    _check(plan, counts, what)
+    _check(plan, shapes, counts, known, what)
     return plan
 
 
@@ -217,10 +228,11 @@ def _tensors(
     lines: bytes, number: object, known: ParsedParts, budget: DecompressionBudget, what: str
 ) -> tuple[Tensor, ...]:
     """Parse the tensors, one JSON line each. A line that was seen before is not parsed again."""
-    if lines in known.lines:
-        return known.lines[lines]
-    if lines.count(b"\n") + bool(lines) != number:
+    found = known.lines.get(lines)
+    if number != (lines.count(b"\n") + bool(lines) if found is None else len(found)):
         raise CorruptError(f"{what} does not have the {number} tensors that it states")
+    if found is not None:
+        return found
     rows = lines.split(b"\n") if lines else []
     fresh = [row for row in rows if row not in known.tensors]
     parsed = budget.parse(b"[" + b",".join(fresh) + b"]")
@@ -229,8 +241,7 @@ def _tensors(
             name=_text(name), dtype=sys.intern(_text(dtype)), shape=tuple(map(_number, shape)), path=_path(path)
         )
         known.tensors[row] = tensor
-    known.lines[lines] = tuple(map(known.tensors.__getitem__, rows))
-    return known.lines[lines]
+    return known.lines.setdefault(lines, tuple(map(known.tensors.__getitem__, rows)))
 
 
 def _slices(raw: bytes, at: int, listed: Iterable[Any], what: str) -> dict[str, tuple[bytes, int, str]]:
@@ -257,11 +268,10 @@ def _column(
     column = unpack_column(data, width, as_steps=coding == "steps")
     if min(column, default=0) < 0:
         raise CorruptError(f"{what} has a place or size below 0")
-    known[encoded] = column
-    return column
+    return known.setdefault(encoded, column)
 
 
-def _check(plan: Plan, counts: "Column[int]", what: str) -> None:
+def _check(plan: Plan, shapes: Sequence[Sequence[int]], counts: "Column[int]", known: ParsedParts, what: str) -> None:
     """Check that boxes are inside their tensors and have objects and checksums.
 
     All columns have the same length here, and no number is negative.
@@ -273,10 +283,14 @@ def _check(plan: Plan, counts: "Column[int]", what: str) -> None:
         for row, at, size in zip(plan.object, plan.crc_at, plan.payload_size, strict=True):
             if at - -size // SUB_BLOCK > plan.objects[row].num_crcs:
                 raise CorruptError(f"{what} gives a box more checksums than its object has")
-    for dim, (offsets, sizes) in enumerate(zip(plan.offsets, plan.sizes, strict=True)):
-        wholes = [tensor.shape[dim] if dim < len(tensor.shape) else 1 for tensor in plan.tensors]
+    wholes_of = zip_longest(*shapes, fillvalue=1)
+    for dim, (offsets, sizes, wholes) in enumerate(zip(plan.offsets, plan.sizes, wholes_of, strict=True)):
+        parts = (dim, *map(id, (plan.tensors, counts, offsets, sizes)))
+        if parts in known.inside:
+            continue
         if not all(map(le, map(add, offsets, sizes), spread(wholes, counts))):
             _refuse_outside(plan, dim, wholes)
+        known.inside.add(parts)
 
 
 def _refuse_outside(plan: Plan, dim: int, wholes: Sequence[int]) -> None:

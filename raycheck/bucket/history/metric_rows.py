@@ -161,7 +161,7 @@ def rows_of(blocks: Iterable[Block], *, every: int, what: str) -> MetricRows:
 
 def _steps_text(steps: tuple[int, ...]) -> str:
     column = array("q", map(sub, steps[1:], steps))
-    width, data = pack_column(column, as_steps=False, top=max(column, default=0))
+    width, data = pack_column(column)
     return f"i{width}:{b64encode(data).decode()}"
 
 

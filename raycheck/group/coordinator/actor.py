@@ -14,7 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 from raycheck.bucket.assembly.plan_cache import PlanCache
-from raycheck.bucket.assembly.replica_agreement import Agreement, Holdings, agree
+from raycheck.bucket.assembly.replica_agreement import Agreement, DecodedBoxes, Holdings, agree
 from raycheck.bucket.assembly.save_report import SAVE_ALIKE, Report
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.protocol.claim import Identity
@@ -60,6 +60,8 @@ LAST_COMMITS_S = 30.0
 """How long a claim waits for commits of the previous attempt."""
 LAST_UPLOADS_S = 120.0
 """How long a claim waits for a save that all ranks of the previous attempt have staged and their nodes upload."""
+LARGE_PLAN_BYTES = 64 * 1024
+"""A smaller plan is parsed in the event loop: that takes less than a thread would."""
 STARTED_AGAIN = "the coordinator was started again while the ranks asked for the base"
 NOT_COMPARED = "this rank saved before the replicas were compared; they will be compared before the next save"
 
@@ -91,6 +93,7 @@ class Coordinator:
         self._run_log = RunLog(self._store, cluster.metrics(uri))
         self._alerts = RunAlerts(self._store)
         self._plans = PlanCache()
+        self._held: DecodedBoxes = {}  # of the agreement that is under way
         self._tasks = CommitTasks(self._store, uri, cluster.run_task)
         self._deletes = BackgroundDeletes(register, me, self._tasks)
         self._history = HistoryWriter(register)
@@ -223,7 +226,7 @@ class Coordinator:
     async def agree(self, report: Report, holdings: Holdings, patience_s: float = WAIT_S) -> Agreement | Pending:
         """Record the checksums of a rank's replicas, and wait a while for the agreement before the save of `report`.
 
-        All ranks get the same agreement, or the same ConfigError, which names the replicas that differ.
+        Each rank gets its part of one agreement, or all get the same ConfigError, which names the replicas that differ.
         """
         await self._adopt(report.group)
         rendezvous = self._agreement_of(report)
@@ -232,7 +235,8 @@ class Coordinator:
             rendezvous.fail(_save_failed(report, NOT_COMPARED))
         if rendezvous.is_open:
             self._compare(report, holdings, rendezvous)
-        return await rendezvous.answer(patience_s)
+        told = await rendezvous.answer(patience_s)
+        return told if isinstance(told, Pending) else told[report.rank]
 
     async def report(self, report: Report, patience_s: float = WAIT_S) -> Outcome | PlanWanted | Pending:
         """Record a rank's report of its upload, and wait a while for the outcome of the save."""
@@ -243,6 +247,9 @@ class Coordinator:
             section = self._plans.complete(report.section, (report.rank, report.is_in_memory))
             if section is None:
                 return PlanWanted()
+            if len(section.plan) > LARGE_PLAN_BYTES and not self._plans.is_parsed(section):
+                await asyncio.to_thread(self._plans.parse, section)
+            self._plans.parse(section)
             report = replace(report, section=section)
         if report.is_in_memory and (ended := self._memory.overtaken(report)):
             return ended
@@ -410,17 +417,20 @@ class Coordinator:
 
     def _refuse_mixed(self, group: str) -> None:
         """Fail every rendezvous where some ranks peek and others restore: they would wait for each other."""
+        peeks = [peek for peek in self._table.of_kind("peek", group) if not peek.is_decided]
+        if not peeks:
+            return
         restores = [*self._table.of_kind("data", group), *self._table.of_kind("restore", group)]
         restoring = {rank for rendezvous in restores for rank in rendezvous.came}
-        for peek in self._table.of_kind("peek", group):
-            if not peek.is_decided and (ahead := sorted(restoring.difference(peek.came))):
+        for peek in peeks:
+            if ahead := sorted(restoring.difference(peek.came)):
                 error = ConfigError(
                     f"ranks {peek.came} call peek(), and ranks {ahead} restore(): all ranks must call peek(), or none"
                 )
                 for rendezvous in (peek, *restores):
                     rendezvous.fail(error)
 
-    def _agreement_of(self, report: Report) -> Rendezvous[tuple[Report, Holdings], Agreement]:
+    def _agreement_of(self, report: Report) -> Rendezvous[tuple[Report, Holdings], list[Agreement]]:
         return self._table.meet(
             report.group,
             "agreement",
@@ -430,17 +440,20 @@ class Coordinator:
         )
 
     def _compare(
-        self, report: Report, holdings: Holdings, rendezvous: Rendezvous[tuple[Report, Holdings], Agreement]
+        self, report: Report, holdings: Holdings, rendezvous: Rendezvous[tuple[Report, Holdings], list[Agreement]]
     ) -> None:
         """Decide who writes each replica, when all ranks are there. Fails when they save different steps."""
-        for first, _ in rendezvous.arrivals.values():
-            if first.checkpoint != report.checkpoint:
-                text = f"this rank saves {report.checkpoint} while another one saves {first.checkpoint}: {SAVE_ALIKE}"
-                rendezvous.fail(_save_failed(report, text))
-                return
+        first, _ = next(iter(rendezvous.arrivals.values()), (report, holdings))  # the others have been compared with it
+        if first.checkpoint != report.checkpoint:
+            text = f"this rank saves {report.checkpoint} while another one saves {first.checkpoint}: {SAVE_ALIKE}"
+            rendezvous.fail(_save_failed(report, text))
+            return
+        if holdings.boxes not in self._held:
+            holdings.decoded(self._held)
         rendezvous.arrive(report.rank, (report, holdings))
         if rendezvous.is_complete:
-            rendezvous.decide(lambda arrivals: agree([held for _, held in arrivals]))
+            rendezvous.decide(lambda arrivals: agree([held for _, held in arrivals], self._held))
+            self._held = {}
 
     async def _conclude(self, reports: dict[int, Report]) -> Outcome:
         """Make a checkpoint of the ranks' reports, in the bucket or in memory, unless a rank has failed."""
@@ -507,9 +520,9 @@ class Coordinator:
             rendezvous = self._table.find(group, "save", save)
             if rendezvous is not None and not rendezvous.is_open:
                 continue  # a rank has failed, or all have reported
-            came = rendezvous.came if rendezvous is not None else []
+            came = set(rendezvous.came) if rendezvous is not None else set()
             missing = [report for rank, report in handed.items() if rank not in came]
-            if missing and len({*handed, *came}) == missing[0].world_size:
+            if missing and len(came.union(handed)) == missing[0].world_size:
                 found.append(missing)
         return found
 

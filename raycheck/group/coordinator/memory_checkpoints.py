@@ -7,7 +7,7 @@ the one that this coordinator knows. So a rewind of the run in the bucket takes 
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from raycheck.bucket.format.object_keys import index_key, shard_key
 from raycheck.bucket.reading import Documents
 from raycheck.bucket.store import Store
 from raycheck.errors import NotFoundError, RaycheckError, StoreError
-from raycheck.group.coordinator.messages import HeldShard, Holder, MemoryOffer, Outcome
+from raycheck.group.coordinator.messages import HeldCheckpoint, HeldShard, Holder, MemoryOffer, Outcome
 from raycheck.group.coordinator.node_agents import NodeAgents
 from raycheck.group.coordinator.rendezvous import RendezvousTable
 from raycheck.group.coordinator.run_log import RunLog
@@ -149,9 +149,10 @@ class MemoryCheckpoints:
         holders = await self._holders(newest)
         if lost := sorted(newest.sizes.keys() - holders.keys()):
             raise NotFoundError(f"no node that is alive has {', '.join(lost[:5])}")
-        documents = await asyncio.to_thread(self._cluster.share, lambda: newest.documents)
+        held = HeldCheckpoint(documents=newest.documents, holders=holders)
+        contents = await asyncio.to_thread(self._cluster.share, lambda: held)
         logger.info(event(f"restoring {newest.entry.key} from the memory of the nodes instead", run=self._store.uri))
-        return MemoryOffer(entry=newest.entry, documents=documents, holders=holders)
+        return MemoryOffer(entry=newest.entry, contents=contents)
 
     async def conclude(self, reports: Sequence[Report]) -> Outcome:
         """List a memory checkpoint whose shards all ranks have sealed, once other nodes have copies of them.
@@ -205,11 +206,14 @@ class MemoryCheckpoints:
 
         Return the nodes that lost their shards before any other node had a copy.
         """
-        nodes = sorted({report.node for report in reports})
-        zones = await asyncio.to_thread(self._cluster.alive)
-        copied = await asyncio.gather(*(self._copy_from(node, name, neighbours(node, nodes, zones)) for node in nodes))
+        by_node: dict[str, list[Report]] = {}
+        for report in reports:
+            by_node.setdefault(report.node, []).append(report)
+        nodes = sorted(by_node)
+        ring = Ring(nodes, await asyncio.to_thread(self._cluster.alive))
+        copied = await asyncio.gather(*(self._copy_from(node, name, ring.neighbours(node)) for node in nodes))
         problems = {node: problem for node, problem in zip(nodes, copied, strict=True) if problem}
-        lost = [node for node in problems if not await self._has_shards(node, name, reports)]
+        lost = [node for node in problems if not await self._has_shards(node, name, by_node[node])]
         if problems and not lost and not self._is_warned:
             self._is_warned = True
             text = f"memory checkpoints survive the loss of workers, but not of a node: {min(problems.values())}"
@@ -217,17 +221,17 @@ class MemoryCheckpoints:
         return lost
 
     async def _has_shards(self, node: str, name: str, reports: Sequence[Report]) -> bool:
-        """Return whether a node's actor holds what the ranks of the node have sealed."""
+        """Return whether a node's actor holds what the ranks of the node have sealed. reports: theirs."""
         actor = self._agents.known(node)
         held = {} if actor is None else await self._held(actor)
         return all(
             shard_key(name, shard.component, shard.rank) in held
             for report in reports
             for shard in report.written
-            if report.node == node and shard.size_bytes
+            if shard.size_bytes
         )
 
-    async def _copy_from(self, node: str, name: str, others: Sequence[str]) -> str:
+    async def _copy_from(self, node: str, name: str, others: Iterable[str]) -> str:
         """Return why no other node has a copy of this node's shards; "" when one has."""
         problem = "the group has only one node"
         source = self._agents.known(node)
@@ -254,9 +258,9 @@ class MemoryCheckpoints:
         answers = await asyncio.gather(*(self._held(actor) for actor in asked.values()))
         holders: dict[str, list[Holder]] = {}
         for (node, actor), held in zip(asked.items(), answers, strict=True):
-            for key, size in listed.sizes.items():
-                if key in held and held[key].size_bytes == size:
-                    holders.setdefault(key, []).append(Holder(node=node, actor=actor, place=held[key].place))
+            for key, shard in held.items():
+                if listed.sizes.get(key) == shard.size_bytes:
+                    holders.setdefault(key, []).append(Holder(node=node, actor=actor, place=shard.place))
         return holders
 
     async def _held(self, actor: Any) -> dict[str, HeldShard]:
@@ -266,18 +270,32 @@ class MemoryCheckpoints:
             return {}
 
 
-def neighbours(node: str, nodes: Sequence[str], zones: Mapping[str, str]) -> list[str]:
-    """Return the other nodes that may take the copies of `node`, the best one first.
+class Ring:
+    """The nodes of a group in a ring, and which of them may take the copies of each."""
 
-    nodes: the group's nodes, sorted. zones: the zones of the live nodes. Nodes of other zones come first, beginning
-    with the one at this node's place in its own zone, so that they share the copies evenly. Then come those that follow
-    in the ring of all nodes.
-    """
-    at = nodes.index(node)
-    ring = [other for other in (*nodes[at + 1 :], *nodes[:at]) if other in zones]
-    zone = zones.get(node)
-    apart = [other for other in nodes if zone and zones.get(other) and zones[other] != zone]
-    alike = [other for other in nodes if zones.get(other) == zone]
-    first = alike.index(node) % len(apart) if apart and node in alike else 0
-    turned = [*apart[first:], *apart[:first]]
-    return [*turned, *(other for other in ring if other not in turned)]
+    def __init__(self, nodes: Sequence[str], zones: Mapping[str, str]) -> None:
+        """nodes: sorted. zones: the zones of the live nodes."""
+        self._nodes, self._zones = nodes, zones
+        self._places = {node: place for place, node in enumerate(nodes)}
+        self._in_zone: dict[str, dict[str, int]] = {}  # the place of each live node among those of its zone
+        for node in nodes:
+            if node in zones:
+                own = self._in_zone.setdefault(zones[node], {})
+                own[node] = len(own)
+        known = [node for node in nodes if zones.get(node)]
+        self._apart = {zone: [node for node in known if zones[node] != zone] for zone in self._in_zone if zone}
+
+    def neighbours(self, node: str) -> Iterator[str]:
+        """Yield the other nodes that may take the copies of `node`, the best one first.
+
+        Nodes of other zones come first, beginning with the one at this node's place in its own zone, so that they share
+        the copies evenly. Then come those that follow in the ring of all nodes.
+        """
+        zone = self._zones.get(node, "")
+        apart = self._apart.get(zone, ())
+        for place in range(len(apart)):
+            yield apart[(self._in_zone[zone][node] + place) % len(apart)]
+        for place in range(1, len(self._nodes)):
+            other = self._nodes[(self._places[node] + place) % len(self._nodes)]
+            if other in self._zones and not (apart and self._zones[other] not in ("", zone)):
+                yield other

@@ -12,6 +12,7 @@ from raycheck.bucket.attempt_records import ResumeRecord
 from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.format.manifest import Component
 from raycheck.bucket.protocol.sharing.base_run import BaseOffer, Wanted
+from raycheck.bucket.reading import Documents
 from raycheck.data.proof_agreement import SourceProof
 from raycheck.errors import RaycheckError
 from raycheck.settings import Alerts
@@ -54,11 +55,19 @@ class Holder:
 class MemoryOffer:
     """A memory checkpoint that a new group can restore, newer than the checkpoints in the bucket.
 
-    entry: as if it were in `latest`. documents: as in Claim. holders: who holds each of its shards, by key.
+    entry: as if it were in `latest`. contents: a HeldCheckpoint, as `Group.fetch` takes it: each rank is told the
+    place, since all shards of all ranks are too much to tell each of them.
     """
 
     entry: Entry
-    documents: list[Any]
+    contents: list[Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldCheckpoint:
+    """The documents of a memory checkpoint, and the holders of each of its shards, by key."""
+
+    documents: Documents
     holders: Mapping[str, Sequence[Holder]]
 
 

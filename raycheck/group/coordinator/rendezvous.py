@@ -13,11 +13,14 @@ from typing import Any, Generic, Literal, TypeVar
 
 from raycheck.errors import SaveFailedError
 from raycheck.group.coordinator.messages import Pending, RankFailure
+from raycheck.terminal import first_few
 
 Arrived = TypeVar("Arrived")
 Decision = TypeVar("Decision")
 WAIT_S = 10.0
 """How long a rank's call waits for the decision before it is answered with `Pending` and repeated."""
+MAX_NAMED = 32
+"""How many missing ranks a `Pending` names."""
 Kind = Literal["claim", "data", "peek", "restore", "base offer", "base match", "agreement", "save", "memory", "end"]
 
 
@@ -33,6 +36,7 @@ class Rendezvous(Generic[Arrived, Decision]):
         self._came: set[int] = set()
         self._world_size = world_size
         self._awaited = awaited
+        self._missing = (-1, "")  # in words, and how many had arrived then
         self._decision: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         self._deciding: asyncio.Task[None] | None = None
 
@@ -95,8 +99,14 @@ class Rendezvous(Generic[Arrived, Decision]):
         await asyncio.wait([self._decision], timeout=up_to_s)
         if self.is_decided:
             return self._decision.result()
-        missing = sorted(set(range(self._world_size)) - self._came)
-        return Pending(message=f"ranks {missing} have not {self._awaited}" if missing else "the decision is under way")
+        return Pending(message="the decision is under way" if self.is_complete else self._what_is_missing())
+
+    def _what_is_missing(self) -> str:
+        """Name the missing ranks. Thousands of ranks ask at one time, so this looks only after an arrival."""
+        if self._missing[0] != len(self._came):
+            ranks = [rank for rank in range(self._world_size) if rank not in self._came]
+            self._missing = len(self._came), f"ranks [{first_few(ranks, MAX_NAMED)}] have not {self._awaited}"
+        return self._missing[1]
 
     async def _decide_by(self, work: Coroutine[Any, Any, Decision]) -> None:
         try:

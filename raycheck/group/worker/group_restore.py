@@ -19,6 +19,7 @@ from raycheck.errors import DamagedError, RaycheckError, StoreError, SupersededE
 from raycheck.group.coordinator.messages import (
     Arrival,
     Claim,
+    HeldCheckpoint,
     NodeCheck,
     OnCorrupt,
     Pending,
@@ -206,10 +207,9 @@ def _read_together(
             on_corrupt=on_corrupt,
             is_peek=is_peek,
         )
-        checkpoint = peeked or _checkpoint(group, claim, claim.entry)
         result: T | None = None
         try:
-            result = read(checkpoint, claim)
+            result = read(peeked or _checkpoint(group, claim, claim.entry), claim)
             mine = replace(mine, arrival=arrival(result, time.monotonic() - began))
         except DamagedError as error:
             mine = replace(mine, damage=str(error))
@@ -236,11 +236,16 @@ def _read_together(
 
 
 def _checkpoint(group: Group, claim: Claim, entry: Entry) -> Checkpoint:
-    """Return the checkpoint that this rank has to read: from the bucket, or from the nodes' memory."""
+    """Return the checkpoint that this rank has to read: from the bucket, or from the nodes' memory.
+
+    Raises DamagedError when the cluster has lost what says who holds it.
+    """
     if claim.memory is None:
         return Checkpoint(group.store, entry, group.fetch(claim.documents))
-    reader = group.memory_reader(claim.memory.holders)
-    return Checkpoint(group.store, entry, group.fetch(claim.memory.documents), shards=reader)
+    held: HeldCheckpoint | None = group.fetch(claim.memory.contents)
+    if held is None:
+        raise DamagedError(f"{entry.key} is in no node's memory any more: its documents are lost")
+    return Checkpoint(group.store, entry, held.documents, shards=group.memory_reader(held.holders))
 
 
 def _arrival(done: Restored, seconds: float) -> Arrival:

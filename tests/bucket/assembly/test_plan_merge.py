@@ -12,7 +12,8 @@ from raycheck.bucket.assembly.plan_merge import merge_plans, uncovered
 from raycheck.bucket.format.checksum import SUB_BLOCK
 from raycheck.bucket.format.index import Chunk, Index, Tensor, index_of
 from raycheck.bucket.format.index_codec import dump_index, load_index
-from raycheck.errors import ConfigError
+from raycheck.bucket.format.plan_codec import ParsedParts, dump_plan, load_plan
+from raycheck.errors import ConfigError, CorruptError
 from tests.support.samples.hostile_documents import thorough
 from tests.support.samples.sample_checkpoints import tiny_index
 
@@ -90,6 +91,20 @@ def test_ranks_that_disagree_on_a_tensor_are_told_its_name():
         other = index_of([replace(one.tensors[0], **change)], ())
         with pytest.raises(ConfigError, match=r"model\.w"):
             merge([one, other])
+
+
+def test_a_box_outside_one_dimension_is_refused_also_when_the_others_are_known():
+    """Both dimensions have equal columns, and these are those of a plan that was loaded before."""
+    known = ParsedParts()
+    inside, outside = (
+        dump_plan(index_of([Tensor(name="w", dtype="int8", shape=shape, path=("w",))], [box((0, 0), (8, 8))]).plan)
+        for shape in ((8, 8), (8, 4))
+    )
+
+    for _ in range(2):
+        assert load_plan(inside, what="x", known=known).sizes[0] is load_plan(inside, what="x", known=known).sizes[1]
+        with pytest.raises(CorruptError, match="outside its shape"):
+            load_plan(outside, what="x", known=known)
 
 
 def test_sections_of_all_ranks_merge_into_one_index():

@@ -80,7 +80,7 @@ def test_ranks_agree_anew_when_one_of_them_has_moved_a_tensor_to_the_host_since(
     kinds: Sequence[str], is_mixed: bool
 ) -> None:
     held = [
-        RankDigests(names=dump_names([replica("kept"), replace(replica("w"), key=f"{kind} w@0")]), digests=bytes(16))
+        RankDigests(names=dump_names([replica("kept"), replica("w")._replace(key=f"{kind} w@0")]), digests=bytes(16))
         for kind in kinds
     ]
     nothing = Section.of(index_of([], [], values={}, rank_values=[{}]), held[1])
@@ -122,7 +122,7 @@ def test_the_same_box_that_two_ranks_wrote_with_other_bytes_is_refused_where_it_
     """The tensor is new since the agreement, and is in host memory on one rank and on a device on the other."""
     store, reports = open_store("memory://copies"), []
     for rank, (kind, crc) in enumerate([("crc", 5), ("sum", 6)]):
-        names = [replace(replica("w"), key=f"{kind} w@0")] if is_compared else []
+        names = [replica("w")._replace(key=f"{kind} w@0")] if is_compared else []
         reports.append(
             report(rank, [crc], RankDigests(names=dump_names(names), digests=bytes(DIGEST_BYTES * len(names))))
         )

@@ -4,24 +4,27 @@ import numpy as np
 import pytest
 
 import raycheck
-from raycheck.group.coordinator.memory_checkpoints import neighbours
+from raycheck.group.coordinator.memory_checkpoints import Ring
 from raycheck.on_ray.nodes.memory_shards import MemoryShards
 
 
 def test_each_node_copies_to_the_next_one_and_to_another_zone_first() -> None:
     nodes = ["a", "b", "c", "d"]
 
-    assert [neighbours(node, nodes, dict.fromkeys(nodes, ""))[0] for node in nodes] == ["b", "c", "d", "a"]
-    assert neighbours("a", nodes, {"a": "x", "b": "x", "c": "y", "d": "x"}) == ["c", "b", "d"]
-    assert neighbours("a", nodes, {"a": "", "c": ""}) == ["c"], "b and d are gone"
-    assert neighbours("a", ["a"], {"a": ""}) == []
+    ring = Ring(nodes, dict.fromkeys(nodes, ""))
+
+    assert [next(ring.neighbours(node)) for node in nodes] == ["b", "c", "d", "a"]
+    assert [*Ring(nodes, {"a": "x", "b": "x", "c": "y", "d": "x"}).neighbours("a")] == ["c", "b", "d"]
+    assert [*Ring(nodes, {"a": "", "c": ""}).neighbours("a")] == ["c"], "b and d are gone"
+    assert [*Ring(["a"], {"a": ""}).neighbours("a")] == []
 
 
 def test_no_node_takes_the_copies_of_many_others() -> None:
     nodes = [f"{zone}{number}" for zone in "ab" for number in range(8)]
     zones = {node: node[0] for node in nodes}
 
-    first = [neighbours(node, nodes, zones)[0] for node in nodes]
+    ring = Ring(nodes, zones)
+    first = [next(ring.neighbours(node)) for node in nodes]
 
     assert sorted(first) == nodes
     assert all(zones[node] != zones[other] for node, other in zip(nodes, first, strict=True))

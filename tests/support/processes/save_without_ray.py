@@ -141,8 +141,7 @@ def save(
 
 def agreed(states: Sequence[TrainState]) -> Sequence[TrainState]:
     """Let the ranks of this process agree on who writes what."""
-    agreement = agree([state.replica_checksums() for state in states])
-    for state in states:
+    for state, agreement in zip(states, agree([state.replica_checksums() for state in states]), strict=True):
         state.use_agreement(agreement)
     return states
 

@@ -90,7 +90,7 @@ def settled(state: State, rank: int, world_size: int) -> TrainState:
     saver = TrainState(state, rank=rank, world_size=world_size)
     holdings: list[Any] = [None] * world_size
     dist.all_gather_object(holdings, saver.replica_checksums())
-    saver.use_agreement(agree(holdings))
+    saver.use_agreement(agree(holdings)[rank])
     return saver
 
 

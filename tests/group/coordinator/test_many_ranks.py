@@ -1,0 +1,111 @@
+"""Tests that what a coordinator does, and what it sends, grows no faster than its number of ranks.
+
+Nothing is timed: lines that are executed are counted, each turn of a loop anew, in all threads, of raycheck's code alone.
+What the coordinator does in the background, when nobody waits for it, does not count: it may fall into any call. The
+ranks are numbers that count, too, when they are sorted, hashed or compared, as numbers in sets and dicts are.
+"""
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import raycheck
+from raycheck.group.coordinator.background_deletes import BackgroundDeletes
+from raycheck.group.coordinator.history_writer import HistoryWriter
+from tests.bench.many_ranks import LAYOUTS, Cost, measured
+
+PACKAGE = str(Path(raycheck.__file__).parent)
+WORLDS = (64, 128, 256)
+TENSORS = 2
+MOST = 2.5
+"""What grows linearly costs twice as much more from the second world to the third as from the first to the second; what
+grows by N log N, up to 2.3 times as much, and by the square four times."""
+OTHER_LINES = 500
+"""A call may have to repeat a swap of `latest`, which something in the background has changed meanwhile."""
+MORE = [layout for layout in LAYOUTS if layout not in ("fsdp", "hsdp")]
+BACKGROUND = {HistoryWriter._write.__code__, BackgroundDeletes._delete.__code__}
+
+
+class Rank(int):
+    """A rank's number, which counts what is done with it."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return int.__hash__(self)
+
+    def __eq__(self, other: object) -> bool:
+        return int.__eq__(self, other)
+
+    def __lt__(self, other: int) -> bool:
+        return int.__lt__(self, other)
+
+
+OF_RANKS = {method.__code__ for method in (Rank.__hash__, Rank.__eq__, Rank.__lt__)}
+
+
+class Lines:
+    """The number of lines that all threads have executed in raycheck's code, and of what is done with ranks."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, int] = {}  # by thread
+        self._in_background: set[int] = set()  # threads
+
+    def __call__(self) -> float:
+        return sum(self._made.values())
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        threading.settrace(self._enter)
+        sys.settrace(self._enter)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
+
+    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        thread = threading.current_thread()
+        if frame.f_code in BACKGROUND:
+            self._in_background.add(thread.ident or 0)
+            return self._until_it_returns
+        if thread.ident in self._in_background or thread.name.startswith("raycheck-records"):
+            return None
+        is_counted = frame.f_code in OF_RANKS or frame.f_code.co_filename.startswith(PACKAGE)
+        return self._count if is_counted else None
+
+    def _until_it_returns(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "return":
+            self._in_background.discard(threading.get_ident())
+        return self._until_it_returns
+
+    def _count(self, frame: FrameType, event: str, arg: Any) -> Any:
+        thread = threading.get_ident()
+        self._made[thread] = self._made.get(thread, 0) + 1
+        return self._count
+
+
+def costs_of(layout: str, world_size: int) -> dict[str, Cost]:
+    lines = Lines()
+    with lines.counted():
+        return asyncio.run(measured(layout, world_size, TENSORS, clock=lines, idle_after_s=0.0, numbered=Rank))
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp", *(pytest.param(more, marks=pytest.mark.slow) for more in MORE)])
+def test_work_and_bytes_of_every_call_grow_linearly_with_the_ranks(layout: str) -> None:
+    worlds = [costs_of(layout, world_size) for world_size in WORLDS]
+
+    growth = {}
+    for phase in worlds[0]:
+        for what, slack in (("cpu_s", OTHER_LINES), ("sent_bytes", 0), ("answer_bytes", 0), ("messages", 0)):
+            one, two, four = (float(getattr(world[phase], what)) for world in worlds)
+            growth[phase, what] = (four - two - slack) / (two - one + slack)
+            assert four > two > one > 0, (phase, what)
+    assert {key: ratio for key, ratio in growth.items() if ratio > MOST} == {}
