@@ -14,9 +14,9 @@
         SaveFailedError         find out why saves fail
         StoppedError            call again to continue
 
-Two modules define a subclass of one of these that only raycheck itself handles differently: NewerFormatError in
-bucket/format/document.py, and ReferenceLostError in bucket/protocol/referred_objects.py. No other error leaves a public
-call.
+Three modules define a subclass of one of these that only raycheck itself handles differently: NewerFormatError in
+bucket/format/document.py, ReferenceLostError in bucket/protocol/referred_objects.py, and OverloadedError in
+bucket/store/retry.py. No other error leaves a public call.
 
 Each class takes one message, which names the object and says what to do, so pickling between Ray's processes leaves it
 unchanged. `ends_run` marks the errors that a restart cannot fix: on these, `raycheck.fit` stops the run, however many

@@ -307,7 +307,11 @@ def test_other_modules_define_only_the_errors_that_errors_py_names() -> None:
     }
     elsewhere = {name: bases & kinds for name, bases in found.items() if bases & kinds}
 
-    assert elsewhere == {"NewerFormatError": {"CorruptError"}, "ReferenceLostError": {"SaveFailedError"}}
+    assert elsewhere == {
+        "NewerFormatError": {"CorruptError"},
+        "ReferenceLostError": {"SaveFailedError"},
+        "OverloadedError": {"StoreError"},
+    }
     assert all(name in (errors.__doc__ or "") for name in kinds | set(elsewhere))
     assert not [name for name, bases in found.items() if bases & set(elsewhere)]
 

@@ -7,15 +7,18 @@ without an error, so that an object never appears if the check at the stream's e
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import Buffer
+from raycheck.bucket.store.part_sizes import BYTES_IN_FLIGHT
+from raycheck.bucket.store.request_window import MOST, Share
+from raycheck.bucket.store.retry import noting_refusals
 from raycheck.errors import CorruptError, RaycheckError
 
 SPAN_BYTES = 8 * 1024 * 1024
-SPANS_IN_FLIGHT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +46,35 @@ class Spans:
 
 
 def read_ahead(spans: Iterable[Span]) -> Generator[Buffer, None, None]:
-    """Yield the bytes of each span in order while the next ones are being read. Raises the errors of `get_range`."""
+    """Yield the bytes of each span in order while the next ones are being read. Raises the errors of `get_range`.
+
+    As many are read at a time as the window of the first span's bucket allows.
+    """
     ahead: deque[Future[Buffer]] = deque()
-    with ThreadPoolExecutor(SPANS_IN_FLIGHT, thread_name_prefix="raycheck-ahead") as pool:
+    share: Share | None = None
+    with ThreadPoolExecutor(MOST, thread_name_prefix="raycheck-ahead") as pool, ExitStack() as shared:
         try:
             for span in spans:
-                ahead.append(pool.submit(span.store.get_range, span.key, span.start, span.stop))
-                if len(ahead) == SPANS_IN_FLIGHT:
+                share = share or shared.enter_context(Share(span.store.reads))
+                while len(ahead) >= min(share.window.part, BYTES_IN_FLIGHT // SPAN_BYTES):
                     yield ahead.popleft().result()
+                ahead.append(pool.submit(_read, span, share))
             while ahead:
                 yield ahead.popleft().result()
         finally:
             for future in ahead:
                 future.cancel()
+
+
+def _read(span: Span, share: Share) -> Buffer:
+    flight, size_bytes = share.begin(), 0
+    try:
+        with noting_refusals(flight.refused):
+            data = span.store.get_range(span.key, span.start, span.stop)
+        size_bytes = len(data)
+        return data
+    finally:
+        flight.end(size_bytes)
 
 
 def checked(chunks: Iterable[Buffer], crc: int, *, what: str) -> Iterator[Buffer]:

@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -20,6 +21,7 @@ from raycheck.bucket.format.index import Chunk, Index, Tensor, index_of
 from raycheck.bucket.format.manifest import Component, Manifest, ShardRecord
 from raycheck.bucket.format.object_keys import shard_key, split_directory
 from raycheck.bucket.store import Store
+from raycheck.bucket.store.request_window import fewest_requests
 from raycheck.errors import ConfigError, SaveFailedError
 from raycheck.transfer.referred_component import NO_ROWS, Forms, ReferredComponent
 from raycheck.transfer.replica_digests import NO_REPLICAS, ReplicaDigests
@@ -209,7 +211,8 @@ class StagedState:
         try:
             for shard in sorted(self.staged, key=lambda shard: shard.slices is None):  # training waits for slices
                 key = shard_key(checkpoint, shard.name.component, shard.name.rank)
-                store.put_parts(key, shard.parts(store.part_bytes(shard.size_bytes)), shard.size_bytes)
+                with fewest_requests() if shard.slices is not None else nullcontext():
+                    store.put_parts(key, shard.parts(store.part_bytes(shard.size_bytes)), shard.size_bytes)
         finally:
             self.let_slices_go()  # training does not wait any longer for an upload that has failed
 

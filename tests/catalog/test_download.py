@@ -130,7 +130,7 @@ def test_a_download_that_broke_off_anywhere_is_taken_up_again(
 ) -> None:
     """At every read of the store; files are cut into many reads. Nothing under its own name is ever not whole."""
     monkeypatch.setattr(read_ahead, "SPAN_BYTES", 700)
-    monkeypatch.setattr(read_ahead, "SPANS_IN_FLIGHT", 2)
+    monkeypatch.setattr(read_ahead, "BYTES_IN_FLIGHT", 1400)
     raycheck.catalog.download(sample.uri, tmp_path / "whole", format=form)
     whole = files_in(tmp_path / "whole")
     opened, left, reads = raycheck.catalog.download_checkpoint.open_store, [0], [0]

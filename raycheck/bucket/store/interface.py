@@ -17,11 +17,14 @@ from typing import TypeVar, cast
 
 from raycheck.bucket.store.address import folder_uri, shown_uri, uri_beside
 from raycheck.bucket.store.bucket_rules import BucketRules
+from raycheck.bucket.store.request_window import RequestWindow, window_of
 from raycheck.errors import ConfigError, CorruptError
 
 MAX_CONDITIONAL_BYTES = 1024 * 1024
 MAX_WHOLE_BYTES = 1 << 30
 """Nothing larger than an index is read whole. In a hostile bucket any object may be larger than a reader's memory."""
+READS_IN_FLIGHT = 8
+"""How many ranged reads of a bucket are made at a time at first."""
 Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
 U = TypeVar("U")
@@ -66,6 +69,9 @@ class Range:
     key: str
     start: int
     stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +169,11 @@ class Store(ABC):
         """
         del key, valid_s
         raise ConfigError(f"{self}: only s3:// with credentials signs addresses")
+
+    @property
+    def reads(self) -> RequestWindow:
+        """Return the window for ranged reads of this bucket, which all its stores in this process share."""
+        return window_of(self.bucket_id, "reads", least=READS_IN_FLIGHT)
 
     @abstractmethod
     def head(self, key: str) -> int:

@@ -1,7 +1,7 @@
 """Defines how large objects are cut into parts, for each store.
 
 A part is small enough that its request ends within the timeout on a slow link, and large enough that the overhead of a
-request does not matter. More parts in flight brought no gain on the stores that were measured.
+request does not matter. The more parts are in flight (request_window.py), the smaller they are.
 """
 
 from dataclasses import dataclass
@@ -11,20 +11,37 @@ from dataclasses import dataclass
 class PartSizes:
     """The sizes of the parts into which one store's objects are cut.
 
-    part_bytes: the size of each part but the last. max_parts: how many the service allows, so that larger objects get
-    larger parts; None where there is no limit. in_flight: how many parts of one object are sent at a time.
+    part_bytes: the size of each part but the last, at most. max_parts: how many the service allows, so that larger
+    objects get larger parts; None where there is no limit. in_flight: how many parts are sent at a time at first.
     """
 
     part_bytes: int = 16 * 1024 * 1024
     max_parts: int | None = 10_000
     in_flight: int = 4
 
-    def part_bytes_of(self, size_bytes: int) -> int:
-        """Return the size in bytes of the parts of an object of this size."""
+    def part_bytes_of(self, size_bytes: int, in_flight: int = 0) -> int:
+        """Return the size in bytes of the parts of an object of this size.
+
+        in_flight: how many of them are sent at a time; 0 if only one after another.
+        """
         smallest = 0 if self.max_parts is None else -(-size_bytes // self.max_parts)
-        return max(self.part_bytes, smallest)
+        return max(piece_bytes(size_bytes, in_flight, MIN_PART_BYTES, self.part_bytes), smallest)
 
 
+def piece_bytes(size_bytes: int, in_flight: int, least: int, most: int) -> int:
+    """Return the size of the pieces in which `size_bytes` are transferred, `in_flight` at a time; `most` if that is 0.
+
+    They are small enough for each connection to have several, so that the last ones leave few connections idle.
+    """
+    if not in_flight:
+        return most
+    return max(least, min(most, -(-size_bytes // (PIECES_EACH * in_flight)), BYTES_IN_FLIGHT // in_flight))
+
+
+PIECES_EACH = 6
+"""How many pieces each connection transfers, if they can be that small."""
+BYTES_IN_FLIGHT = 256 * 1024 * 1024
+"""About the most that the requests in flight in one direction hold in memory."""
 MIN_PART_BYTES = 5 * 1024 * 1024
 """The least that S3 accepts for a part that is not the last one."""
 MAX_COPIED_BYTES = 256 * 1024 * 1024

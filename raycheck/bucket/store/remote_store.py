@@ -25,7 +25,15 @@ from fsspec.asyn import get_loop
 
 from raycheck.bucket.store.address import located, shown_uri
 from raycheck.bucket.store.interface import Buffer, ChangedError, Store, check_length, check_process
-from raycheck.bucket.store.retry import ATTEMPTS, CLEAN_UP_S, Repeat, deadline, ends_by, send_with_retries
+from raycheck.bucket.store.retry import (
+    ATTEMPTS,
+    CLEAN_UP_S,
+    OverloadedError,
+    Repeat,
+    deadline,
+    ends_by,
+    send_with_retries,
+)
 from raycheck.errors import ConfigError, RaycheckError, StoreError
 
 _WAKE_EVERY_S = 1.0
@@ -115,7 +123,7 @@ class RemoteStore(Store):
         if isinstance(error, RaycheckError):
             return error, Repeat.NOTHING
         if isinstance(error, TimeoutError):
-            return StoreError(f"{self}: {key}: no answer in time"), Repeat.UNCONDITIONAL
+            return OverloadedError(f"{self}: {key}: no answer in time"), Repeat.UNCONDITIONAL
         if isinstance(error, ChangedError):
             return StoreError(f"{self}: {key}: {error}"), Repeat.UNCONDITIONAL
         if (broken := _tls_error(error)) is not None:

@@ -16,7 +16,7 @@ from enum import Enum
 from typing import TypeVar
 
 from raycheck.bucket.store.jitter import CHANCE
-from raycheck.errors import RaycheckError
+from raycheck.errors import RaycheckError, StoreError
 
 ATTEMPTS = 5
 REQUEST_TIMEOUT_S = 60.0
@@ -27,6 +27,11 @@ CLEAN_UP_S = 10.0
 T = TypeVar("T")
 _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 _repeats: ContextVar[list[str] | None] = ContextVar("repeats", default=None)
+_refused: ContextVar[Callable[[], None] | None] = ContextVar("refused", default=None)
+
+
+class OverloadedError(StoreError):
+    """The store refused a request because there are too many, or did not answer in time: send fewer at a time."""
 
 
 class Repeat(Enum):
@@ -70,6 +75,22 @@ def noting_repeats() -> Iterator[list[str]]:
         _repeats.reset(token)
 
 
+@contextmanager
+def noting_refusals(refused: Callable[[], None]) -> Iterator[None]:
+    """Call `refused` whenever a request that this thread starts inside the block gets a OverloadedError."""
+    token = _refused.set(refused)
+    try:
+        yield
+    finally:
+        _refused.reset(token)
+
+
+def note_refusal(error: RaycheckError) -> None:
+    """Tell `noting_refusals` around this call if the error is a OverloadedError."""
+    if isinstance(error, OverloadedError) and (refused := _refused.get()) is not None:
+        refused()
+
+
 def retry(call: Callable[[], T], *, on: type[Exception], pauses_s: Iterable[float]) -> T:
     """Return the result of `call`, which is called again after an error of class `on`.
 
@@ -103,6 +124,7 @@ async def send_with_retries(
                 return await send()
         except Exception as error:
             typed, repeat = judge(error)
+            note_refusal(typed)
             may_repeat = repeat is Repeat.EVERYTHING or (repeat is Repeat.UNCONDITIONAL and not is_conditional)
             if not may_repeat or attempt == attempts or time.monotonic() + pause_s > until:
                 raise typed from error

@@ -1,40 +1,23 @@
-"""Sends one object from a buffer of the caller: several parts at a time, each as a body that is read piece by piece.
+"""Sends one object from a buffer of the caller, in parts, each as a body that is read piece by piece.
 
 A body is sent as copies of 1 MiB, so that what a connection still has after a failed request is never the caller's
 buffer. This is faster than passing a whole part, which asyncio would copy at once and cut again.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Self, TypeVar
+from collections.abc import AsyncIterator, Iterable, Iterator
+from itertools import chain
+from typing import Self
 
 from raycheck.bucket.store.interface import Buffer
 
 PIECE_BYTES = 1024 * 1024
-T = TypeVar("T")
-P = TypeVar("P")
 
 
-def send_parts(parts: Iterable[P], start: Callable[[int, P], Future[T]], *, in_flight: int) -> list[T]:
-    """Return the result of `start` for each part; it is called with the part's number, from 1, and the part.
-
-    Up to `in_flight` parts are sent at a time, while the next one is pulled. If this raises, every request that was
-    started has ended: the buffer behind the parts is free again.
-    """
-    sent: list[Future[T]] = []
-    try:
-        for number, part in enumerate(parts, 1):
-            sent.append(start(number, part))
-            flying = [future for future in sent if not future.done()]
-            if len(flying) >= in_flight:
-                wait(flying, return_when=FIRST_COMPLETED)
-            for future in sent:
-                if future.done():
-                    future.result()
-        return [future.result() for future in sent]
-    except BaseException:
-        wait(sent)  # each ends by its attempts and their time-outs
-        raise
+def with_first_bytes(parts: Iterable[memoryview]) -> tuple[int, Iterator[memoryview]]:
+    """Pull the first part. Return its size in bytes, 0 if there is none, and an iterator over all parts."""
+    rest = iter(parts)
+    first = next(rest, memoryview(b""))
+    return len(first), chain((first,), rest)
 
 
 class RequestBody:

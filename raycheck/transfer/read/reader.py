@@ -6,7 +6,8 @@ verified, even when only part of an object is read. Nothing is unpickled.
 
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from operator import mul
 
@@ -17,13 +18,17 @@ from raycheck.bucket.format.checksum import READS, SUB_BLOCK, crc32
 from raycheck.bucket.format.index import Chunk, Index, Tensor
 from raycheck.bucket.format.object_keys import shard_file
 from raycheck.bucket.reading import RangeReader
+from raycheck.bucket.store import Store
+from raycheck.bucket.store.interface import READS_IN_FLIGHT
+from raycheck.bucket.store.part_sizes import piece_bytes
+from raycheck.bucket.store.request_window import RequestWindow
+from raycheck.bucket.store.send_each import send_each
 from raycheck.errors import CorruptError, DamagedError, NotFoundError
 from raycheck.transfer.read.restore_proof import WrittenBytes, written_bytes
 from raycheck.transfer.stage.local_box import LocalBox, as_bytes, strides_of
 
 REQUEST_BYTES = 16 * 1024 * 1024
 GAP_BYTES = 64 * 1024
-REQUESTS_IN_FLIGHT = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +61,9 @@ class Request:
     stop: int
     reads: tuple[Read, ...]
 
+    def __len__(self) -> int:
+        return self.stop - self.start
+
 
 def read_into(
     store: RangeReader,
@@ -63,22 +71,35 @@ def read_into(
     index: Index,
     boxes: Sequence[LocalBox],
     *,
-    request_bytes: int = REQUEST_BYTES,
+    request_bytes: int | None = None,
     written: WrittenBytes | None = None,
 ) -> int:
     """Fill the live tensors of `boxes` from the shards that the index names. Return the bytes fetched.
 
     prefixes: maps each component to the prefix of its directory. request_bytes: the most that one request fetches, a
-    multiple of the sub-block. written: counts the bytes written into each box. Raises DamagedError, which names rank,
-    component, tensor and sub-block, and NotFoundError for a missing object. After an error the tensors are partly
-    restored and must not be used.
+    multiple of the sub-block; None: what suits the number of requests in flight. written: counts the bytes written into
+    each box. Raises DamagedError, which names rank, component, tensor and sub-block, and NotFoundError for a missing
+    object. After an error the tensors are partly restored and must not be used.
     """
+    window = _window(store)
+    if request_bytes is None:
+        size_bytes = sum(box.local.nbytes for box in boxes)
+        request_bytes = piece_bytes(size_bytes, window.size, SUB_BLOCK, REQUEST_BYTES) // SUB_BLOCK * SUB_BLOCK
     requests = list(_requests(prefixes, _reads(index, boxes, request_bytes), request_bytes))
-    with ThreadPoolExecutor(REQUESTS_IN_FLIGHT, thread_name_prefix="raycheck-read") as pool:
-        for counts in pool.map(lambda request: _serve(store, request), requests):
+    with ThreadPoolExecutor(window.most, thread_name_prefix="raycheck-read") as pool:
+
+        def start(_: int, request: Request) -> Future[list[tuple[LocalBox, int]]]:
+            return pool.submit(copy_context().run, _serve, store, request)
+
+        for counts in send_each(requests, start, window=window):
             if written is not None:
                 written.add_all(counts)
-    return sum(request.stop - request.start for request in requests)
+    return sum(map(len, requests))
+
+
+def _window(store: RangeReader) -> RequestWindow:
+    """Return the window for reads. It stays as it is for a reader of something else than a bucket."""
+    return store.reads if isinstance(store, Store) else RequestWindow(least=READS_IN_FLIGHT, most=READS_IN_FLIGHT)
 
 
 def _reads(index: Index, boxes: Sequence[LocalBox], request_bytes: int) -> Iterator[Read]:

@@ -21,8 +21,9 @@ from raycheck.bucket.protocol.removal.prune_and_sweep import prune
 from raycheck.bucket.store import Store, open_store, retry
 from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.gcs.store import GsStore
+from raycheck.bucket.store.request_window import RequestWindow
 from raycheck.bucket.store.retry import ATTEMPTS
-from raycheck.bucket.store.upload_parts import send_parts
+from raycheck.bucket.store.send_each import send_each
 from raycheck.errors import ConfigError, ConflictError, CorruptError, DeniedError, NotFoundError, StoreError
 from raycheck.storage_settings import StorageSettings
 from tests.support.histories.invariants import assert_invariants
@@ -672,8 +673,10 @@ def test_no_more_parts_fly_than_allowed_and_all_have_ended_when_it_raises():
 
     with ThreadPoolExecutor(16) as pool:
         with pytest.raises(SourceError):
-            send_parts(
-                (memoryview(b"x") for _ in range(100)), lambda number, part: pool.submit(send, number), in_flight=4
+            send_each(
+                (memoryview(b"x") for _ in range(100)),
+                lambda number, part: pool.submit(send, number),
+                window=RequestWindow(least=4, most=4),
             )
         still_flying = set(flying)
 

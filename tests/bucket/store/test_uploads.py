@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from uuid import uuid4
 
@@ -22,7 +23,8 @@ import pytest
 from raycheck.bucket.store import Store, client_options, open_store, retry, upload_parts
 from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.part_sizes import PART_SIZES, PartSizes
-from raycheck.bucket.store.retry import ends_by
+from raycheck.bucket.store.request_window import window_of
+from raycheck.bucket.store.retry import ends_by, noting_refusals
 from raycheck.bucket.store.s3.buffer_loan import BufferLoan
 from raycheck.bucket.store.s3.obstore_store import FastS3Store
 from raycheck.bucket.store.upload_parts import RequestBody
@@ -105,6 +107,36 @@ def test_the_parts_arrive_whole(store, buffer, wire):
     assert store.get("a/b").data == buffer
     assert sum("partNumber" in line for line in wire.requests) == 4
     assert list(store.list_uploads("")) == []
+
+
+def test_a_store_that_refuses_a_part_gets_fewer_at_a_time(fast, buffer, wire):
+    store = by_s3fs_alone(fast)
+    window = window_of(store.bucket_id, "uploads", least=2)
+    wire.rule("busy", "PUT", "partNumber=2")
+
+    store.put_parts("a", parts_of(buffer), SIZE)
+
+    assert window.size == 1
+
+
+def test_a_read_that_is_refused_counts_as_such(store, wire):
+    store.put("a", b"bytes")
+    wire.rule("busy", "GET", "/a$")
+    refusals = []
+
+    with noting_refusals(lambda: refusals.append("a")):
+        assert store.get_range("a", 0, 5) == b"bytes"
+
+    assert refusals == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["flip", "deny"])
+def test_an_upload_ends_all_its_flights_however_it_ends(store, buffer, wire, kind):
+    wire.rule(kind, "PUT", "partNumber=3")
+    with suppress(StoreError):
+        store.put_parts("a", parts_of(buffer), SIZE)
+
+    assert window_of(store.bucket_id, "uploads", least=2).flying == 0
 
 
 def test_an_object_of_one_part_is_one_request(store, wire):

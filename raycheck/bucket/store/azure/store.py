@@ -26,8 +26,10 @@ from raycheck.bucket.store.interface import (
 )
 from raycheck.bucket.store.part_sizes import PART_SIZES
 from raycheck.bucket.store.remote_store import RemoteStore, bucket_time, not_accepted, optional_import, said
-from raycheck.bucket.store.retry import REQUEST_TIMEOUT_S, Repeat
-from raycheck.bucket.store.upload_parts import RequestBody, send_parts
+from raycheck.bucket.store.request_window import RequestWindow, window_of
+from raycheck.bucket.store.retry import REQUEST_TIMEOUT_S, OverloadedError, Repeat
+from raycheck.bucket.store.send_each import send_each
+from raycheck.bucket.store.upload_parts import RequestBody, with_first_bytes
 from raycheck.errors import (
     ConfigError,
     ConflictError,
@@ -142,11 +144,15 @@ class AzStore(RemoteStore):
             self._run(key, self._upload(key, data, overwrite=True))
 
     def part_bytes(self, size_bytes: int) -> int:
-        return PART_SIZES["az"].part_bytes_of(size_bytes)
+        return PART_SIZES["az"].part_bytes_of(size_bytes, self._window().size)
+
+    def _window(self) -> RequestWindow:
+        return window_of(self.bucket_id, "uploads", least=PART_SIZES["az"].in_flight)
 
     def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
-        if size_bytes <= PART_SIZES["az"].part_bytes:
-            self.put(key, next(iter(parts), memoryview(b"")))
+        first_bytes, parts = with_first_bytes(parts)
+        if first_bytes == size_bytes <= PART_SIZES["az"].part_bytes:
+            self.put(key, next(parts))
             return
         upload = uuid4().hex  # Azure keeps blocks of an earlier upload to this key for a week; ours need other names
 
@@ -154,7 +160,7 @@ class AzStore(RemoteStore):
             return self._start(key, partial(self._stage, key, f"{upload}-{number:05}", part))
 
         # If this raises, nothing was committed, so no object exists; Azure discards uncommitted blocks.
-        staged = send_parts(parts, start, in_flight=PART_SIZES["az"].in_flight)
+        staged = send_each(parts, start, window=self._window())
 
         async def commit(client: Any) -> None:
             # This may be repeated: if it was applied before, Azure finds the blocks among the committed ones.
@@ -302,8 +308,10 @@ class AzStore(RemoteStore):
             ), Repeat.NOTHING
         text = f"{self}: {key}: the store answered {status} {name}"
         if status == 429:
-            return StoreError(text), Repeat.EVERYTHING
-        return StoreError(text), Repeat.UNCONDITIONAL if status >= 500 or status == 408 else Repeat.NOTHING
+            return OverloadedError(text), Repeat.EVERYTHING
+        if status in (408, 503):  # "the server is busy", above an account's or a blob's limits
+            return OverloadedError(text), Repeat.UNCONDITIONAL
+        return StoreError(text), Repeat.UNCONDITIONAL if status >= 500 else Repeat.NOTHING
 
 
 def _written(answer: Mapping[str, Any]) -> Written:

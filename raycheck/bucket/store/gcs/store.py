@@ -35,7 +35,7 @@ from raycheck.bucket.store.interface import (
 )
 from raycheck.bucket.store.part_sizes import PART_SIZES
 from raycheck.bucket.store.remote_store import RemoteStore, bucket_time, not_accepted, optional_import, said
-from raycheck.bucket.store.retry import Repeat
+from raycheck.bucket.store.retry import OverloadedError, Repeat
 from raycheck.bucket.store.upload_parts import PIECE_BYTES, RequestBody
 from raycheck.errors import (
     ConfigError,
@@ -381,7 +381,7 @@ class GsStore(RemoteStore):
             # One object accepts about one write a second, even `latest`. A rejected request was not applied, so a
             # conditional write may be repeated too. If it was applied after all, the repeated one is a conflict, and
             # the caller judges by the effect.
-            return StoreError(text), Repeat.EVERYTHING
+            return OverloadedError(text), Repeat.EVERYTHING
         if error.status == 404 and error.needs in (GET, DELETE):  # _ask has seen that the bucket exists
             return NotFoundError(f"{self}: no object {key}"), Repeat.NOTHING
         if error.status == 404:
@@ -401,8 +401,9 @@ class GsStore(RemoteStore):
                 f"{self}: {key}: access denied. The credentials need {error.needs} on the bucket; without "
                 f"{LIST} GCS also says this for a missing object. GCS said: {said(error.message)}"
             ), Repeat.NOTHING
-        may_pass = error.status >= 500 or error.status == 408
-        return StoreError(text), Repeat.UNCONDITIONAL if may_pass else Repeat.NOTHING
+        if error.status in (408, 503):
+            return OverloadedError(text), Repeat.UNCONDITIONAL
+        return StoreError(text), Repeat.UNCONDITIONAL if error.status >= 500 else Repeat.NOTHING
 
 
 def _encoded(crc: int) -> str:

@@ -2,14 +2,16 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from threading import Lock
 
 from raycheck.bucket.store.interface import Buffer
+from raycheck.bucket.store.request_window import Flight, Share
 from raycheck.errors import StoreError
 
 RETURN_TIMEOUT_S = 300.0
 """How long a client may hold buffers after it has ended: as long as all time-outs of a request one after another."""
-_LOOK_EVERY_S = 0.005
+LOOK_EVERY_S = 0.005
 
 
 class BufferLoan:
@@ -18,13 +20,16 @@ class BufferLoan:
     A memoryview cannot be released while something reads it. That shows when the client has released a part, whatever
     the client's threads do.
 
-    lent_bytes: how much was lent in total. source_error: what the source of the parts raised, if it did.
+    share: of the window in which the parts are sent, each as one request; None if that is not counted. lent_bytes: how
+    much was lent in total. source_error: what the source of the parts raised, if it did.
     """
 
-    def __init__(self, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, share: Share | None = None, *, sleep: Callable[[float], None] = time.sleep) -> None:
         self.lent_bytes = 0
         self.source_error: BaseException | None = None
-        self._out: list[memoryview] = []
+        self._share = share
+        self._out: list[_Lent] = []
+        self._lock = Lock()  # of `_out`
         self._is_over = False
         self._pull = Lock()
         self._sleep = sleep
@@ -32,10 +37,20 @@ class BufferLoan:
     def lend(self, part: Buffer) -> memoryview:
         """Return a view of `part` that only the client has."""
         view = memoryview(part).cast("B")
-        self._out = [out for out in self._out if not _release(out)]
-        self._out.append(view)
+        with self._lock:
+            self._out.append(_Lent(view, len(view), self._share.begin() if self._share else None))
         self.lent_bytes += len(view)
         return view
+
+    def look(self) -> None:
+        """Find out which parts the client has released, except the newest one, which it may not have taken yet."""
+        with self._lock:
+            self._out = [lent for lent in self._out[:-1] if not lent.release()] + self._out[-1:]
+
+    def _take_released(self) -> bool:
+        with self._lock:
+            self._out = [lent for lent in self._out if not lent.release()]
+            return not self._out
 
     def lend_each(self, parts: Iterable[memoryview]) -> Iterator[memoryview]:
         """Lend the parts one by one, pulling each when the client requests it, in whatever thread."""
@@ -67,17 +82,25 @@ class BufferLoan:
         if not self._pull.acquire(timeout=timeout_s):
             return False
         self._pull.release()
-        while not all(map(_release, self._out)):
+        while not self._take_released():
             if time.monotonic() > deadline:
                 return False
-            self._sleep(_LOOK_EVERY_S)
+            self._sleep(LOOK_EVERY_S)
         return True
 
 
-def _release(view: memoryview) -> bool:
-    """Release the view unless something reads it. Return whether it is released."""
-    try:
-        view.release()
-    except BufferError:
-        return False
-    return True
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    view: memoryview
+    size_bytes: int
+    flight: Flight | None
+
+    def release(self) -> bool:
+        """Release the view unless something reads it. Return whether it is released."""
+        try:
+            self.view.release()
+        except BufferError:
+            return False
+        if self.flight is not None:
+            self.flight.end(self.size_bytes)
+        return True

@@ -16,6 +16,7 @@ from botocore.exceptions import (
 
 from raycheck.bucket.store.address import shown_uri
 from raycheck.bucket.store.remote_store import not_accepted, said
+from raycheck.bucket.store.retry import OverloadedError
 from raycheck.errors import (
     ConfigError,
     ConflictError,
@@ -40,15 +41,14 @@ _PERMISSIONS = {
     "DeleteObject": "s3:DeleteObject",
     "AbortMultipartUpload": "s3:AbortMultipartUpload",
 }
+_TOO_MANY = ("SlowDown", "RequestTimeout")
 _MAY_PASS = (
-    "SlowDown",
-    "RequestTimeout",
     "BadDigest",
     "IncompleteBody",
     "XAmzContentChecksumMismatch",
     "XAmzContentSHA256Mismatch",
 )
-"""The last four mean that the bytes that arrived are not those that were sent."""
+"""They mean that the bytes that arrived are not those that were sent."""
 _WRONG_CLOCK = ("RequestTimeTooSkewed", "RequestExpired")
 BAD_IDENTITY = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "InvalidClientTokenId")
 _MISCONFIGURED = (
@@ -106,7 +106,9 @@ def _answered(uri: str, key: str, error: ClientError, settings: StorageSettings)
             f"{shown_uri(uri)}: {key}: access denied ({verb}: {because}). {_needed(verb, settings)}"
         ), False
     text = f"{shown_uri(uri)}: {key}: the store answered {status} {said(code, message)}"
-    return StoreError(text), status >= 500 or status == 429 or code in _MAY_PASS
+    if status in (429, 503) or code in _TOO_MANY:
+        return OverloadedError(text), True
+    return StoreError(text), status >= 500 or code in _MAY_PASS
 
 
 def _needed(verb: str, settings: StorageSettings) -> str:

@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import suppress
+from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,17 +25,22 @@ from raycheck.bucket.store.client_options import obstore_options
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer, check_length, check_process, check_whole
 from raycheck.bucket.store.part_sizes import PART_SIZES
 from raycheck.bucket.store.remote_store import not_accepted, until_deadline
-from raycheck.bucket.store.retry import CLEAN_UP_S, ends_by
-from raycheck.bucket.store.s3.buffer_loan import BufferLoan
+from raycheck.bucket.store.request_window import Share
+from raycheck.bucket.store.retry import CLEAN_UP_S, OverloadedError, ends_by, note_refusal
+from raycheck.bucket.store.s3.buffer_loan import LOOK_EVERY_S, BufferLoan
 from raycheck.bucket.store.s3.errors import BAD_IDENTITY
 from raycheck.bucket.store.s3.private_obstore import own_obstore
 from raycheck.bucket.store.s3.s3fs_store import S3Store
+from raycheck.bucket.store.upload_parts import with_first_bytes
 from raycheck.errors import DeniedError, NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
 
 logger = logging.getLogger("raycheck")
-MAX_RETRIES = 4
+MAX_RETRIES = 8
 """How often obstore retries a request of an upload in parts. Every other request is repeated through s3fs instead."""
+_MAX_PAUSE = timedelta(seconds=1)
+"""The longest pause before it does: it does not tell of refused requests, so other parts must not wait for one long."""
+_BUSY = re.compile(r"\b(429|503)\b|timed out|timeout", re.IGNORECASE)
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.=-]*(/[A-Za-z0-9_-][A-Za-z0-9_.=-]*)*")
 """Other keys, such as those of a hostile run name, may be written differently by obstore than by S3."""
 _PLAIN_REGION = "us-east-1"
@@ -68,7 +74,9 @@ class FastS3Store(S3Store):
             return super().get_range(key, start, stop)
         try:
             data = memoryview(own_obstore().get_range(client, self._full(key), start=start, end=stop))
-        except _failures():
+        except _failures() as error:
+            if _BUSY.search(str(error)):
+                note_refusal(OverloadedError(str(error)))
             return super().get_range(key, start, stop)
         return check_length(self.uri, key, data, start, stop)
 
@@ -91,15 +99,26 @@ class FastS3Store(S3Store):
 
     def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
         client = self._client_of(max_retries=MAX_RETRIES)
-        if client is None or size_bytes <= self.part_bytes(size_bytes):
+        first_bytes, parts = with_first_bytes(parts)
+        if client is None or first_bytes == size_bytes:
             super().put_parts(key, parts, size_bytes)
             return
-        loan = BufferLoan()
-        sizes = {"chunk_size": self.part_bytes(size_bytes), "max_concurrency": PART_SIZES["s3"].in_flight}
+        window = self._window("uploads")
+        share = Share(window)
+        loan = BufferLoan(share)
+        sizes = {"chunk_size": first_bytes, "max_concurrency": window.most}
+
+        async def upload() -> None:
+            looking = asyncio.ensure_future(_look_at(loan))
+            try:
+                pulled = _pulled(loan.lend_each(parts), share)
+                await own_obstore().put_async(client, self._full(key), pulled, **sizes)
+            finally:
+                looking.cancel()
+
         try:
-            until_deadline(
-                lambda: own_obstore().put_async(client, self._full(key), _pulled(loan.lend_each(parts)), **sizes)
-            )
+            with share:
+                until_deadline(upload)
         except _failures() as error:
             self._take_back(key, loan)
             if isinstance(error, TimeoutError):
@@ -117,6 +136,8 @@ class FastS3Store(S3Store):
             if loan.source_error is None:
                 self._abort_uploads(key)
             raise
+        else:
+            self._take_back(key, loan)
 
     def _take_back(self, key: str, loan: BufferLoan) -> None:
         if not loan.take_back():
@@ -186,7 +207,9 @@ class FastS3Store(S3Store):
         if settings.region is None:
             return None
         options = {} if settings.anonymous else {"credential_provider": self._chain.for_obstore}
-        options |= obstore_options(settings, self._bucket) | {"retry_config": {"max_retries": max_retries}}
+        options |= obstore_options(settings, self._bucket) | {
+            "retry_config": {"max_retries": max_retries, "backoff": {"max_backoff": _MAX_PAUSE}}
+        }
         try:
             store_class = own_obstore()._store.S3Store  # noqa: SLF001  what obstore's own classes for Python derive from
         except (ImportError, OSError) as error:
@@ -205,7 +228,16 @@ def _failures() -> tuple[type[Exception], ...]:
     return own_obstore().exceptions.BaseError, OSError
 
 
-async def _pulled(parts: Iterator[memoryview]) -> AsyncIterator[memoryview]:
-    """Yield the parts, each pulled in a thread: a source that waits must not delay the parts in flight."""
+async def _pulled(parts: Iterator[memoryview], share: Share) -> AsyncIterator[memoryview]:
+    """Yield the parts when they may be sent, each pulled in a thread: a source that waits must not delay others."""
     while (part := await asyncio.to_thread(next, parts, None)) is not None:
         yield part
+        while not share.may_begin():  # noqa: ASYNC110  nothing tells when obstore has released a part
+            await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def _look_at(loan: BufferLoan) -> None:
+    """Find out, again and again, which parts obstore has sent."""
+    while True:
+        loan.look()
+        await asyncio.sleep(LOOK_EVERY_S)

@@ -30,6 +30,7 @@ from raycheck.bucket.store.interface import (
 )
 from raycheck.bucket.store.part_sizes import PART_SIZES
 from raycheck.bucket.store.remote_store import RemoteStore, bucket_time
+from raycheck.bucket.store.request_window import MOST, RequestWindow, window_of
 from raycheck.bucket.store.retry import Repeat
 from raycheck.bucket.store.s3.bucket_rules import lifecycle_rules, lock_in_words
 from raycheck.bucket.store.s3.client import ChainedFiles, session
@@ -45,7 +46,8 @@ from raycheck.bucket.store.s3.requests import (
     read_body,
     upload_part,
 )
-from raycheck.bucket.store.upload_parts import send_parts
+from raycheck.bucket.store.send_each import send_each
+from raycheck.bucket.store.upload_parts import with_first_bytes
 from raycheck.errors import (
     ConflictError,
     CorruptError,
@@ -72,7 +74,7 @@ class S3Store(RemoteStore):
         self._on_write = on_write(settings)
         options = s3fs_options(settings, bucket)
         options["config_kwargs"] |= {
-            "max_pool_connections": 50,
+            "max_pool_connections": 3 * MOST,
             "connect_timeout": 10,
             "retries": {"total_max_attempts": 1},
             # Bodies are read from the staging buffer, and each part carries its CRC-32. botocore must neither validate
@@ -149,13 +151,17 @@ class S3Store(RemoteStore):
         self._run(key, lambda client: self._put_object(client, key, data))
 
     def part_bytes(self, size_bytes: int) -> int:
-        return PART_SIZES["s3"].part_bytes_of(size_bytes)
+        return PART_SIZES["s3"].part_bytes_of(size_bytes, self._window("uploads").size)
 
     def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
-        if size_bytes <= self.part_bytes(size_bytes):
-            self.put(key, next(iter(parts), memoryview(b"")))
+        first_bytes, parts = with_first_bytes(parts)
+        if first_bytes == size_bytes:
+            self.put(key, next(parts))
             return
         self._put_each(key, parts, size_bytes)
+
+    def _window(self, way: str) -> RequestWindow:
+        return window_of(self.bucket_id, way, least=PART_SIZES["s3"].in_flight)
 
     def put_assembled(
         self,
@@ -207,13 +213,13 @@ class S3Store(RemoteStore):
         lengths: list[int] = []
 
         def start(number: int, part: Range | memoryview) -> Future[dict[str, Any]]:
-            lengths.append(part.stop - part.start if isinstance(part, Range) else len(part))
+            lengths.append(len(part))
             if isinstance(part, Range):
                 return self._start(key, partial(copy_part, where, number, part, origin._at(part.key)))  # noqa: SLF001
             return self._start(key, partial(upload_part, where, number, part))
 
         try:
-            done = send_parts(parts, start, in_flight=PART_SIZES["s3"].in_flight)
+            done = send_each(parts, start, window=self._window("uploads" if crc is None else "copies"))
             if crc is not None:
                 check_assembled(key, done, lengths, crc)
             self._complete(key, where, done, size_bytes)

@@ -1,0 +1,136 @@
+"""Measures saves and loads over networks of many shapes against the best fixed number of requests in flight.
+
+    python -m tests.bench.connections [--quick] [--mib 128] [--rounds 3]
+
+The store is a server in a process of its own (tests/support/servers/shaped_bucket.py). A save is a shard that is uploaded, a
+load reads it into the tensors and verifies it. Each fixed number is tried, with parts and ranges of the size that
+belongs to it; then raycheck as it is, in alternating rounds. `first` is its first save or load in a process, `warm` its
+median after the warm-up, both as the time of the best fixed number over its own.
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Mapping
+from time import perf_counter
+
+import torch
+
+from raycheck.bucket.format.object_keys import component_prefix
+from raycheck.bucket.store import Store, request_window
+from raycheck.bucket.store.address import join_uri
+from raycheck.bucket.store.request_window import RequestWindow
+from raycheck.state.train_state import Progress, TrainState
+from raycheck.transfer.read.reader import read_into
+from raycheck.transfer.stage.local_box import boxes_of
+from tests.bench.place import ENGINES, open_with
+from tests.support.servers.shaped_bucket import Shape, shaped_bucket
+
+FIXED = (4, 8, 16, 32, 64)
+OURS = "raycheck"
+WARM_UPS = 4
+LOST = 0.004  # about one piece of a part of 16 MiB
+LIMIT = 16
+NAME = "step-000000001-a1-s1"
+
+
+def shapes(*, is_quick: bool) -> dict[str, Shape]:
+    rates = (10, 50, 0)
+    latencies = (0.02,) if is_quick else (0.001, 0.02, 0.04)
+    found = {
+        f"{rate or 'unlimited'} MB/s, {1000 * latency:.0f} ms": Shape(mb_per_s=rate, latency_s=latency)
+        for rate in rates
+        for latency in latencies
+    }
+    for rate in (10, 50):
+        found[f"{rate} MB/s, 20 ms, 503 above {LIMIT}"] = Shape(mb_per_s=rate, latency_s=0.02, limit=LIMIT)
+        found[f"{rate} MB/s, 20 ms, loss"] = Shape(mb_per_s=rate, latency_s=0.02, loss=LOST)
+    return found
+
+
+class Side:
+    """Saves and loads of one state with one way to choose the number in flight, which keeps what it has found out."""
+
+    def __init__(self, store: Store, tensor: torch.Tensor, number: int | None) -> None:
+        self._store = store
+        self._tensor = tensor
+        self._state = TrainState({"weights": {"tensor": tensor}}, rank=0, world_size=1)
+        self._windows: dict[tuple[object, str], RequestWindow] = {}
+        if number is not None:
+            fixed = {way: RequestWindow(least=number, most=number) for way in ("uploads", "reads")}
+            self._windows = {(store.bucket_id, way): window for way, window in fixed.items()}
+
+    def turn(self) -> dict[str, float]:
+        request_window._windows.clear()
+        request_window._windows.update(self._windows)
+        staged = self._state.stage(Progress(step=1))
+        began = perf_counter()
+        staged.upload(self._store, NAME)
+        saved_s = perf_counter() - began
+        index = staged.section()
+        boxes = boxes_of(index.tensors[0].name, index.tensors[0].path, torch.zeros_like(self._tensor), may_spread=False)
+        prefixes = {"train": component_prefix(NAME, "train")}
+        began = perf_counter()
+        read_into(self._store, prefixes, index, boxes)
+        loaded_s = perf_counter() - began
+        assert boxes[0].local.equal(self._tensor), "a load came back with other values than were saved"
+        self._windows = dict(request_window._windows)
+        self._state.components.forget()
+        return {"save": saved_s, "load": loaded_s}
+
+    @property
+    def sizes(self) -> str:
+        return " ".join(
+            f"{way} {window.size}" for (_, way), window in sorted(self._windows.items(), key=lambda item: item[0][1])
+        )
+
+
+def measured(
+    shape: Shape, engine: str, size_bytes: int, rounds: int
+) -> tuple[dict[str, list[Mapping[str, float]]], str]:
+    tensor = torch.empty(size_bytes // 8, dtype=torch.int64).random_()
+    with shaped_bucket(shape) as uri:
+        store = open_with(engine, join_uri(uri, "run"))
+        sides = {str(number): Side(store, tensor, number) for number in FIXED} | {OURS: Side(store, tensor, None)}
+        took: dict[str, list[Mapping[str, float]]] = {side: [] for side in sides}
+        took[OURS] = [sides[OURS].turn() for _ in range(WARM_UPS)]
+        for _ in range(rounds):
+            for name, side in sides.items():
+                took[name].append(side.turn())
+        return took, sides[OURS].sizes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.connections")
+    parser.add_argument("--quick", action="store_true", help="one latency")
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engine", choices=tuple(ENGINES), action="append")
+    arguments = parser.parse_args()
+    os.environ |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    torch.set_num_threads(1)
+    print(
+        "| network | engine | | best fixed | s | first | warm | in flight at the end |\n|---|---|---|---|---|---|---|---|"
+    )
+    for name, shape in shapes(is_quick=arguments.quick).items():
+        for engine in arguments.engine or ENGINES:
+            took, sizes = measured(shape, engine, arguments.mib << 20, arguments.rounds)
+            for what in ("save", "load"):
+                _print(name, engine, what, took, sizes)
+
+
+def _print(name: str, engine: str, what: str, took: Mapping[str, list[Mapping[str, float]]], sizes: str) -> None:
+    median: Callable[[str], float] = lambda side: statistics.median(turn[what] for turn in took[side][-_rounds(took) :])  # noqa: E731
+    best = min(map(str, FIXED), key=median)
+    first, warm = median(best) / took[OURS][0][what], median(best) / median(OURS)
+    print(
+        f"| {name} | {engine} | {what} | {best} | {median(best):.2f} | {first:.2f} | {warm:.2f} | {sizes} |", flush=True
+    )
+
+
+def _rounds(took: Mapping[str, list[Mapping[str, float]]]) -> int:
+    return len(took[str(FIXED[0])])
+
+
+if __name__ == "__main__":
+    main()
