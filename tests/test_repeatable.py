@@ -106,6 +106,7 @@ SLEEPS = {
     "elastic/test_matrix.py": "gives notices their time, before nodes are killed as a cloud kills them",
     "elastic/test_memory.py": "kills at a moment drawn by a seed, and gives a notice its time",
     "support/servers/http_fault_proxy.py": "makes the speed of a wire",
+    "support/servers/shaped_bucket.py": "makes the latency and the speed of a network",
     "support/processes/ray_jobs.py": "makes the length of a step",
     "group/coordinator/test_wait.py": "makes a commit longer than the call that waits for it; any length is right",
     "on_ray/api/test_tune.py": "makes the length of a step",
