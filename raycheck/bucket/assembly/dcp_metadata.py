@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 from itertools import repeat
 
-from raycheck.bucket.assembly.numbers import column_of, numbers_of
+from raycheck.bucket.assembly.numbers import FEW_BOXES, column_of, numbers_of
 from raycheck.bucket.format.index import Column, Leaf, Plan, Tensor
 from raycheck.bucket.format.object_keys import shard_file
 
@@ -31,8 +31,6 @@ _MODULES = {
 _CALL, _POP, _MEMOIZE, _DICT = b"R", b"0", b"\x94", b"}("
 _ARGS = (b")", b"\x85", b"\x86", b"\x87")
 """Opcodes by count: each makes a tuple of that many topmost items of the stack."""
-FEW_BOXES = 32
-"""Up to so many boxes, `struct` takes less than numpy."""
 
 
 def dcp_metadata(plan: Plan, component: str) -> bytes:

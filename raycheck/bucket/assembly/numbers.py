@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
+FEW_BOXES = 32
+"""Up to so many boxes, it takes less time to look at each of them than to make arrays."""
+
 
 def numbers_of(column: Sequence[int]) -> "Numbers":
     """Return the column as an array, which shares its memory where there is any."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, repeat
 from typing import TYPE_CHECKING
 
-from raycheck.bucket.assembly.numbers import column_of, numbers_of
+from raycheck.bucket.assembly.numbers import FEW_BOXES, column_of, numbers_of
 from raycheck.bucket.format.checksum import SUB_BLOCK
 from raycheck.bucket.format.index import Column, Leaf, Object, Plan, Rows, Tensor
 from raycheck.errors import ConfigError
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 Box = tuple[tuple[int, int], ...]
 """A box of a tensor: offset and size in each dimension, in elements."""
-FEW_BOXES = 32
-"""Up to so many boxes of a tensor, it takes less to look at each of them than to put them into a grid."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

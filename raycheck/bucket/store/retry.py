@@ -77,7 +77,7 @@ def noting_repeats() -> Iterator[list[str]]:
 
 @contextmanager
 def noting_refusals(refused: Callable[[], None]) -> Iterator[None]:
-    """Call `refused` whenever a request that this thread starts inside the block gets a OverloadedError."""
+    """Call `refused` whenever a request that this thread starts inside the block gets an OverloadedError."""
     token = _refused.set(refused)
     try:
         yield
@@ -86,7 +86,7 @@ def noting_refusals(refused: Callable[[], None]) -> Iterator[None]:
 
 
 def note_refusal(error: RaycheckError) -> None:
-    """Tell `noting_refusals` around this call if the error is a OverloadedError."""
+    """Tell `noting_refusals` around this call if the error is an OverloadedError."""
     if isinstance(error, OverloadedError) and (refused := _refused.get()) is not None:
         refused()
 
