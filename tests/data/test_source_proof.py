@@ -267,7 +267,10 @@ def test_data_that_the_ranks_have_split_already_are_refused(sources: list[Any]):
         together(sources)
 
 
-@pytest.mark.parametrize("make", [lambda: range(100), lambda: TABLE, hugging_face, Counting, Numbers])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: range(100), lambda: TABLE, pytest.param(hugging_face, marks=pytest.mark.slow), Counting, Numbers],
+)
 def test_the_same_data_on_all_ranks_are_agreed_on(make: Callable[[], Any]):
     proof = together([make(), make()])
 
