@@ -63,15 +63,16 @@ def _make_clients_alike() -> None:
 
 
 def _choose_profile(config: pytest.Config) -> None:
-    """Has property tests draw the same inputs in every run, whatever the machine's speed is; with --search new ones."""
+    """Has property tests draw the same inputs in every run, whatever the machine's speed is; with --all more of them, and
+    with --search new ones."""
     repeatable = settings(
         derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=False
     )
-    settings.register_profile("repeatable", repeatable)
+    settings.register_profile("all", repeatable, max_examples=100)
+    settings.register_profile("default", repeatable, max_examples=40)
     settings.register_profile("quick", repeatable, max_examples=20)
     settings.register_profile("search", repeatable, derandomize=False, print_blob=True)
-    chosen = "search" if config.getoption("--search") else "quick" if config.getoption("--quick") else "repeatable"
-    settings.load_profile(chosen)
+    settings.load_profile(next((name for name in ("search", "quick", "all") if config.getoption(name)), "default"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -41,14 +41,16 @@ def s3_server() -> Iterator[str]:
 
 
 # The pipe closes when the parent dies, for whatever reason, and that stops the server. moto checks a condition and then
-# writes, so two concurrent requests may both find it true. Therefore conditional requests take turns.
+# writes, so two concurrent requests may both find it true. Therefore conditional requests take turns. To find a host's
+# service, moto looks through its whole package: once is enough.
 _SERVE = """
-import io, os, sys, threading
+import functools, io, os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import run_simple
 
 moto, turn = DomainDispatcherApplication(create_backend_app), threading.Lock()
+moto.get_backend_for_host = functools.cache(moto.get_backend_for_host)
 
 def serve(environ, start_response):
     if environ["REQUEST_METHOD"] != "PUT" or not {"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"} & environ.keys():

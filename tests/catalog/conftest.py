@@ -51,7 +51,7 @@ def sample() -> Sample:
     return make_sample(f"memory://{uuid4().hex}/run")
 
 
-@pytest.fixture(params=["memory", "file", "s3", "gs", "az"])
+@pytest.fixture(params=["memory", "file", "s3", "gs", pytest.param("az", marks=pytest.mark.slow)])
 def place(request: pytest.FixtureRequest, tmp_path) -> str:
     """A free prefix in each kind of store."""
     from tests.conftest import new_root

@@ -34,6 +34,18 @@ MEASURED = ("latency", "throughput")
 """What a busy machine may make slow."""
 
 
+@pytest.fixture(autouse=True)
+def two_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets only two processes race, which takes half as long, except in the test that asks for `all_processes`."""
+    if "all_processes" not in request.fixturenames:
+        monkeypatch.setattr("raycheck.catalog.doctor.examine.PROCESSES", 2)
+
+
+@pytest.fixture
+def all_processes() -> None:
+    pass
+
+
 def examined(uri: str, **more: object) -> dict[str, BucketFinding]:
     return {finding.name: finding for finding in examine_bucket(uri, transfer_bytes=SMALL, **more)}
 
@@ -42,7 +54,7 @@ def bad(found: dict[str, BucketFinding], *states: str) -> list[str]:
     return [name for name, finding in found.items() if finding.state in states and name not in MEASURED]
 
 
-def test_a_fit_bucket_has_nothing_wrong_and_nothing_is_left_there(s3: str) -> None:
+def test_a_fit_bucket_has_nothing_wrong_and_nothing_is_left_there(s3: str, all_processes: None) -> None:
     uri = join_uri(s3, uuid4().hex)
     seen: list[BucketFinding] = []
 

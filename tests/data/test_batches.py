@@ -79,7 +79,7 @@ def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides():
     assert all(len(set(order)) == len(order) == 20 for order in everything)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=4 * settings().max_examples // 5, deadline=None)
 @given(
     lives=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), st.integers(0, 3)), max_size=7),
     length=st.integers(5, 40),

@@ -112,6 +112,8 @@ HUGGING_FACE: dict[str, Callable[[Any], Any]] = {
     "shuffle": lambda stream: stream.shuffle(seed=1, buffer_size=5).map(lambda row: {"n": row["n"]}),
     "repeat": lambda stream: stream.repeat(2),
 }
+ALIKE = {"as it is", "map in batches", "filter and map", "rename"}
+"""Kinds whose state is that of another one above, or is part of it."""
 
 
 def proven(batches: Batches) -> Batches:
@@ -154,7 +156,11 @@ def samples_of(make: Callable[[], Any], lives: list[int], **options: Any) -> lis
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [*((kind, {}) for kind in HUGGING_FACE), *((kind, {"batches_per_epoch": 5}) for kind in ("as it is", "shuffle"))],
+    [
+        *(pytest.param(kind, {}, marks=[pytest.mark.slow] * (kind in ALIKE)) for kind in HUGGING_FACE),
+        pytest.param("as it is", {"batches_per_epoch": 5}, marks=pytest.mark.slow),
+        ("shuffle", {"batches_per_epoch": 5}),
+    ],
 )
 def test_a_stream_of_hugging_face_goes_on_exactly_in_three_lives(kind: str, options: dict[str, Any]):
     make = HUGGING_FACE[kind]
@@ -261,7 +267,10 @@ def test_data_that_the_ranks_have_split_already_are_refused(sources: list[Any]):
         together(sources)
 
 
-@pytest.mark.parametrize("make", [lambda: range(100), lambda: TABLE, hugging_face, Counting, Numbers])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: range(100), lambda: TABLE, pytest.param(hugging_face, marks=pytest.mark.slow), Counting, Numbers],
+)
 def test_the_same_data_on_all_ranks_are_agreed_on(make: Callable[[], Any]):
     proof = together([make(), make()])
 

@@ -333,7 +333,7 @@ def test_the_length_of_a_loader_leaves_out_what_is_skipped():
 # --- which samples made which step ---
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=3 * settings().max_examples // 5, deadline=None)
 @given(
     lives=st.lists(st.tuples(st.integers(1, 4), st.lists(st.integers(0, 3), max_size=6), st.booleans()), max_size=4),
     skip=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(1, 3)), max_size=2),

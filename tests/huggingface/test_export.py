@@ -4,8 +4,6 @@ import fcntl
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +38,7 @@ from raycheck.huggingface.weight_stream import WeightSource
 from raycheck.settings import ExportOptions
 from raycheck.state.train_state import TrainState
 from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.fork_server import run_code
 from tests.support.processes.gloo_ranks import mesh_of
 from tests.support.processes.played_ranks import playing, save_played
 from tests.support.processes.save_without_ray import agreed, save, save_state
@@ -647,7 +646,7 @@ raycheck.export_hf({run.uri!r}, {f"{tmp_path}/hf"!r}, config_from={config_folder
 print((kib("VmHWM") - before) // 1024)
 """
 
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
+    done = run_code(code, timeout_s=100)
 
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "hf" / "model-00002-of-00002.safetensors").stat().st_size > 6 * 64 * 1024 * 1024

@@ -69,7 +69,7 @@ def assert_torch_reads_the_same(index: Index, component: str) -> None:
     assert all(type(entry.size) is torch.Size for entry in found.state_dict_metadata.values() if hasattr(entry, "size"))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(indexes())
 def test_of_any_index_stock_torch_reads_what_it_would_have_written(index: Index) -> None:
     for component in ("train", "base", "none"):

@@ -47,7 +47,10 @@ def small_weights() -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(4, 1), (4, 2), (2, 4), (4, 4), (3, 5), (1, 3)])
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [(4, 2), (3, 5), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((4, 1), (2, 4), (4, 4), (1, 3)))],
+)
 def test_model_and_optimizer_are_equal_at_another_world_size(store: Store, saving: int, loading: int):
     weights = small_weights()
 

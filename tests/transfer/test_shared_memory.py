@@ -16,7 +16,7 @@ from raycheck.bucket.store import open_store
 from raycheck.state.train_state import TrainState
 from raycheck.transfer.stage.host_buffer import HostBuffer
 from raycheck.transfer.stage.shared_memory import MemoryPlace, SharedMemory, open_memory, open_to_read
-from tests.support.processes.fork_server import fork_server
+from tests.support.processes.fork_server import fork_server, run_code
 
 OWNER = """
 import sys, time
@@ -155,7 +155,9 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_forked_child_neither_keeps_shared_memory_nor_frees_what_lies_in_its_place() -> None:
-    subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=60)
+    done = run_code(FORKED, timeout_s=60)
+
+    assert done.returncode == 0, done.stderr
 
 
 FORKED_WHILE_READING = """
@@ -177,4 +179,6 @@ assert maps() == 1
 
 
 def test_a_forked_child_has_nothing_of_what_its_parent_reads_there() -> None:
-    subprocess.run([sys.executable, "-c", FORKED_WHILE_READING], check=True, timeout=60)
+    done = run_code(FORKED_WHILE_READING, timeout_s=60)
+
+    assert done.returncode == 0, done.stderr

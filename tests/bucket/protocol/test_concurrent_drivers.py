@@ -40,7 +40,6 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     ("root", "seconds"),
     [
         ("file", 3),
-        ("s3", 6),
         *(pytest.param(name, 60, marks=slow) for name in ("file", "s3", "gs", "ceph")),
     ],
     indirect=["root"],

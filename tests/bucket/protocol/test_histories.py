@@ -23,7 +23,7 @@ pytestmark = pytest.mark.enumeration
 
 LONG_S = 180.0
 QUICK = settings(
-    max_examples=80,
+    max_examples=4 * settings().max_examples // 5,
     stateful_step_count=50,
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
@@ -47,7 +47,7 @@ def test_no_history_of_50_steps_breaks_an_invariant():
 @pytest.mark.hypothesis
 def test_no_history_breaks_an_invariant_where_most_checkpoints_are_in_pages():
     with small_pages():
-        run_state_machine_as_test(Histories, settings=settings(QUICK, max_examples=40))
+        run_state_machine_as_test(Histories, settings=settings(QUICK, max_examples=QUICK.max_examples // 2))
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from raycheck.bucket.reading import Checkpoint, list_directories, read_latest
 from raycheck.bucket.store import Got
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Written
 from raycheck.errors import DeniedError, NotFoundError, RaycheckError, StoreError
-from tests.support.histories.crash_enumeration import claim, restore, run
+from tests.support.histories.crash_enumeration import Work, claim, restore, run, state_of
 from tests.support.histories.invariants import assert_invariants
 from tests.support.histories.order_enumeration import Orders
 from tests.support.histories.stepped_processes import Clock, simulated
@@ -319,22 +319,33 @@ def test_a_dropped_checkpoint_cannot_be_borrowed() -> None:
     assert "latest" not in world.objects
 
 
-@pytest.mark.enumeration
-def test_a_fault_at_any_call_of_a_fork_loses_nothing_of_either_run() -> None:
-    calls = run(source_world(), forks).calls
-    count = 0
-    for number, call in enumerate(calls):
+def after_a_fault_at_any_call(begin: World, work: Work, clock: Clock) -> tuple[list[World], int]:
+    """Run the work with every fault at every call, with the process dying there and with it going on; what is late
+    arrives or never does. Returns one of each kind of buckets that this leaves, and of how many ends they are."""
+    ends, kinds = 0, dict[object, World]()
+    for number, call in enumerate(run(begin.copy(), work).calls):
         for mode in (None, *call.modes[1:]):
-            plain = run(source_world(), forks, fault=(number, mode))
-            dead = run(source_world(), forks, fault=(number, mode), dies_at=number + 1)
-            for end in (plain, dead):
+            for dies_at in (None, number + 1):
+                clock.next_id = 1_000  # equal ends are equal to the byte
+                end = run(begin.copy(), work, fault=(number, mode), dies_at=dies_at)
                 for lands in (True, False) if end.world.late else (False,):
                     world = end.world.copy()
                     while lands and world.late:
                         world.land()
-                    assert_shared_and_given_back(world)
-                    count += 1
-    assert count >= 130
+                    world.late.clear()
+                    kinds.setdefault((state_of(world), world.inner.at), world)
+                    ends += 1
+    clock.next_id = 1_000_000
+    return list(kinds.values()), ends
+
+
+@pytest.mark.enumeration
+def test_a_fault_at_any_call_of_a_fork_loses_nothing_of_either_run(clock: Clock) -> None:
+    worlds, ends = after_a_fault_at_any_call(source_world(), forks, clock)
+    for world in worlds:
+        assert_shared_and_given_back(world)
+    assert ends >= 130
+    assert len(worlds) >= 10
 
 
 def gives_back(wire: Wire) -> tuple[str, ...]:
@@ -352,18 +363,12 @@ def gives_back(wire: Wire) -> tuple[str, ...]:
 
 
 @pytest.mark.enumeration
-def test_a_fault_at_any_call_that_gives_back_loses_nothing_of_either_run() -> None:
-    calls = run(forked_world(), gives_back).calls
-    count = 0
-    for number, call in enumerate(calls):
-        for mode in (None, *call.modes[1:]):
-            for dies_at in (None, number + 1):
-                end = run(forked_world(), gives_back, fault=(number, mode), dies_at=dies_at)
-                while end.world.late:
-                    end.world.land()
-                assert_shared_and_given_back(end.world)
-                count += 1
-    assert count >= 100
+def test_a_fault_at_any_call_that_gives_back_loses_nothing_of_either_run(clock: Clock) -> None:
+    worlds, ends = after_a_fault_at_any_call(forked_world(), gives_back, clock)
+    for world in worlds:
+        assert_shared_and_given_back(world)
+    assert ends >= 100
+    assert len(worlds) >= 10
 
 
 def training_world() -> World:
@@ -421,21 +426,12 @@ def test_a_run_that_is_trained_uses_a_directory_of_its_base() -> None:
 
 
 @pytest.mark.enumeration
-def test_a_fault_at_any_call_of_a_run_that_uses_a_base_loses_nothing_of_either() -> None:
-    calls = run(training_world(), uses_base).calls
-    count = 0
-    for number, call in enumerate(calls):
-        for mode in (None, *call.modes[1:]):
-            plain = run(training_world(), uses_base, fault=(number, mode))
-            dead = run(training_world(), uses_base, fault=(number, mode), dies_at=number + 1)
-            for end in (plain, dead):
-                for lands in (True, False) if end.world.late else (False,):
-                    world = end.world.copy()
-                    while lands and world.late:
-                        world.land()
-                    assert_base_is_kept_or_not_needed(world)
-                    count += 1
-    assert count >= 100
+def test_a_fault_at_any_call_of_a_run_that_uses_a_base_loses_nothing_of_either(clock: Clock) -> None:
+    worlds, ends = after_a_fault_at_any_call(training_world(), uses_base, clock)
+    for world in worlds:
+        assert_base_is_kept_or_not_needed(world)
+    assert ends >= 100
+    assert len(worlds) >= 10
 
 
 def returning_world() -> World:
@@ -467,9 +463,11 @@ def test_a_run_that_uses_a_base_beside_anybody_in_any_order_loses_nothing(clock:
         "retention": (training_world, uses_base, source_trains),
         "sweep of orphans": (training_world, uses_base, orphans_are_dropped),
     }[other]
-    orders = Orders(world, (mine, theirs), clock, max_switches=2)
+    orders, kinds = Orders(world, (mine, theirs), clock, max_switches=2), dict[object, World]()
     for after, outcomes in orders.all():
         assert all(not isinstance(it, BaseException) or isinstance(it, RaycheckError) for it in outcomes), outcomes
+        kinds.setdefault((state_of(after), after.inner.at), after)
+    for after in kinds.values():
         assert_base_is_kept_or_not_needed(after)
     assert orders.count >= 3
 
@@ -495,10 +493,13 @@ def orphans_are_dropped(wire: Wire) -> tuple[str, ...]:
 )
 def test_a_fork_beside_its_source_s_retention_in_any_order_loses_nothing(clock: Clock, other) -> None:
     orders = Orders(aged_world if other is orphans_are_dropped else source_world, (forks, other), clock, max_switches=2)
+    kinds = dict[object, World]()
     for world, outcomes in orders.all():
         assert all(not isinstance(outcome, BaseException) or isinstance(outcome, RaycheckError) for outcome in outcomes)
         if "latest" in world.objects and not isinstance(outcomes[0], RaycheckError):
             read_head(at(world, HOME))
+        kinds.setdefault((state_of(world), world.inner.at), world)
+    for world in kinds.values():
         assert_shared_and_given_back(world)
     assert orders.count >= 3
 

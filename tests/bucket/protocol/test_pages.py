@@ -150,7 +150,7 @@ def test_a_run_with_pages_is_the_run_that_it_would_be_without(acts: list[tuple[s
 
 
 @given(st.integers(1, 60), st.sets(st.integers(1, 60)), st.sets(st.integers(1, 60)), st.integers(1, 60))
-@settings(max_examples=200)
+@settings(max_examples=2 * settings().max_examples)
 def test_a_fold_loses_nothing_and_writes_only_what_changed(
     count: int, gone: set[int], changed: set[int], head: int
 ) -> None:

@@ -29,7 +29,7 @@ MOST = 2.5
 grows by N log N, up to 2.3 times as much, and by the square four times."""
 OTHER_LINES = 500
 """A call may have to repeat a swap of `latest`, which something in the background has changed meanwhile."""
-MORE = [layout for layout in LAYOUTS if layout not in ("fsdp", "hsdp")]
+MORE = [layout for layout in LAYOUTS if layout != "fsdp"]
 BACKGROUND = {HistoryWriter._write.__code__, BackgroundDeletes._delete.__code__}
 
 
@@ -98,7 +98,7 @@ def costs_of(layout: str, world_size: int) -> dict[str, Cost]:
         return asyncio.run(measured(layout, world_size, TENSORS, clock=lines, idle_after_s=0.0, numbered=Rank))
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "hsdp", *(pytest.param(more, marks=pytest.mark.slow) for more in MORE)])
+@pytest.mark.parametrize("layout", ["fsdp", *(pytest.param(more, marks=pytest.mark.slow) for more in MORE)])
 def test_work_and_bytes_of_every_call_grow_linearly_with_the_ranks(layout: str) -> None:
     worlds = [costs_of(layout, world_size) for world_size in WORLDS]
 

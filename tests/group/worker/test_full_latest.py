@@ -62,7 +62,7 @@ def store() -> Store:
     return open_store(f"memory://{uuid4().hex}")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_training_goes_on_above_thousands_of_checkpoints_and_latest_stays_small(store: Store, world_size: int) -> None:
     groups = group_of(store.uri, world_size=world_size)
     train(groups, until=2)

@@ -4,9 +4,6 @@ Training waits until the last slice is copied. What training changes afterwards 
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +16,15 @@ import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from tests.support.histories.invariants import assert_invariants
+from tests.support.processes.fork_server import run_code
 from tests.support.servers.http_fault_proxy import FaultProxy, fault_proxy
 
 MIB = 1 << 20
 TRAINING = """
-import json, resource, sys, time
+import ctypes, json, resource, sys, threading, time
 from pathlib import Path
+threading.stack_size(512 << 10)  # the limit is one of address space: else each thread would claim 70 MiB, and use little
+assert ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX
 import torch
 import raycheck
 from tests.support.processes.coordinator_in_thread import group_of
@@ -79,14 +79,6 @@ def model_of(size_bytes: int, *, frozen: bool = False) -> torch.nn.Module:
     )
 
 
-def run(given: str) -> "subprocess.CompletedProcess[str]":
-    """Run the training. Its threads get small stacks and one heap, because the limit is one of address space:
-    otherwise each thread would claim 70 MiB of it, and use little."""
-    env = os.environ | {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
-    call = ["sh", "-c", 'ulimit -s 512 && exec "$@"', "sh", sys.executable, "-c", TRAINING, given]
-    return subprocess.run(call, env=env, capture_output=True, text=True, timeout=200, check=False)
-
-
 def trained(
     uri: str, *, size_bytes: int, left_bytes: int, frozen: bool = False, asks: bool = False, **settings: Any
 ) -> dict[str, Any]:
@@ -96,7 +88,7 @@ def trained(
     warnings that it logged.
     """
     given = json.dumps([uri, size_bytes, left_bytes, frozen, asks, {"every_steps": 1, **settings}])
-    done = run(given)
+    done = run_code(TRAINING, given, timeout_s=200)
     assert not done.returncode, done.stderr
     return {**json.loads(done.stdout.splitlines()[-1]), "warnings": done.stderr.splitlines()}
 
@@ -127,10 +119,10 @@ def proxy(s3: str) -> Iterator[FaultProxy]:
 def test_a_shard_larger_than_the_memory_is_saved_within_it_while_training_waits(
     where: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    size_bytes = 512 * MIB
+    size_bytes = 256 * MIB
     uri = f"file://{tmp_path}/run" if where == "file" else join_uri(request.getfixturevalue("s3"), uuid4().hex)
 
-    told = trained(uri, size_bytes=size_bytes, left_bytes=400 * MIB)
+    told = trained(uri, size_bytes=size_bytes, left_bytes=250 * MIB)
 
     assert told["problems"] == []
     assert told["extra_bytes"] < 150 * MIB
@@ -213,6 +205,6 @@ def test_where_two_buffers_do_not_fit_one_is_used(tmp_path: Path) -> None:
 def test_memory_that_is_too_little_for_slices_is_told_with_the_numbers(tmp_path: Path) -> None:
     given = json.dumps([f"file://{tmp_path}/run", 256 * MIB, 120 * MIB, False, False, {"every_steps": 1}])
 
-    done = run(given)
+    done = run_code(TRAINING, given, timeout_s=200)
 
     assert "ConfigError: staging this rank's shard needs " in done.stderr

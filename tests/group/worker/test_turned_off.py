@@ -1,8 +1,6 @@
 """Tests that a script with SaveSettings(enabled=False) trains as before, without a bucket, a coordinator or Ray."""
 
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 
 import raycheck
 from raycheck.settings import SaveSettings
+from tests.support.processes.fork_server import run_code
 from tests.support.processes.ray_jobs import SAMPLES, story
 
 SCRIPT = """
@@ -46,7 +45,7 @@ print(ray.is_initialized())
 
 
 def test_a_script_that_is_turned_off_counts_and_starts_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=100)
+    done = run_code(SCRIPT, timeout_s=100)
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [

@@ -1,7 +1,5 @@
 """The wrappers that Accelerate and Ray Train return are taken off, or refused by name before the first step."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +18,7 @@ import raycheck
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
 from raycheck.state.train_state import TrainState
+from tests.support.processes.fork_server import run_code
 from tests.support.processes.save_without_ray import save_state
 
 
@@ -182,4 +181,6 @@ def test_nobody_imports_accelerate_for_it() -> None:
         "assert 'accelerate' not in sys.modules\n"
     )
 
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    done = run_code(code, timeout_s=120)
+
+    assert done.returncode == 0, done.stderr

@@ -109,8 +109,8 @@ class Orders:
         assert call is not None
         self.touched[number].add(call)
         tasks[number].go()
-        if call.is_write:
-            self.reached.setdefault(state_of(world), world.copy())
+        if call.is_write and (state := state_of(world)) not in self.reached:
+            self.reached[state] = world.copy()
 
 
 def are_ordered(one: Call, other: Call) -> bool:

@@ -15,10 +15,12 @@ from uuid import UUID
 
 import pytest
 
-from raycheck.bucket.format import latest
+from raycheck.bucket import reading
+from raycheck.bucket.format import latest, manifest
 from raycheck.bucket.format.object_keys import HISTORY_PREFIX
 from raycheck.bucket.protocol import preflight, repair, rewind, swap
 from raycheck.bucket.protocol.removal import prune_and_sweep
+from raycheck.bucket.protocol.sharing import holds
 from raycheck.bucket.store import retry
 from raycheck.errors import RaycheckError
 from tests.support.servers.fault_injection import Call, Crashed, Mode, Wire, World
@@ -59,7 +61,9 @@ class Task:
         self._mode: Mode | None = Mode.APPLY
         self._outcome: Any = None
         self._work = work
-        self._may_go, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._may_go, self._has_stopped = threading.Lock(), threading.Lock()  # each is let go by the other thread
+        self._may_go.acquire()
+        self._has_stopped.acquire()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         self._wait()
@@ -168,5 +172,7 @@ def simulated() -> Iterator[Clock]:
         for module in (preflight, rewind, repair):
             patch.setattr(module, "uuid4", clock.uuid4)
         patch.setattr(prune_and_sweep, "ThreadPoolExecutor", InOrder)
-        patch.setattr(latest, "load", lru_cache(maxsize=20_000)(latest.load))  # a fifth of the work: few bodies, often
+        for module in (latest, manifest, holds):  # a third of the work: few documents, often
+            patch.setattr(module, "load", lru_cache(maxsize=20_000)(module.load))
+        patch.setattr(reading, "load_index", lru_cache(maxsize=100)(reading.load_index))
         yield clock

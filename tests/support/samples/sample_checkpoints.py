@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from raycheck.bucket.format import object_keys
@@ -86,7 +87,9 @@ def write_checkpoint(
         expire_after_s=expire_after_s,
         replaces=replaces,
         metrics={"loss": 1.0 / (1 + step)},
-        index=_put(store, object_keys.index_key(key), dump_index(index or tiny_index(component, world_size))),
+        index=_put(
+            store, object_keys.index_key(key), dump_index(index) if index else _tiny_index_bytes(component, world_size)
+        ),
         components=(own, *(base.components if base else ())),
         ranks=tuple(
             RankRecord(rank=rank, blocked_s=0.1, upload_s=0.2, size_bytes=SHARD_BYTES) for rank in range(world_size)
@@ -118,6 +121,11 @@ def tiny_index(component: str = "train", world_size: int = 1) -> Index:
         values={"step": 1},
         rank_values=[{"rank": rank} for rank in range(world_size)],
     )
+
+
+@cache
+def _tiny_index_bytes(component: str, world_size: int) -> bytes:
+    return dump_index(tiny_index(component, world_size))
 
 
 def _put(store: Store, key: str, data: bytes) -> Blob:
