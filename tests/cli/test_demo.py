@@ -15,10 +15,10 @@ from tests.support.histories.invariants import assert_invariants
 from tests.support.processes.forked_ray_workers import SOCKET
 
 WITH_FORKS = """
-from tests.support.processes.forked_ray_workers import stand_in
+from tests.support.processes.forked_ray_workers import stood_in
 from raycheck.cli import main
-stand_in()
-main()
+with stood_in():
+    main()
 """
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_node_whose_clock_is_wrong_is_named_and_the_others_are_fit(s3: str) -> None:
+def test_a_node_whose_clock_is_wrong_is_named_and_the_others_are_fit(forks: None, s3: str) -> None:
     uri = join_uri(s3, uuid4().hex)
     path = os.pathsep.join((str(ROOT / "tests/elastic/clock"), ENV["PYTHONPATH"]))
     with arena() as ray:
