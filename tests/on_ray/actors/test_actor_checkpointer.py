@@ -330,8 +330,8 @@ def test_a_place_that_doctor_calls_wrong_is_refused_in_its_words(actors: list[An
     uri = planted_bucket(s3, rules=[FROZEN_RULE])
     (finding,) = [item for item in check_rules(open_store(uri)) if item.state == "wrong"]
 
-    with led(actors, uri) as ckpt, pytest.raises(raycheck.errors.ConfigError) as caught:
-        ckpt.restore()
+    with pytest.raises(raycheck.errors.ConfigError) as caught, led(actors, uri) as ckpt:
+        ckpt.restore()  # the driver leaves its actors with the error, and so waits for the other one's answer
 
     assert finding.sentence in str(caught.value)
     assert list(open_store(uri).list_objects("")) == []
