@@ -1,7 +1,6 @@
 """Fixtures that all tests share: real stores, and a limit on how long a test may take."""
 
 import faulthandler
-import functools
 import gc
 import json
 import os
@@ -10,14 +9,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import nullcontext
-from inspect import isfunction
 from pathlib import Path
 from uuid import uuid4
 
-import botocore.hooks
 import pytest
-from botocore.hooks import EventAliaser, HierarchicalEmitter
-from botocore.loaders import JSONFileLoader
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, settings
 
@@ -25,6 +20,7 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.demo.server import s3_server
 from tests.support.processes.forked_ray_workers import forked_workers
+from tests.support.servers.alike_clients import make_clients_alike
 from tests.support.servers.azurite_server import azurite
 from tests.support.servers.gcs_server import BUCKET, START_TIMEOUT_S, gcs_server
 from tests.support.servers.http_fault_proxy import FaultProxy, fault_proxy
@@ -45,21 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(RAY_LOG_MONITOR_MANY_FILES_THRESHOLD="0", LOG_NAME_UPDATE_INTERVAL_S="2")
     os.environ.update(REPORTER_UPDATE_INTERVAL_MS="60000")
     _choose_profile(config)
-    _make_clients_alike()
+    make_clients_alike()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs in the background ignore it
     config.stash[_STDERR] = os.dup(2)  # while a test runs, 2 is pytest's own file, which is lost with the process
-
-
-def _make_clients_alike() -> None:
-    """Has all clients of S3 share what each would find out for itself, at a quarter of all that these tests compute: two
-    megabytes of botocore's data, the names of its events, and which of its functions take any keyword."""
-    load_file = functools.cache(JSONFileLoader().load_file)
-    JSONFileLoader.load_file = lambda _, path: load_file(path)
-    aliases = functools.cache(EventAliaser(HierarchicalEmitter())._alias_event_name)
-    EventAliaser._alias_event_name = lambda _, name: aliases(name)
-    accepts_kwargs = botocore.hooks.accepts_kwargs
-    of_function = functools.cache(accepts_kwargs)  # no bound methods: their clients would never be closed
-    botocore.hooks.accepts_kwargs = lambda call: (of_function if isfunction(call) else accepts_kwargs)(call)
 
 
 def _choose_profile(config: pytest.Config) -> None:

@@ -22,12 +22,14 @@ def nodes(forks: None) -> Iterator[Arena]:
 
 @pytest.fixture
 def drive(nodes: Arena, s3: str, tmp_path: Path) -> Iterator[Callable[..., Driver]]:
-    """Starts drivers of this test's run: drive(workers=2, steps=40, settings={...}) -> Driver."""
+    """Starts drivers of this test's run, or of another `name`: drive(workers=2, steps=40, settings={...}) -> Driver."""
     uri = join_uri(s3, uuid4().hex)
     started: list[Driver] = []
 
     def start(**config: Any) -> Driver:
-        started.append(nodes.drive(tmp_path, config.pop("uri", uri), **config))
+        folder = tmp_path / config.get("name", "")
+        folder.mkdir(exist_ok=True)
+        started.append(nodes.drive(folder, config.pop("uri", uri), **config))
         return started[-1]
 
     yield start

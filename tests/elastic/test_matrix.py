@@ -68,21 +68,20 @@ def test_a_rank_that_is_gone(nodes: Arena, drive: Drive, row: Row, kind: str, ca
     assert resume["world_size_before"] == resume["world_size"] == 2
 
 
-def test_a_node_that_is_gone_without_notice_leaves_a_smaller_group(nodes: Arena, drive: Drive, row: Row) -> None:
+def test_a_node_gone_without_notice_leaves_a_smaller_group_and_one_with_notice_costs_at_most_what_was_trained_since(
+    nodes: Arena, drive: Drive, row: Row
+) -> None:
     _, second = nodes.add(2)
-    driver = drive(workers=[1, 2], steps=60, settings={"every_steps": EVERY}, pause_s=0.2)
+    driver = drive(workers=[1, 2], steps=30, settings={"every_steps": EVERY}, pause_s=0.2)
     driver.reaches(12)
 
     since = nodes.kill(second)
     goes_on(driver, since=since, what="a node killed without notice, 2 -> 1 ranks", row=row)
-    ends_well(driver, steps=60)
-
+    ends_well(driver, steps=30)
     assert [told.start["world_size"] for told in driver.story.attempts.values()][:2] == [2, 1]
 
-
-def test_a_node_with_notice_loses_at_most_what_was_trained_since(nodes: Arena, drive: Drive, row: Row) -> None:
-    nodes.add(3)
-    driver = drive(workers=2, steps=400, settings={"every_steps": 1000})
+    nodes.add(2)
+    driver = drive(name="noticed", workers=2, steps=400, settings={"every_steps": 1000})
     driver.reaches(10)
     leaving = nodes.of_rank(driver, 1)
 

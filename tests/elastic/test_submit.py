@@ -19,6 +19,7 @@ from raycheck.bucket.attempt_records import record_failure
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.cli.submit import _reason_to_stop, _SubmittedJob
+from tests.support.processes.command_line import raycheck
 from tests.support.processes.ray_cluster import Arena, Story, arena, wait_for
 from tests.support.samples.sample_checkpoints import Driver
 from tests.support.servers.ports import free_port
@@ -204,26 +205,33 @@ def test_after_a_claim_only_what_the_bucket_says_counts(tmp_path: Path) -> None:
 
 
 class WantsAToken(BaseHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """It has the standard error of the command."""
+
     def do_GET(self) -> None:
         self.send_response(401)
         self.end_headers()
         self.wfile.write(b"Unauthorized: Missing authentication token")
 
 
-def test_a_job_server_that_wants_a_token_is_a_matter_of_settings(s3: str, tmp_path: Path) -> None:
+def submit(folder: Path, address: str) -> "subprocess.CompletedProcess[str]":
+    where = ["--run", f"file://{folder}/run", "--address", address, "--working-dir", str(folder)]
+    return raycheck("submit", *where, "--no-send-raycheck", "--", sys.executable, "train.py")
+
+
+def test_a_job_server_that_wants_a_token_is_a_matter_of_settings(tmp_path: Path) -> None:
     with HTTPServer(("127.0.0.1", 0), WantsAToken) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        submitting = Submitting(tmp_path, f"http://127.0.0.1:{server.server_port}", join_uri(s3, tmp_path.name), "")
-        code = submitting.join(within_s=60)
+        ended = submit(tmp_path, f"http://127.0.0.1:{server.server_port}")
         server.shutdown()
 
-    assert code == 2
-    assert submitting.log.count("\n") == 1, submitting.log
-    assert "requires a token, set RAY_AUTH_MODE=token: " in submitting.log
+    assert ended.returncode == 2
+    assert (ended.stdout + ended.stderr).count("\n") == 1, ended
+    assert "requires a token, set RAY_AUTH_MODE=token: " in ended.stderr
 
 
-def test_without_a_job_server_it_says_so(s3: str, tmp_path: Path) -> None:
-    submitting = Submitting(tmp_path, f"http://127.0.0.1:{free_port()}", join_uri(s3, tmp_path.name), "")
+def test_without_a_job_server_it_says_so(tmp_path: Path) -> None:
+    ended = submit(tmp_path, f"http://127.0.0.1:{free_port()}")
 
-    assert submitting.join(within_s=60) == 2
-    assert "no job server at http://127.0.0.1:" in submitting.log
+    assert ended.returncode == 2
+    assert "no job server at http://127.0.0.1:" in ended.stderr

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from uuid import uuid4
 
@@ -13,13 +12,14 @@ import pytest
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.on_ray.node_findings import examine_nodes
+from tests.support.processes.forked_ray_workers import script_command
 from tests.support.processes.ray_cluster import ENV, arena
 
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_node_whose_clock_is_wrong_is_named_and_the_others_are_fit(s3: str) -> None:
+def test_a_node_whose_clock_is_wrong_is_named_and_the_others_are_fit(forks: None, s3: str) -> None:
     uri = join_uri(s3, uuid4().hex)
     path = os.pathsep.join((str(ROOT / "tests/elastic/clock"), ENV["PYTHONPATH"]))
     with arena() as ray:
@@ -28,7 +28,7 @@ def test_a_node_whose_clock_is_wrong_is_named_and_the_others_are_fit(s3: str) ->
 
         arguments = ["doctor", uri, "--address", ray.address, "--transfer-size", "1MiB", "--json"]
         done = subprocess.run(
-            [sys.executable, "-m", "raycheck", *arguments],
+            [*script_command("raycheck"), *arguments],
             capture_output=True,
             text=True,
             timeout=400,

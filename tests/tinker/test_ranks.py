@@ -103,7 +103,9 @@ def test_a_rank_is_killed_and_the_client_goes_on(serve, engines, connect: Connec
         assert train(resumed, range(2, 5)) == losses[2:]
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)], ids=["2-to-1", "1-to-2"])
+@pytest.mark.parametrize(
+    ("first", "then"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)], ids=["2-to-1", "1-to-2"]
+)
 def test_a_checkpoint_loads_at_another_number_of_ranks(serve, connect: Connect, base, tmp_path, first, then) -> None:
     with serve(first) as server:
         model = new_model(connect(server), base)

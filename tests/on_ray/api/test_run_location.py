@@ -14,9 +14,9 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 import raycheck
+from raycheck.bucket.diagnosis.checks import check_rules
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri, parse_uri, shown_uri
-from raycheck.catalog import examine_bucket
 from raycheck.errors import ConfigError, StoreError
 from raycheck.on_ray.api import run_location as ray_storage_module
 from raycheck.on_ray.api.run_location import check_ray_storage, ray_storage, storage_uri
@@ -166,7 +166,7 @@ def test_fit_refuses_what_the_doctor_calls_wrong_in_its_words_and_before_it_star
         run_config=config(uri.replace("/my-run?", "?")),
     )
 
-    (wrong,) = (finding for finding in examine_bucket(uri, transfer_bytes=1024) if finding.state == "wrong")
+    (wrong,) = (finding for finding in check_rules(open_store(uri)) if finding.state == "wrong")
     with pytest.raises(ConfigError) as caught:
         raycheck.fit(trainer)
 

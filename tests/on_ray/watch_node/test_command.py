@@ -14,6 +14,7 @@ import pytest
 from raycheck.errors import ConfigError
 from raycheck.on_ray.watch_node import drain
 from tests.support.processes.child_processes import python, watch_node
+from tests.support.processes.command_line import raycheck
 from tests.support.servers.metadata_servers import WAIT_S, Ec2Service, GceService, serving
 
 NOWHERE = "127.0.0.2:1"
@@ -88,11 +89,10 @@ def test_an_unclear_node_is_never_guessed(wanted, local, own_ip, error) -> None:
     ],
 )
 def test_a_mistake_ends_the_command_at_once(args: tuple[str, ...], said: str) -> None:
-    with watch_node(*args) as process:
-        _, errors = process.communicate(timeout=WAIT_S)
+    ended = raycheck("watch-node", *args)
 
-    assert process.returncode == 2
-    assert said in errors
+    assert ended.returncode == 2
+    assert said in ended.stderr
 
 
 def test_no_ray_within_the_time_given_ends_the_command() -> None:

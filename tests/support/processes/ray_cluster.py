@@ -4,7 +4,6 @@ about each step."""
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 from raycheck.bucket.store.address import join_uri
 from raycheck.data.batches import Batches
+from tests.support.processes.forked_ray_workers import script_command
 from tests.support.samples.numbered_samples_job import BATCH, SAMPLES, SEED, Numbered
 
 ROOT = Path(__file__).parents[3]
@@ -141,9 +141,7 @@ class Driver:
         self._log = (folder / "driver.log").open("a")
         self.process = subprocess.Popen(
             [
-                sys.executable,
-                "-m",
-                "tests.support.processes.driver_process",
+                *script_command("tests.support.processes.driver_process"),
                 json.dumps({"folder": str(folder), **config}),
             ],
             env={**os.environ, "RAY_ADDRESS": address},

@@ -31,10 +31,7 @@ def cluster(s3: str, forks: None) -> Iterator[None]:
     # Ray's own watcher of preempted nodes is one more process in each fit. raycheck asks for notices by itself, and the
     # tests on a Ray of several nodes have the watcher.
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-    os.environ.update(RAY_prestart_worker_first_driver="0")  # eight processes that no test may come to use
-    with pytest.MonkeyPatch.context() as patch:  # it reads all workers' logs ten times a second, for nobody here
-        patch.setattr("ray._private.node.Node.start_log_monitor", lambda _: None)
-        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     ray.cloudpickle.register_pickle_by_value(tests.support.processes.ray_jobs)
     yield
     ray.shutdown()
