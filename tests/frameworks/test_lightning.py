@@ -3,6 +3,7 @@
 import copy
 import functools
 import logging
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,12 +46,20 @@ def same_state(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def check_restarts(training: Training, uri: str, killed_at: list[int]) -> None:
-    """Kill the training at each of these steps, restart it, and compare all it saw and became with a whole run."""
+def check_restarts(training: Training, uri: str, killed_at: list[int], *, saves_always: bool = False) -> None:
+    """Kill the training at each of these steps, restart it, and compare all it saw and became with a whole run.
+
+    saves_always: save after every step. Otherwise the whole run saves at its end only, and the others also at the step
+    where they are killed.
+    """
+
+    def saving(step: int) -> Training:
+        return training if saves_always else replace(training, settings={"at_steps": [step]})
+
     (group,) = group_of(f"{uri}-whole")
-    whole, trainer = training.run(group)
+    whole, trainer = saving(1000).run(group)
     for step in killed_at:
-        module, restarted, seen = training.killed_and_restarted(f"{uri}-{step}", step)
+        module, restarted, seen = saving(step).killed_and_restarted(f"{uri}-{step}", step)
 
         assert seen == whole.seen, f"killed at {step}"
         assert same_state(dict(module.state_dict()), dict(whole.state_dict())), f"killed at {step}"
@@ -76,7 +85,7 @@ def check_restarts(training: Training, uri: str, killed_at: list[int]) -> None:
 def test_a_restarted_run_is_the_run_that_was_never_hurt(
     tmp_path: Any, options: dict[str, Any], killed_at: list[int]
 ) -> None:
-    check_restarts(Training(options=options), memory(tmp_path), killed_at)
+    check_restarts(Training(options=options), memory(tmp_path), killed_at, saves_always=not options)
 
 
 class Adversaries(Regression):
@@ -109,7 +118,7 @@ class Adversaries(Regression):
 
 
 def test_several_optimizers_stepped_by_hand_go_on_where_they_were(tmp_path: Any) -> None:
-    check_restarts(Training(module=Adversaries), memory(tmp_path), [4, 15])
+    check_restarts(Training(module=Adversaries), memory(tmp_path), [4, 15], saves_always=True)
 
 
 class Monitored(Regression):
