@@ -129,6 +129,7 @@ def run(module: str, *trainings: dict[str, Any], also: Sequence[Path] = ()) -> l
         "LOCAL_SIZE": "2",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "RAY_prestart_worker_first_driver": "0",  # twelve processes that no training may come to use
     }
     with NamedTemporaryFile("r") as results:
         done = subprocess.run(
