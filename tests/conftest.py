@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.demo.server import s3_server
+from tests.support.processes.child_processes import LONG_TEST_S
 from tests.support.processes.forked_ray_workers import forked_workers
 from tests.support.servers.alike_clients import make_clients_alike
 from tests.support.servers.azurite_server import azurite
@@ -106,7 +107,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test waits for ever: after its limit all threads' stacks are printed and the process ends."""
-    limit = 480 if {"ray", "slow"} & set(request.keywords) else 240
+    limit = LONG_TEST_S if {"ray", "slow"} & set(request.keywords) else 240
     if request.config.getoption("--search"):
         limit = 3600  # a failing input is made small first
     faulthandler.dump_traceback_later(limit, exit=True, file=request.config.stash[_STDERR])

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from raycheck.bucket.assembly.role import Role, is_under
+from raycheck.bucket.assembly.role import RandomSource, Role, is_under
 from raycheck.bucket.format.index import Index, places
 from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError, CorruptError, RaycheckError, StateMismatchError, SupersededError
@@ -79,15 +79,14 @@ class CheckpointMatcher:
                 match = self._match_entries(index, selection, there, strict=strict, cast=cast)
         return match
 
-    def random_states(self, key: str, index: Index) -> tuple[Sequence[Mapping[str, Any]], int, str]:
-        """Return what each rank saved for itself, the number of the one whose random state this rank takes, and the
-        name with which to derive another one, if there is one (see Role.random_states)."""
-        saved, (own, _), apart = self._role.random_states(index.rank_values)
+    def random_source(self, key: str, index: Index) -> RandomSource:
+        """Return whose random state this rank takes."""
+        source = self._role.random_source(index.rank_values)
         with corrupt_if_odd(key):
             for entry in self._entries:
-                if (chosen := _random_rank(entry, saved)) is not None:
-                    return saved, chosen, ""
-        return saved, own, apart
+                if (chosen := _random_rank(entry, source.saved)) is not None:
+                    return RandomSource(source.saved, chosen, apart="")
+        return source
 
     def _advice(self, match: CheckpointMatch) -> list[str]:
         """Return what to do about the differences."""

@@ -1,9 +1,8 @@
 """Describes what a restore did: which entries it restored, and what only the checkpoint or only the live state had."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
+from raycheck.bucket.assembly.role import RandomSource
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.progress import Progress
 from raycheck.state.random_state import apply_rng
@@ -44,17 +43,13 @@ class RestoreReport:
 class Restored:
     """The outcome of a restore on this rank. Random state is applied separately, as late as possible.
 
-    rng_values: the saved random state of each rank; empty if it is not to be restored. rng_rank: the number among them
-    of the one to take. rng_apart: the name with which to derive another one from it; see apply_rng. lineage: the
-    partial restores that the state now descends from. is_whole: the ranks have exactly what the checkpoint has; equal
-    on every rank.
+    random_source: whose random state to take; None if it is not to be restored. lineage: the partial restores that the
+    state now descends from. is_whole: the ranks have exactly what the checkpoint has; equal on every rank.
     """
 
     manifest: Manifest
     progress: Progress
-    rng_values: Sequence[Any]
-    rng_rank: int
-    rng_apart: str
+    random_source: RandomSource | None
     lineage: tuple[str, ...]
     tensors: int
     bytes_fetched: int
@@ -68,4 +63,5 @@ class Restored:
 
     def apply_rng(self) -> str:
         """Set this process's random state. Return what was done, for the restore report."""
-        return apply_rng(self.rng_values, self.rng_rank, self.rng_apart) if self.rng_values else "untouched"
+        source = self.random_source
+        return apply_rng(source.states, source.rank, source.apart) if source else "untouched"

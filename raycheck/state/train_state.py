@@ -269,7 +269,7 @@ class TrainState:
             match = self._matcher.match(
                 checkpoint.entry.key, index, selection, strict=strict, cast=cast, touched_before=self._touched
             )
-            by_rank, rng_rank, rng_apart = self._matcher.random_states(checkpoint.entry.key, index)
+            random_source = self._matcher.random_source(checkpoint.entry.key, index)
         self._touched |= match.touched
         shared_by = place if share else None
         fetched = read_tensors(checkpoint, manifest, index, match.boxes, shared_by=shared_by)
@@ -281,9 +281,7 @@ class TrainState:
             manifest=manifest,
             progress=match.progress,
             lineage=manifest.partial if selection == EVERYTHING else (*manifest.partial, str(selection)),
-            rng_values=_random_states(by_rank) if selection.takes("rng") else (),
-            rng_rank=rng_rank,
-            rng_apart=rng_apart,
+            random_source=random_source if selection.takes("rng") and random_source.states else None,
             tensors=len(match.boxes),
             bytes_fetched=fetched,
             report=replace(match.report, drifted=manifest.drifted),
@@ -363,9 +361,3 @@ class TrainState:
                 else:
                     shared += boxes
         return [*merge_tied(shared), *merge_tied(own)]
-
-
-def _random_states(rank_values: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
-    """Return the random state of each rank; nothing if the ranks have none, as in an imported checkpoint."""
-    found = tuple(values.get("rng") for values in rank_values)
-    return found if any(found) else ()

@@ -30,7 +30,7 @@ def asked(
 
 def train(*trainings: dict[str, Any]) -> list[dict[str, Any]]:
     rl_frameworks.prepare()
-    found = rl_frameworks.run("areal_training", *trainings, within_s=900.0)
+    found = rl_frameworks.run("areal_training", *trainings)
     assert not [each["error"] for each in found if "error" in each]
     return found
 

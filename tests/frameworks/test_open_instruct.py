@@ -18,7 +18,7 @@ from tests.support.histories.invariants import assert_invariants
 pytestmark = pytest.mark.slow
 UPDATED = {"ref_policy_update_freq": 6}
 """The reference changes at step 6. Otherwise it stays the model that training begins with."""
-STAGES: dict[int, dict[str, Any]] = {2: UPDATED}
+STAGES: dict[int, dict[str, Any]] = {1: UPDATED, 2: UPDATED}
 """What is asked of the trainings at each stage of ZeRO."""
 
 

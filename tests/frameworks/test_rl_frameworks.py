@@ -47,7 +47,12 @@ class Framework:
         return rl_frameworks.run(f"{self.name.lower()}_training", *({"until": UNTIL, **each} for each in asked))
 
 
-VERL = Framework(name="verl", policy="actor", refuses="model_world_size_1_rank_0.pt")
+VERL = Framework(
+    name="verl",
+    policy="actor",
+    refuses="model_world_size_1_rank_0.pt",
+    equal=("losses", "drawn", "weights"),
+)
 OPENRLHF = Framework(
     name="OpenRLHF",
     policy="actor",

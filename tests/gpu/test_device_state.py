@@ -88,7 +88,7 @@ def test_a_restored_training_goes_on_bit_for_bit(
     other = build(2, sharded=sharded, **adam)
     train(other, 1)
     restored = TrainState(other, rank=0, world_size=1).apply(checkpoint)
-    apply_rng(restored.rng_values, 0)
+    restored.apply_rng()
 
     assert train(other, 3, drawn=True) == expected
 

@@ -17,6 +17,24 @@ class RankPlace(NamedTuple):
     world_size: int
 
 
+class RandomSource(NamedTuple):
+    """Whose random state a rank takes.
+
+    saved: what each rank among which it is chosen saved for itself. rank: the number of one of them. A number that none
+    has means a new state, which is equal for equal numbers. apart: a name that means a new state in any case, or "".
+    """
+
+    saved: Sequence[Mapping[str, Any]]
+    rank: int
+    apart: str
+
+    @property
+    def states(self) -> tuple[Any, ...]:
+        """Return the random state of each rank; nothing if the ranks have none, as in an imported checkpoint."""
+        found = tuple(values.get("rng") for values in self.saved)
+        return found if any(found) else ()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Role:
     """A rank's place among the ranks of its role, and in the group.
@@ -47,18 +65,18 @@ class Role:
         own = self._of_role(saved)
         return (own, self.place) if own and is_under(entry, self.entries) else (saved, self.in_group)
 
-    def random_states(self, saved: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], RankPlace, str]:
-        """Return what each rank of this role saved for itself, and this rank's place among such ranks.
+    def random_source(self, saved: Sequence[Mapping[str, Any]]) -> RandomSource:
+        """Return the rank of this role whose random state this rank takes.
 
-        No two ranks may get the same random state. Of the roles here that those ranks had together, the first by name
-        takes their states. The name that is returned tells the others apart, whose states are derived from them; so
-        are those of a role that is not in the checkpoint. It is empty where a state is taken as it is.
+        No two ranks may get the same one. Of the roles here that the saved ranks had together, the first by name takes
+        their states, and those of the others are derived from them. So are those of a role that is not in the
+        checkpoint.
         """
         own = self._of_role(saved)
         first = min(self.entries, default="")
         others = {name.partition(".")[0] for values in own or saved for name in values} & self.others
         apart = first if others and (not own or min(others) < first) else ""
-        return (own, self.place, apart) if own else (saved, self.in_group, apart)
+        return RandomSource(own or saved, (self.place if own else self.in_group).rank, apart)
 
     def _of_role(self, saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         return [values for values in saved if any(is_under(name, self.entries) for name in values)]

@@ -281,6 +281,6 @@ def apply_random_state(done: Restored, group: Group, data: Iterable[DataStream])
             logger.info(event(said, checkpoint=done.manifest.key, rank=group.rank, run=group.uri))
         done.apply_rng()
 
-    for stream in data if done.rng_values else ():
+    for stream in data if done.random_source else ():
         stream.before_first_batch(apply_again)
     return text

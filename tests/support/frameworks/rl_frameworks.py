@@ -11,12 +11,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from tests.support.frameworks import deepspeed_training
+from tests.support.processes.child_processes import LONG_TEST_S
 from tests.support.processes.virtual_environments import prepare_venv
 
 ROOT = Path(__file__).parents[3]
@@ -111,11 +112,11 @@ def recipe(*headings: str) -> dict[str, Any]:
 
 
 RUN = "import sys; from tests.support.frameworks import rl_frameworks; rl_frameworks.train_all(*sys.argv[1:])"
+WITHIN_S = LONG_TEST_S - 30
+"""How long the trainings of one test may take. If they hang, that test fails before its limit ends all tests."""
 
 
-def run(
-    module: str, *trainings: dict[str, Any], within_s: float = 400.0, also: Sequence[Path] = ()
-) -> list[dict[str, Any]]:
+def run(module: str, *trainings: dict[str, Any], also: Sequence[Path] = ()) -> list[dict[str, Any]]:
     """Call train() of a module of this folder for each training, in one process and one Ray with the frameworks.
 
     Return what the calls return. also: folders with further packages.
@@ -128,23 +129,28 @@ def run(
         "LOCAL_SIZE": "2",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "RAY_prestart_worker_first_driver": "0",  # twelve processes that no training may come to use
     }
-    done = subprocess.run(
-        [PYTHON, "-c", RUN, f"{__package__}.{module}", json.dumps(trainings)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=within_s,
-        check=False,
-    )
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"found"')]
+    with NamedTemporaryFile("r") as results:
+        done = subprocess.run(
+            [PYTHON, "-c", RUN, f"{__package__}.{module}", json.dumps(trainings), results.name],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=WITHIN_S,
+            check=False,
+        )
+        found = [json.loads(line) for line in results]
     if len(found) != len(trainings):
         raise RuntimeError(f"{module} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
-    return [line["found"] for line in found]
+    return found
 
 
-def train_all(module: str, trainings: str) -> None:
-    """Do in this process what `run` says. The module is imported by its name, by which Ray's workers find its classes."""
+def train_all(module: str, trainings: str, results: str) -> None:
+    """Do in this process what `run` says, and write to the file what each call returns, as a line of JSON.
+
+    The module is imported by its name, by which Ray's workers find its classes.
+    """
     import ray
     from ray.util.placement_group import PlacementGroup, remove_placement_group
 
@@ -155,8 +161,8 @@ def train_all(module: str, trainings: str) -> None:
             found = train(**training)
         except Exception as error:
             found = {"losses": {}, "error": f"{type(error).__name__}: {error}"}
-        sys.stdout.write(f"\n{json.dumps({'found': found})}\n")  # at once: a thread of Ray's writes there, too
-        sys.stdout.flush()
+        with Path(results).open("a") as file:  # what is printed would be mixed with what Ray prints
+            file.write(f"{json.dumps(found)}\n")
         for group in ray.util.placement_group_table():  # the actors of a group end with it
             remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group)))
     ray.shutdown()

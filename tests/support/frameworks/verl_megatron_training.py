@@ -16,7 +16,7 @@ from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
 from verl.workers.engine.megatron import transformer_impl
 
 from tests.support.frameworks import verl_training
-from tests.support.frameworks.megatron_training import Training, config_of, model_of, on_cpu, step_of
+from tests.support.frameworks.megatron_training import Training, config_of, digests_of, model_of, on_cpu, step_of
 from tests.support.frameworks.rl_frameworks import TINY
 
 RECIPES = ("verl", "verl with Megatron")
@@ -68,6 +68,11 @@ class CpuMegatronEngine(transformer_impl.MegatronEngine):
     def step(self, tokens: torch.Tensor) -> float:
         with on_cpu():
             return step_of(self._training, self.module, self.optimizer, self.lr_scheduler, tokens)
+
+    def digests(self) -> dict[str, str]:
+        """Return a digest of each whole 32-bit weight and moment. A collective."""
+        with on_cpu():
+            return digests_of(self.module, self.optimizer)
 
     def save_checkpoint(self, *args: Any, **options: Any) -> None:
         with on_cpu():

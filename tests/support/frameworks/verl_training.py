@@ -4,6 +4,7 @@ The groups, their actors, the checkpoint manager, and the trainer's saving and l
 sharded by FSDP2 over gloo ranks on the CPU. Rank 0 of each model reports its losses.
 """
 
+import hashlib
 import math
 import os
 import signal
@@ -63,6 +64,11 @@ class CpuEngine:
         dist.all_reduce(total)
         return float(total) / dist.get_world_size()
 
+    def digests(self) -> dict[str, str]:
+        """Return a digest of each whole weight. A collective."""
+        whole = {name: weight.full_tensor() for name, weight in self.module.state_dict().items()}
+        return {name: hashlib.sha256(weight.numpy().tobytes()).hexdigest()[:12] for name, weight in whole.items()}
+
     def save_checkpoint(self, *args: Any, **options: Any) -> None:
         self.checkpoint_manager.save_checkpoint(*args, **options)
 
@@ -86,6 +92,10 @@ class CpuWorker(Worker):
         if is_last and self.rank == self.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return self.engine.step(tokens), float(torch.rand(1))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def digests(self) -> dict[str, str]:
+        return self.engine.digests()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, *args: Any, **options: Any) -> None:
@@ -163,7 +173,8 @@ class CpuTrainer(ray_trainer.RayPPOTrainer):
     def fit(self) -> None:
         self.global_steps = 0
         self._load_checkpoint()
-        self.found = {"start": self.global_steps, "losses": {}, "drawn": {}, "died": False}
+        self.found = {"start": self.global_steps, "losses": {}, "drawn": {}, "weights": {}, "died": False}
+        self._note_weights()
         per_epoch = len(self.train_dataloader)
         for _ in range(self.global_steps // per_epoch, math.ceil(self.total_training_steps / per_epoch)):
             for tokens in self.train_dataloader:
@@ -172,11 +183,16 @@ class CpuTrainer(ray_trainer.RayPPOTrainer):
                 results = [group.train(tokens, is_last=dies) for group in (self.actor_rollout_wg, self.critic_wg)]
                 self.found["losses"][self.global_steps] = [ranks[0][0] for ranks in results]
                 self.found["drawn"][self.global_steps] = [number for ranks in results for _, number in ranks]
+                self._note_weights()
                 is_last = self.global_steps == self.total_training_steps
                 if is_last or self.global_steps % SAVES_EVERY == 0:
                     self._save_checkpoint()
                 if is_last:
                     return
+
+    def _note_weights(self) -> None:
+        groups = (self.actor_rollout_wg, self.critic_wg)
+        self.found["weights"][self.global_steps] = [group.digests()[0] for group in groups]
 
 
 def train(
@@ -191,7 +207,7 @@ def train(
     recipes: Sequence[str] = ("verl",),
     engines: Mapping[str, Callable[[str, int], Any]] | None = None,
 ) -> dict[str, Any]:
-    """Train with verl's own checkpoints or with raycheck's. Return the losses of each step, and where it began.
+    """Train with verl's own checkpoints or with raycheck's. Return what each step gave, and where it began.
 
     recipes: the headings of the guide whose code is run, one after the other. engines: see CpuTrainer.
     """

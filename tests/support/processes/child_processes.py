@@ -5,6 +5,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+LONG_TEST_S = 480
+"""A test that is long or uses Ray is ended after this time; see conftest.py."""
+
 
 @contextmanager
 def python(*args: str, env: Mapping[str, str] | None = None) -> Iterator["subprocess.Popen[str]"]:
