@@ -27,6 +27,7 @@ from raycheck.group.coordinator.messages import (
     RestoreDecision,
 )
 from raycheck.group.group import CLAIM_TIMEOUT_S, Group, ask_until_decided
+from raycheck.group.worker.told_progress import told_progress
 from raycheck.log import event, logger
 from raycheck.settings import Alerts
 from raycheck.state.preview import Preview
@@ -170,15 +171,19 @@ def restore_together(
     on_corrupt: OnCorrupt,
     cast: bool = False,
     peeked: Checkpoint | None = None,
+    timeout_s: float,
 ) -> tuple[Claim, Restored, ResumeRecord | None]:
     """Load the checkpoint of `claim`, or the newest good one before it, into the live state on all ranks.
 
-    peeked: the checkpoint that `peek_together` found. Returns the final claim, which names the restored one. Raises
+    peeked: the checkpoint that `peek_together` found. timeout_s: how long this rank may take to read each checkpoint;
+    more if it reads much, see MovedBytes. Returns the final claim, which names the restored one. Raises
     DamagedError when there is no good one, or when on_corrupt is "raise"; SupersededError when it is not `peeked`.
     """
 
     def read(checkpoint: Checkpoint, claim: Claim) -> Restored:
-        done = state.apply(checkpoint, selection, strict=strict, once=True, share=True, cast=cast)
+        key, until = checkpoint.entry.key, time.monotonic() + timeout_s
+        with told_progress(group, key, until=until, limit_s=timeout_s):
+            done = state.apply(checkpoint, selection, strict=strict, once=True, share=True, cast=cast)
         return replace(done, report=replace(done.report, refused=claim.refused))
 
     agreed = _read_together(group, claim, read, _arrival, on_corrupt=on_corrupt, peeked=peeked)
