@@ -4,7 +4,7 @@ from operator import index
 
 from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.protocol.name_and_score import names_in
+from raycheck.bucket.protocol.name_and_score import names_near
 from raycheck.bucket.protocol.resume import AtName, Resume, steps_near
 from raycheck.bucket.protocol.retention import best_by
 from raycheck.bucket.reading import Checkpoint, ask_latest
@@ -38,7 +38,7 @@ def entry_at(store: Store, body: Latest, at: int | str | None) -> Entry:
     if CheckpointName.parse(at) is not None:
         return _with_key(store, body, at)
     raise NotFoundError(
-        f"{store}: {at!r} is not a checkpoint's name. Names in use: {names_in(body)}; keys are like "
+        f"{store}: {at!r} is not a checkpoint's name. Names in use: {names_near(body, at)}; keys are like "
         f"{body.head or 'step-000000100-a1-s1'}; a step is a whole number"
     )
 

@@ -389,6 +389,19 @@ def test_of_many_steps_the_error_for_an_unknown_one_names_the_nearest(uri):
         Driver(open_store(uri), "bob").claim("h1", resume=905)
 
 
+def test_of_many_names_the_error_for_an_unknown_one_names_the_most_similar(uri):
+    ann = Driver(open_store(uri))
+    attempt, _ = ann.claim("g1")
+    for save in range(1, 13):
+        ann.save(attempt.number, save, step=100 * save, name=f"eval-{save}" if save < 12 else "before-rlhf")
+
+    similar = r"before-rlhf \(step 1200\), eval-.* \(and 4 others\)"
+    with pytest.raises(NotFoundError, match=rf"'before_rlfh' .*Names in use: {similar}; keys"):
+        open_run(uri).at("before_rlfh")
+    with pytest.raises(ConfigError, match=rf"'before_rlfh', .*there are: {similar}. Other"):
+        Driver(open_store(uri), "bob").claim("h1", resume="before_rlfh")
+
+
 def test_a_damaged_latest_is_corrupt_and_not_a_missing_run(uri):
     store = open_store(uri)
     Driver(store).claim("g1")

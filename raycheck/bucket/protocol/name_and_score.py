@@ -7,14 +7,18 @@ the name that it gave that step before. A mirror has only the names and scores o
 `with_...` functions change nothing but the body they receive.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 
 from raycheck.bucket.format.label import MAX_SCORES, Label, check_name, check_scores
 from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.protocol.swap import Register, refuse_mirror
 from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import ConfigError, NotFoundError
+
+MOST_SHOWN = 8
+"""An error names no more checkpoints than these."""
 
 
 def name(register: Register, key: str, label: Label) -> Latest:
@@ -142,16 +146,27 @@ def live_entry(uri: str, body: Latest, key: str) -> Entry:
 
 
 def named_entry(uri: str, body: Latest, name: str) -> Entry:
-    """Return the live entry with this name. Raises NotFoundError, which lists the existing names."""
+    """Return the live entry with this name. Raises NotFoundError, which says which similar names exist."""
     entry = body.named(name)
     if entry is None:
-        raise NotFoundError(f"{shown_uri(uri)}: no checkpoint is named {name!r}; there are: {names_in(body)}")
+        raise NotFoundError(f"{shown_uri(uri)}: no checkpoint is named {name!r}; there are: {names_near(body, name)}")
     return entry
 
 
-def names_in(body: Latest) -> str:
-    """Return in words which names exist, and for which steps."""
-    return ", ".join(f"{entry.name} (step {entry.step})" for entry in body.live if entry.name) or "none"
+def names_near(body: Latest, name: str) -> str:
+    """Return in words which names exist and for which steps: those most similar to `name`, and how many others.
+
+    Raises PagesNeededError unless the body is whole.
+    """
+    steps = {entry.name: entry.step for entry in body.live if entry.name}
+    nearest = get_close_matches(name, steps, MOST_SHOWN, cutoff=0)
+    return and_others([f"{near} (step {steps[near]})" for near in nearest], len(steps))
+
+
+def and_others(shown: Sequence[str], count: int) -> str:
+    """Return in words what is shown, and how many of `count` are not."""
+    others = f" (and {count - len(shown)} others)" if count > len(shown) else ""
+    return ", ".join(shown) + others or "none"
 
 
 def _released(uri: str, body: Latest, entry: Entry, name: str, *, may_move: bool, now: float) -> Latest:

@@ -12,12 +12,9 @@ from typing import SupportsIndex, cast
 from raycheck.bucket.format.label import is_name
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.protocol.name_and_score import names_in
+from raycheck.bucket.protocol.name_and_score import MOST_SHOWN, and_others, names_near
 from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import ConfigError
-
-MOST_STEPS = 8
-"""How many steps the error for an unknown one names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +114,7 @@ def key_to_restore(uri: str, body: Latest | None, resume: Resume) -> str | None:
         case AtName(name):
             found = None if body is None else body.named(name) or body.entry(name)
             if found is None:
-                names = "none" if body is None else names_in(body)
+                names = "none" if body is None else names_near(body, name)
                 words = ", ".join(map(repr, WORDS))
                 raise ConfigError(
                     f"{shown_uri(uri)}: resume={name!r}, but no checkpoint has that name; there are: {names}. Other "
@@ -135,6 +132,5 @@ def steps_near(body: Latest, step: int) -> str:
     Raises PagesNeededError unless the body is whole.
     """
     marks = {entry.step: " (damaged)" if entry.damaged else "" for entry in body.live}
-    nearest = sorted(sorted(marks, key=lambda there: abs(there - step))[:MOST_STEPS])
-    others = f" (and {len(marks) - MOST_STEPS} others)" if len(marks) > MOST_STEPS else ""
-    return ", ".join(f"{there}{marks[there]}" for there in nearest) + others or "none"
+    nearest = sorted(sorted(marks, key=lambda there: abs(there - step))[:MOST_SHOWN])
+    return and_others([f"{there}{marks[there]}" for there in nearest], len(marks))

@@ -276,5 +276,6 @@ def window_of(bucket_id: Hashable, way: str, *, least: int) -> RequestWindow:
     """
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun and by Ray Train
     most = min(MOST, NODE_MOST // max(1, int(ranks) if ranks.isdecimal() else 1))
-    made = RequestWindow(least=least, most=max(least, most), name=f"{bucket_id}: {way}")
+    bucket = " ".join(str(part) for part in bucket_id if part) if isinstance(bucket_id, tuple) else bucket_id
+    made = RequestWindow(least=least, most=max(least, most), name=f"{bucket}: {way}")
     return _windows.setdefault((bucket_id, way), made)

@@ -1,52 +1,112 @@
 """Sends many requests, of which as many are in flight at a time as a window allows: parts up, and ranges down."""
 
+import time
 from collections.abc import Callable, Iterable, Sized
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from raycheck.bucket.store.request_window import Flight, RequestWindow, Share
 from raycheck.bucket.store.retry import noting_refusals
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Sized)
+REPEAT_AFTER_S = 5.0
+"""How long a request lasts at least before it is sent a second time."""
+SLOWER = 3.0
+"""How many times as long as nine out of ten others it must last, too."""
+LOOK_EVERY_S = 0.25
 
 
-def send_each(items: Iterable[P], start: Callable[[int, P], Future[T]], *, window: RequestWindow) -> list[T]:
+def send_each(
+    items: Iterable[P], start: Callable[[int, P], Future[T]], *, window: RequestWindow, may_repeat: bool = False
+) -> list[T]:
     """Return the result of `start` for each item; it is called with the item's number, from 1, and the item.
 
     `start` starts a request and returns its future. An item is pulled before its request may begin, and its length is
-    the number of bytes that are sent or fetched. If this raises, every request that was started has ended: the buffers
-    behind the items are free again.
+    the number of bytes that are sent or fetched. may_repeat: once all requests have begun, one that lasts much longer
+    than the others is sent a second time, and the first result counts; the other request may still be running when this
+    returns. If this raises, every request that was started has ended: the buffers behind the items are free again.
     """
-    sent: list[Future[T]] = []
-    flying: list[Future[T]] = []
+    sent: list[_Sent[P, T]] = []
+    flying: list[_Sent[P, T]] = []
     try:
         with Share(window) as share:
             for number, item in enumerate(items, 1):
                 share.wait_to_begin()
-                flying = [future for future in flying if not _has_ended(future)]
-                flight = share.begin()
-                with noting_refusals(flight.refused):
-                    future = _started(flight, len(item), partial(start, number, item))
-                sent.append(future)
-                flying.append(future)
-            return [future.result() for future in sent]
+                flying = [one for one in flying if not one.has_ended()]
+                one: _Sent[P, T] = _Sent(number, item if may_repeat else None)
+                one.begin(share, len(item), partial(start, number, item))
+                sent.append(one)
+                flying.append(one)
+            if may_repeat:
+                _repeat_slow(sent, share, start)
+            return [one.result() for one in sent]
     except BaseException:
-        wait(sent)  # each ends by its attempts and their time-outs
+        wait([future for one in sent for future in one.futures])  # each ends by its attempts and their time-outs
         raise
 
 
-def _started(flight: Flight, size_bytes: int, start: Callable[[], Future[T]]) -> Future[T]:
-    try:
-        future = start()
-    except BaseException:
-        flight.end(0)
-        raise
-    future.add_done_callback(lambda done: flight.end(0 if done.cancelled() or done.exception() else size_bytes))
-    return future
+@dataclass(slots=True)
+class _Sent(Generic[P, T]):
+    """The request for one item, and the second one if there is one. item: None if there will be none.
+
+    lasted_s: how long the first request took; None until it has succeeded.
+    """
+
+    number: int
+    item: P | None
+    futures: list[Future[T]] = field(default_factory=list)
+    began_at: float = field(default_factory=time.monotonic)
+    lasted_s: float | None = None
+
+    def begin(self, share: Share, size_bytes: int, start: Callable[[], Future[T]]) -> None:
+        """Send a request, and count it as in flight until it has ended."""
+        flight = share.begin()
+        try:
+            with noting_refusals(flight.refused):
+                future = start()
+        except BaseException:
+            flight.end(0)
+            raise
+        self.futures.append(future)
+        future.add_done_callback(partial(self._ended, flight, size_bytes))
+
+    def _ended(self, flight: Flight, size_bytes: int, future: Future[T]) -> None:
+        is_whole = not future.cancelled() and future.exception() is None
+        if is_whole and future is self.futures[0]:
+            self.lasted_s = time.monotonic() - self.began_at
+        flight.end(size_bytes if is_whole else 0)
+
+    @property
+    def lasts_s(self) -> float:
+        """Return how long ago the first request began."""
+        return time.monotonic() - self.began_at
+
+    def has_ended(self) -> bool:
+        """Return whether the first request has ended. Raises its error."""
+        return self.futures[0].done() and (self.futures[0].result(), True)[1]
+
+    def is_decided(self) -> bool:
+        """Return whether a request has succeeded, or all have failed."""
+        ended = [future for future in self.futures if future.done()]
+        return len(ended) == len(self.futures) or any(future.exception() is None for future in ended)
+
+    def result(self) -> T:
+        """Return the first result. Raises the first request's error if all have failed."""
+        whole = (future for future in self.futures if future.done() and future.exception() is None)
+        return next(whole, self.futures[0]).result()
 
 
-def _has_ended(future: Future[T]) -> bool:
-    """Return whether a request has ended. Raises its error."""
-    return future.done() and (future.result(), True)[1]
+def _repeat_slow(sent: "list[_Sent[P, T]]", share: Share, start: Callable[[int, P], Future[T]]) -> None:
+    """Wait for all requests, and send those a second time that last much longer than the others."""
+    undecided = sent
+    while undecided := [one for one in undecided if not one.is_decided()]:
+        open_ones = [future for one in undecided for future in one.futures if not future.done()]
+        wait(open_ones, LOOK_EVERY_S, FIRST_COMPLETED)
+        late = [one for one in undecided if len(one.futures) == 1 and one.lasts_s > REPEAT_AFTER_S]
+        lasted = sorted(one.lasted_s for one in sent if one.lasted_s is not None) if late else []
+        for one in late:
+            if lasted and one.lasts_s > SLOWER * lasted[len(lasted) * 9 // 10] and one.item and share.may_begin():
+                one.begin(share, len(one.item), partial(start, one.number, one.item))

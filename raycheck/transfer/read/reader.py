@@ -9,8 +9,9 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import mul
+from threading import Lock
 
 import numpy as np
 import torch
@@ -57,12 +58,18 @@ class Read:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One ranged GET of an object, bytes start..stop, and the reads that it serves, in order."""
+    """One ranged GET of an object, bytes start..stop, and the reads that it serves, in order.
+
+    written: how many bytes of each box were written, once that has happened. lock: held while it happens, since the
+        request may be sent twice: the slower answer must not reach tensors that are already in use.
+    """
 
     key: str
     start: int
     stop: int
     reads: tuple[Read, ...]
+    written: list[tuple[LocalBox, int]] = field(default_factory=list)
+    lock: Lock = field(default_factory=Lock)
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -90,14 +97,17 @@ def read_into(
         request_bytes = piece_bytes(size_bytes, window.size, SUB_BLOCK, REQUEST_BYTES) // SUB_BLOCK * SUB_BLOCK
     requests = list(_requests(prefixes, _reads(index, boxes, request_bytes), request_bytes))
     moved_bytes().want(sum(map(len, requests)))
-    with ThreadPoolExecutor(window.most, thread_name_prefix="raycheck-read") as pool:
+    pool = ThreadPoolExecutor(window.most, thread_name_prefix="raycheck-read")
 
-        def start(_: int, request: Request) -> Future[list[tuple[LocalBox, int]]]:
-            return pool.submit(copy_context().run, _serve, store, request)
+    def start(_: int, request: Request) -> Future[list[tuple[LocalBox, int]]]:
+        return pool.submit(copy_context().run, _serve, store, request)
 
-        for counts in send_each(requests, start, window=window):
+    try:
+        for counts in send_each(requests, start, window=window, may_repeat=True):
             if written is not None:
                 written.add_all(counts)
+    finally:
+        pool.shutdown(wait=False)  # a request that was too slow may still run
     return sum(map(len, requests))
 
 
@@ -216,6 +226,7 @@ def _serve(store: RangeReader, request: Request) -> list[tuple[LocalBox, int]]:
     Bytes that fail the check are fetched again before they count as damaged: they may have been corrupted in transit.
     """
     for attempt in range(1, READS + 1):
+<<<<<<< HEAD
         counts = []
         if time.monotonic() > deadline():  # not every store obeys it
             raise StoreError(f"{request.key}: no time is left to read it")
@@ -227,6 +238,13 @@ def _serve(store: RangeReader, request: Request) -> list[tuple[LocalBox, int]]:
                 payload = data[begin : begin + read.stop - read.start]
                 _verify(payload, read)
                 counts.append((read.box, _place(payload, read)))
+=======
+        try:
+            data = memoryview(store.get_range(request.key, request.start, request.stop))
+            with request.lock:
+                if not request.written:
+                    request.written[:] = [(read.box, _checked_copy(data, request, read)) for read in request.reads]
+>>>>>>> main
         except CorruptError as error:
             if attempt == READS:
                 raise _damaged(request, error) from None
@@ -234,8 +252,16 @@ def _serve(store: RangeReader, request: Request) -> list[tuple[LocalBox, int]]:
             if attempt == READS:
                 raise
         else:
-            return counts
+            return request.written
     raise AssertionError("the last attempt returns or raises")
+
+
+def _checked_copy(data: memoryview, request: Request, read: Read) -> int:
+    """Verify the bytes of a read and copy them into its box. Return how many were written."""
+    begin = _start_in_object(read) - request.start
+    payload = data[begin : begin + read.stop - read.start]
+    _verify(payload, read)
+    return _place(payload, read)
 
 
 def _verify(payload: memoryview, read: Read) -> None:

@@ -335,4 +335,4 @@ def test_a_fork_begins_without_the_name_of_its_source(ann):
 
     entry = assert_invariants(target).live[0]
     assert (entry.name, entry.expires_at) == (None, None)
-    assert name_and_score.names_in(assert_invariants(ann.store)) == "kept (step 40)"
+    assert name_and_score.names_near(assert_invariants(ann.store), "kept") == "kept (step 40)"

@@ -3,11 +3,14 @@
 The ledger sees each write at the moment it is applied, and judges it by the one before (tests/support/histories/invariants.py).
 """
 
+import functools
 from dataclasses import replace
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Attempt, Entry, Latest
 from raycheck.bucket.format.manifest import Manifest, load_manifest
+from raycheck.bucket.format.object_keys import is_segment_key
+from raycheck.bucket.history.facts import Facts, facts_in, load_segment
 from tests.support.histories.history_actors import Driver, Group, Save
 from tests.support.histories.invariants import (
     assert_follows,
@@ -133,6 +136,13 @@ class Ledger:
         self.past.append(data)
 
     def _delete(self, key: str) -> None:
+        if is_segment_key(key):
+            there = (data for other, data in self.world.objects.items() if is_segment_key(other))
+            known = functools.reduce(Facts.joined, map(_facts, there), Facts())
+            assert known.covers(_facts(self.world.wrote[key])), (
+                f"{key} was deleted, and facts that no other segment has"
+            )
+            return
         name = object_keys.checkpoint_of(key)
         if (counter := object_keys.counter_of_page(key)) is not None:
             newest = load(self.past[-1])
@@ -152,3 +162,7 @@ class Ledger:
 def list_directories(world: World) -> set[str]:
     """List the checkpoints' directories that have objects, committed or not."""
     return {str(name) for item in world.inner.list_objects("") if (name := object_keys.checkpoint_of(item.key))}
+
+
+def _facts(segment: bytes) -> Facts:
+    return facts_in(load_segment(segment, what="a segment"), what="a segment")
