@@ -226,25 +226,14 @@ def _serve(store: RangeReader, request: Request) -> list[tuple[LocalBox, int]]:
     Bytes that fail the check are fetched again before they count as damaged: they may have been corrupted in transit.
     """
     for attempt in range(1, READS + 1):
-<<<<<<< HEAD
-        counts = []
         if time.monotonic() > deadline():  # not every store obeys it
             raise StoreError(f"{request.key}: no time is left to read it")
         try:
             with moved_bytes().at(request.key):
                 data = memoryview(store.get_range(request.key, request.start, request.stop))
-            for read in request.reads:
-                begin = _start_in_object(read) - request.start
-                payload = data[begin : begin + read.stop - read.start]
-                _verify(payload, read)
-                counts.append((read.box, _place(payload, read)))
-=======
-        try:
-            data = memoryview(store.get_range(request.key, request.start, request.stop))
             with request.lock:
                 if not request.written:
                     request.written[:] = [(read.box, _checked_copy(data, request, read)) for read in request.reads]
->>>>>>> main
         except CorruptError as error:
             if attempt == READS:
                 raise _damaged(request, error) from None
