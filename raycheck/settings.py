@@ -373,7 +373,9 @@ class SaveSettings:
         save fails, and names the tensor and the ranks. "keep_first": the lowest rank that has a tensor writes it, so
         one whole replica is saved; the difference is logged once, and the checkpoint is marked. In this mode the
         writing of replicas is not shared among their ranks.
-    save_timeout_s: seconds from the start of a save to its commit after which it counts as failed. Default: 600.
+    save_timeout_s: seconds from the start of a save to its commit after which it counts as failed. A restore fails
+        after the same time, but not before a minute. It has more, in proportion, on a rank that reads more than the
+        largest rank has saved, and always enough for 10 MB/s. Default: 600.
     max_failed_saves: training ends with SaveFailedError after this many failed saves in a row. Fewer only warn.
         Default: 3.
     alerts: whom to tell when an attempt dies, saves fail, or the run finishes, see Alerts. Default: nobody.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from raycheck.public_names import on_first_use
 
 if TYPE_CHECKING:
-    from raycheck.bucket.attempt_records import ResumeRecord
+    from raycheck.bucket.attempt_records import ResumeRecord, SlowRecord
     from raycheck.bucket.protocol.removal.prune_and_sweep import Deletion
     from raycheck.bucket.run_status import Status
     from raycheck.bucket.stored_export import StoredExport
@@ -55,6 +55,7 @@ __all__ = [
     "SaveStatus",
     "Selection",
     "ShowProgress",
+    "SlowRecord",
     "Status",
     "StepSamples",
     "StoredExport",
@@ -67,7 +68,7 @@ __all__ = [
 __getattr__, __dir__ = on_first_use(
     __name__,
     {
-        "raycheck.bucket.attempt_records": ("ResumeRecord",),
+        "raycheck.bucket.attempt_records": ("ResumeRecord", "SlowRecord"),
         "raycheck.bucket.protocol.removal.prune_and_sweep": ("Deletion",),
         "raycheck.bucket.run_status": ("Status",),
         "raycheck.bucket.stored_export": ("StoredExport",),

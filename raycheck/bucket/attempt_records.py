@@ -1,11 +1,13 @@
-"""Writes and reads two small documents per attempt, for people to read.
+"""Writes and reads small documents per attempt, for people to read.
 
 `attempts/NNNNNN.json` states what the attempt was and why it ended; it is written when the attempt is over. A repair
 and `raycheck submit` read it, too. `attempts/NNNNNN.start.json` states how the attempt continued from the previous one,
-and what that one's end cost. Each is written once. Nothing in a running system depends on them.
+and what that one's end cost. Each is written once. `attempts/NNNNNN.slow.json` states which rank is slow, while it is.
+Nothing in a running system depends on them.
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +16,7 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import FORMAT_VERSION, Document, dump, load
 from raycheck.bucket.format.latest import Attempt
 from raycheck.bucket.store import Store
-from raycheck.errors import ConflictError, CorruptError, NotFoundError, StoreError
+from raycheck.errors import ConflictError, CorruptError, DeniedError, NotFoundError, StoreError
 
 MAX_BYTES = 64 * 1024
 
@@ -95,6 +97,53 @@ class ResumeRecord(Document):
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlowRecord(Document):
+    """The rank that others wait for in an upload or a restore: `attempts/NNNNNN.slow.json`.
+
+    It is written again every few seconds while that lasts, so that one with an old time is over. at: the time, in unix
+    seconds by the store's clock. checkpoint: what is saved or restored. object: the one that has been at hand for
+    longest; "" when none is. wanted_bytes: None while it is not known. seconds: for how long the rank has been at it.
+    finished: how many of the `world_size` ranks are done.
+    """
+
+    format_version: int = FORMAT_VERSION
+    attempt: int
+    at: float
+    checkpoint: str
+    is_restore: bool
+    rank: int
+    node: str
+    object: str
+    done_bytes: int
+    wanted_bytes: int | None
+    seconds: float
+    finished: int
+    world_size: int
+
+    def __str__(self) -> str:
+        verb, noun = ("read", "restore") if self.is_restore else ("sent", "save")
+        done = f"has {verb} {bytes_of(self.done_bytes, self.wanted_bytes)} in {self.seconds:.0f} s"
+        at_hand = f", and is at {self.object}" if self.object else ""
+        others = "the others have" if self.finished == self.world_size - 1 else f"{self.finished} of {self.world_size}"
+        return (
+            f"{noun} of {self.checkpoint}: rank {self.rank} on node {self.node} {done}{at_hand}; {others} "
+            f"{'' if others.startswith('the') else 'ranks have '}finished"
+        )
+
+
+def bytes_of(done: int, wanted: int | None) -> str:
+    """Return in words how many bytes are done: "0.3 of 4.1 GB"."""
+    if wanted is None:
+        return "nothing"
+    unit, name = next(((size, name) for size, name in _UNITS if wanted >= size), (1, "B"))
+    digits = 0 if unit == 1 else 1
+    return f"{done / unit:.{digits}f} of {wanted / unit:.{digits}f} {name}"
+
+
+_UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+
+
 def record_end(store: Store, ended: Attempt, *, by: Attempt, cause: str) -> bool:
     """Write the record of an ended attempt, once. Return whether this call wrote it."""
     record = AttemptRecord(attempt=ended, ended_by_attempt=by.number, ended_at=by.claimed_at, cause=cause)
@@ -119,6 +168,22 @@ def read_record(store: Store, number: int) -> AttemptRecord | None:
 def record_resume(store: Store, resume: ResumeRecord) -> bool:
     """Write the record of how an attempt began, once. Return whether this call wrote it."""
     return _put(store, object_keys.resume_key(resume.attempt), resume)
+
+
+def record_slow(store: Store, slow: SlowRecord) -> None:
+    """Write which rank is slow, over what was written before. Raises StoreError."""
+    store.put(object_keys.slow_key(slow.attempt), dump(slow))
+
+
+def read_slow(store: Store, attempt: int) -> SlowRecord | None:
+    """Read which rank of an attempt was slow last. Return None when none was, or that cannot be read."""
+    with suppress(NotFoundError, CorruptError, DeniedError):
+        return read_document(store, object_keys.slow_key(attempt), load_slow, max_bytes=MAX_BYTES)[0]
+    return None
+
+
+def load_slow(data: bytes, *, what: str) -> SlowRecord:
+    return load(SlowRecord, data, what=what, max_bytes=MAX_BYTES)
 
 
 def load_record(data: bytes, *, what: str) -> AttemptRecord:

@@ -1,5 +1,6 @@
 """Reads a matched checkpoint into the live tensors and objects, and proves that they contain all of it."""
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -8,6 +9,7 @@ import torch
 from raycheck.bucket.format.index import Index
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.reading import Checkpoint, missing_error
+from raycheck.bucket.store.moved_bytes import moved_bytes
 from raycheck.errors import NotFoundError
 from raycheck.state.restore_matching import CheckpointMatch
 from raycheck.transfer.read.overlapping_tensors import overlapping, read_again, writable
@@ -32,7 +34,14 @@ def read_tensors(
     """
     read = partial(read_into, checkpoint.shards or checkpoint.store, manifest.prefixes(), index)
     written = WrittenBytes()
-    read_own = partial(read, written=written)
+
+    largest = _largest_rank_bytes(manifest)
+
+    def read_bounded(boxes: Sequence[LocalBox], written: WrittenBytes | None = None) -> int:
+        with moved_bytes().given_time_for(sum(box.size_bytes for box in boxes), largest):
+            return read(boxes, written=written)
+
+    read_own = partial(read_bounded, written=written)
     targets = [writable(box) for box in boxes]
     # The copies run on streams of the reader's threads: work that the script has enqueued must finish before them.
     _synchronize(boxes)
@@ -43,9 +52,18 @@ def read_tensors(
             fetched = read_own(targets)
         written.check(targets)
         _synchronize(boxes)
-        return fetched + read_again(overlapping(boxes), read)
+        return fetched + read_again(overlapping(boxes), read_bounded)
     except NotFoundError as error:
         raise missing_error(checkpoint.store, checkpoint.entry.key, str(error)) from None
+
+
+def _largest_rank_bytes(manifest: Manifest) -> int:
+    """Return the size of the shards of the rank that has saved the most, including shards that it referred to."""
+    sizes: Counter[int] = Counter()
+    for component in manifest.components:
+        for shard in component.shards:
+            sizes[shard.rank] += shard.size_bytes
+    return max(sizes.values(), default=0)
 
 
 def load_objects(match: CheckpointMatch) -> None:

@@ -21,6 +21,7 @@ from raycheck.bucket.format.index import Chunk, Index, Tensor, index_of
 from raycheck.bucket.format.manifest import Component, Manifest, ShardRecord
 from raycheck.bucket.format.object_keys import shard_key, split_directory
 from raycheck.bucket.store import Store
+from raycheck.bucket.store.moved_bytes import moved_bytes
 from raycheck.bucket.store.request_window import fewest_requests
 from raycheck.errors import ConfigError, SaveFailedError
 from raycheck.transfer.referred_component import NO_ROWS, Forms, ReferredComponent
@@ -208,11 +209,14 @@ class StagedState:
 
     def upload(self, store: Store, checkpoint: str) -> None:
         """Upload the staged shards. They are durable when this returns. Call it once."""
+        moved, done = moved_bytes(), 0
+        moved.want(sum(shard.size_bytes for shard in self.staged))
         try:
             for shard in sorted(self.staged, key=lambda shard: shard.slices is None):  # training waits for slices
                 key = shard_key(checkpoint, shard.name.component, shard.name.rank)
-                with fewest_requests() if shard.slices is not None else nullcontext():
+                with moved.at(key), fewest_requests() if shard.slices is not None else nullcontext():
                     store.put_parts(key, shard.parts(store.part_bytes(shard.size_bytes)), shard.size_bytes)
+                moved.done = done = done + shard.size_bytes  # also of a store that sends an object in one request
         finally:
             self.let_slices_go()  # training does not wait any longer for an upload that has failed
 

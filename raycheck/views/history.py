@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from raycheck.bucket.attempt_records import AttemptRecord
+from raycheck.bucket.attempt_records import AttemptRecord, SlowRecord, read_slow
 from raycheck.bucket.format.latest import Attempt, Latest
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
@@ -29,6 +29,8 @@ from raycheck.views.in_words import goodput_text
 from raycheck.views.metric_charts import MAX_CHARTS
 from raycheck.views.notebook import Picture, history_html, steps_html
 
+SLOW_FRESH_S = 45.0
+"""How old a record of a slow rank may be. It is written about every ten seconds."""
 COLUMNS = ("step", "attempt", "is_abandoned", "time")
 """The columns of `RunHistory.rows` that are not metrics."""
 
@@ -45,7 +47,8 @@ class RunHistory:
     that is not a fork, or has dropped the checkpoint from which it started. settings: those of the training at its
     newest commit, as text; None if its manifest cannot be read. problems: in words, what of the history cannot be read,
     which is therefore missing here. every: 1 if every step's metrics are here; otherwise older ones are the first of
-    each span of this many steps.
+    each span of this many steps. slow: the rank for which others wait in a
+    save or a restore right now; None if there is none.
     """
 
     uri: str
@@ -60,6 +63,7 @@ class RunHistory:
     settings: tuple[str, ...] | None = None
     problems: tuple[str, ...] = ()
     every: int = 1
+    slow: SlowRecord | None = None
     _series: Mapping[tuple[int, str], Series] = field(default_factory=dict, repr=False)
     _line: Mapping[int, int] = field(default_factory=dict, repr=False)
 
@@ -159,12 +163,14 @@ def read_history(
 
     body, now: the run's `latest`, whole, and the store's time if the caller has just read them; then they are not read
     again. read: see read_facts. Requests: one listing and at most nine others for the segments of the history, one for
-    the head's manifest, two for each attempt whose records the history does not have yet, and one more for some forks.
+    the head's manifest, one for the record of a slow rank, two for each attempt whose records the history does not have
+    yet, and one more for some forks.
     """
     if body is None or now is None:
         body, now = read_latest_at(store)
-    with ContextPool(2, thread_name_prefix="raycheck-history") as pool:
+    with ContextPool(3, thread_name_prefix="raycheck-history") as pool:
         read_head = pool.submit(_head, store, body)
+        recorded = None if body.is_finished else pool.submit(read_slow, store, body.attempt.number)
         known, problems = read_facts(store, body.run_id, read)
         facts = with_records(store, body, known)
         head = read_head.result()
@@ -189,9 +195,23 @@ def read_history(
         settings=None if head is None else head.settings,
         problems=problems,
         every=facts.rows.every,
+        slow=None if recorded is None else slow_now(recorded.result(), status, attempts[-1]),
         _series=facts.rows.series,
         _line=line,
     )
+
+
+def slow_now(slow: SlowRecord | None, status: Status, attempt: AttemptHistory) -> SlowRecord | None:
+    """Return the record of a slow rank if others still wait for it, as far as the bucket shows. attempt: the live one.
+
+    It is not removed when the save or the restore is over, but it is written every few seconds until then.
+    """
+    if slow is None or status.state not in ("running", "silent") or status.now - slow.at > SLOW_FRESH_S:
+        return None
+    is_over = bool(attempt.commits) or attempt.resume is not None
+    if not slow.is_restore:
+        is_over = any(commit.key == slow.checkpoint for commit in attempt.commits)
+    return None if is_over else slow
 
 
 def _head(store: Store, body: Latest) -> Manifest | None:

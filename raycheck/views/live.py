@@ -1,7 +1,8 @@
 """Watches a live run with a few small requests per look; the history is read only when it has changed.
 
 A look is one GET of `latest`. While the run may be alive, a look also makes one GET of the record of a driver's end,
-one listing of the checkpoint directories, and one listing of the directory of a save under way.
+one listing of the checkpoint directories, and one listing of the directory of a save under way. During a save, and
+before the first commit of an attempt, it also makes one GET of the record of a slow rank.
 """
 
 from contextlib import suppress
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from raycheck.bucket.attempt_records import read_record
+from raycheck.bucket.attempt_records import read_record, read_slow
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CHECKPOINTS_PREFIX, CheckpointName, checkpoint_prefix
@@ -18,7 +19,7 @@ from raycheck.bucket.reading import Checkpoint, get_latest
 from raycheck.bucket.run_status import status_of
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, DeniedError, NotFoundError
-from raycheck.views.history import RunHistory, read_history
+from raycheck.views.history import RunHistory, read_history, slow_now
 
 if TYPE_CHECKING:
     from raycheck.bucket.history.facts import Facts
@@ -89,13 +90,21 @@ class RunWatch:
                     self._history = read_history(self._store, read=self._segments)
         self._history = history = self._aged(self._history, body, got.at)
         head = next((commit for commit in history.commits if commit.is_head), None)
+        save = self._save(body) if history.status.state in ("running", "silent") else None
         return LiveRun(
-            history=history,
+            history=self._slow(history, has_save=save is not None),
             step=None if head is None else head.step,
             steps_per_s=_steps_per_s(history),
             committed_at=None if head is None else head.at,
-            save=self._save(body) if history.status.state in ("running", "silent") else None,
+            save=save,
         )
+
+    def _slow(self, history: RunHistory, *, has_save: bool) -> RunHistory:
+        """Return the history with the rank that is slow now. It is read only while a save or a restore may last."""
+        attempt, slow = history.attempts[-1], None
+        if has_save or not (attempt.commits or attempt.resume):
+            slow = slow_now(read_slow(self._store, attempt.number), history.status, attempt)
+        return replace(history, slow=slow)
 
     def _aged(self, history: RunHistory, body: Latest, now: float) -> RunHistory:
         """Return the history with its state re-evaluated, as it depends on the time. An ended run stays ended."""

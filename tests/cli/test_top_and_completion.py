@@ -9,13 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from raycheck.bucket.attempt_records import record_failure
+from raycheck.bucket.attempt_records import ResumeRecord, SlowRecord, record_failure, record_resume, record_slow
 from raycheck.bucket.format.object_keys import checkpoint_prefix
 from raycheck.bucket.store import open_store
+from raycheck.page.pages import PageScope, run_view
+from raycheck.page.rendering import render
+from raycheck.views.history import SLOW_FRESH_S, read_history
 from raycheck.views.live import RunWatch
 from tests.support.processes.command_line import raycheck
 from tests.support.samples.sample_checkpoints import Driver
@@ -78,6 +82,92 @@ def test_a_save_under_way_is_shown_until_it_is_committed(run: tuple[str, Driver]
     assert "5 B of about" in line
     driver.save(2, 10)
     assert seen(uri)["save"] is None, "a later commit says that this one failed"
+
+
+def test_a_slow_rank_is_named_while_its_record_is_new(run: tuple[str, Driver]) -> None:
+    uri, driver = run
+    store = open_store(uri)
+    now = RunWatch(store).look().history.status.now
+    save = "step-000000099-a2-s9"
+    record = SlowRecord(
+        attempt=2,
+        at=now,
+        checkpoint=save,
+        is_restore=False,
+        rank=17,
+        node="gpu-3",
+        object=f"checkpoints/{save}/train/__17_0.distcp",
+        done_bytes=300_000_000,
+        wanted_bytes=4_100_000_000,
+        seconds=41.2,
+        finished=31,
+        world_size=32,
+    )
+    words = f"save of {save}: rank 17 on node gpu-3 has sent 0.3 of 4.1 GB in 41 s, and is at {record.object}; "
+    store.put(f"{checkpoint_prefix(save)}one", b"x")
+    assert seen(uri)["slow"] is None
+    record_slow(store, record)
+
+    shown = seen(uri)["slow"]
+
+    assert (shown["rank"], shown["node"], shown["done_bytes"]) == (17, "gpu-3", 300_000_000)
+    assert shown["text"] == str(record) == words + "the others have finished"
+    line = next(line for line in raycheck("top", uri).stdout.splitlines() if line.startswith("slow"))
+    assert "rank 17 on node gpu-3 has sent" in line
+    page = render("run.html", PageScope(prefix=uri), **run_view(PageScope(prefix=uri), ""))
+    assert f"Slow {record}" in page
+    record_slow(store, replace(record, at=now - 2 * SLOW_FRESH_S))
+    assert seen(uri)["slow"] is None, "nobody has written it for long"
+    record_slow(store, record)
+    driver.save(2, 10)
+    assert seen(uri)["slow"] is None, "nothing is under way"
+
+
+@pytest.mark.parametrize(("is_over", "is_shown"), [(False, True), (True, False)])
+def test_a_slow_restore_is_named_until_all_ranks_have_restored(tmp_path: Path, is_over: bool, is_shown: bool) -> None:
+    store = open_store(f"file://{tmp_path}/runs/mine")
+    driver = Driver(store)
+    driver.claim("g1")
+    driver.save(1, 1)
+    driver.claim("g2", world_size=2)
+    now = RunWatch(store).look().history.status.now
+    record = SlowRecord(
+        attempt=2,
+        at=now,
+        checkpoint="step-000000001-a1-s1",
+        is_restore=True,
+        rank=1,
+        node="gpu-3",
+        object="",
+        done_bytes=0,
+        wanted_bytes=None,
+        seconds=30.0,
+        finished=0,
+        world_size=2,
+    )
+    record_slow(store, record)
+    if is_over:
+        record_resume(
+            store,
+            ResumeRecord(
+                attempt=2,
+                after=1,
+                cause="",
+                restored=record.checkpoint,
+                step=1,
+                world_size_before=1,
+                world_size=2,
+                lost_steps=0,
+                lost_s=0.0,
+                since_commit_s=1.0,
+                restore_s=1.0,
+                restore_bytes=1,
+                what="",
+            ),
+        )
+
+    assert (RunWatch(store).look().history.slow == record) is is_shown
+    assert (read_history(store).slow == record) is is_shown
 
 
 def test_what_an_earlier_attempt_left_is_no_save_under_way(run: tuple[str, Driver]) -> None:

@@ -49,7 +49,7 @@ def test_each_view_reads_each_document_once(scope: PageScope, wire: FaultProxy) 
         return asked(wire, before)
 
     latest = Counter({"latest": 1})
-    records = Counter({"attempts/000001.json": 1, "attempts/000001.start.json": 1})
+    records = Counter({f"attempts/000001.{name}": 1 for name in ("json", "start.json", "slow.json")})
     lists = Counter({"/raycheck": 2})  # of the segments of the history, and of the records that none of them has
     assert view(pages.run_view, "run") == latest + lists + records + Counter(
         {f"checkpoints/{KEYS[1]}/manifest.json": 1}

@@ -174,6 +174,10 @@ def resume_key(number: int) -> str:
     return f"{ATTEMPTS_PREFIX}{number:06d}.start.json"
 
 
+def slow_key(number: int) -> str:
+    return f"{ATTEMPTS_PREFIX}{number:06d}.slow.json"
+
+
 def alert_key(happening: str) -> str:
     """Return the key of the mark that people are told of something that happened to the run."""
     return f"alerts/{happening}.json"

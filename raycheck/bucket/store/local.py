@@ -33,6 +33,7 @@ from raycheck.bucket.store.interface import (
     check_length,
     check_whole,
 )
+from raycheck.bucket.store.moved_bytes import counted
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, StoreError
 
 _HIDDEN = ".raycheck-"
@@ -272,7 +273,7 @@ class LocalStore(Store):
         with self._created(key, temporary) as (folder, file):
             try:
                 with file:
-                    for part in parts:
+                    for part in counted(parts):
                         view = memoryview(part).cast("B")
                         while view:
                             view = view[file.write(view) :]

@@ -16,6 +16,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Self
 
+from raycheck.bucket.store.moved_bytes import moved_bytes
+
 logger = logging.getLogger("raycheck")
 MOST = 64
 """The most requests that one process keeps in flight in one direction of a bucket."""
@@ -60,6 +62,7 @@ class Flight:
 
     def end(self, size_bytes: int) -> None:
         """Record that the request has ended. size_bytes: what it carried; 0 if it failed."""
+        self.share.moved.add(size_bytes)
         self.share.window.end(self, size_bytes)
 
 
@@ -69,6 +72,7 @@ class Share:
     def __init__(self, window: "RequestWindow") -> None:
         self.window = window
         self.flying = 0
+        self.moved = moved_bytes()
         self._is_small = _is_small.get()
 
     def __enter__(self) -> Self:

@@ -80,6 +80,8 @@ def table_of_facts(seen: LiveRun) -> Table:
         ("save", "none under way" if seen.save is None else _progress(seen.save)),
     ):
         table.add_row(*map(Text, (label, value)))
+    if history.slow is not None:
+        table.add_row(Text("slow"), Text(str(history.slow)))
     return table
 
 
@@ -121,6 +123,7 @@ def _facts(seen: LiveRun) -> dict[str, Any]:
         "committed_at": seen.committed_at,
         "now": history.status.now,
         "save": None if seen.save is None else asdict(seen.save) | {"share": seen.save.share},
+        "slow": None if history.slow is None else asdict(history.slow) | {"text": str(history.slow)},
         "attempts": [
             {name: value for name, value in asdict(item).items() if name not in ("commits", "resume")}
             | {"commits": [commit.key for commit in item.commits]}

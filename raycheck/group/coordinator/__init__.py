@@ -11,6 +11,7 @@ What happens, and which module does it:
     a restore     actor.claim makes the group the live attempt (protocol_calls.claim), which names one checkpoint.
                   actor.restored waits until all ranks have restored it, or goes back when it is damaged. base_calls.py
                   answers ranks that ask for a base run.
+                  While a save or a restore takes long, slow_ranks.py finds the rank for which the others wait.
     a preemption  the ranks decide without the coordinator (worker/preemption.py). A save that a signal, or Ray before
                   a resize, asks for waits in requested_saves.py and reaches rank 0 as the answer to its heartbeat.
     a death       of a rank: Ray starts a new group, which claims; lost_work.py and run_log.py report what that cost.

@@ -41,6 +41,7 @@ from raycheck.group.coordinator.messages import (
     Pending,
     PlanWanted,
     RankFailure,
+    RankProgress,
     RankProof,
     RankRestore,
     RestoreDecision,
@@ -53,6 +54,7 @@ from raycheck.group.coordinator.rendezvous import WAIT_S, Kind, Rendezvous, Rend
 from raycheck.group.coordinator.requested_saves import RequestedSaves
 from raycheck.group.coordinator.run_alerts import RunAlerts
 from raycheck.group.coordinator.run_log import RunLog
+from raycheck.group.coordinator.slow_ranks import SlowRanks
 from raycheck.log import event, logger, show_log
 from raycheck.settings import Alerts, HFExport
 
@@ -91,6 +93,7 @@ class Coordinator:
         # Asks for the save that cures a lost object. It is held here, since asyncio does not hold it.
         self._next_save: asyncio.Task[bool] | None = None
         self._run_log = RunLog(self._store, cluster.metrics(uri))
+        self._slow_ranks = SlowRanks(self._run_log)
         self._alerts = RunAlerts(self._store)
         self._plans = PlanCache()
         self._held: DecodedBoxes = {}  # of the agreement that is under way
@@ -188,7 +191,7 @@ class Coordinator:
         rendezvous = self._table.meet(group, kind, key, world_size=rank_restore.world_size, awaited=awaited)
         self._judge(rank_restore, rendezvous)
         self._refuse_mixed(group)
-        return await rendezvous.answer(patience_s)
+        return self._slow_ranks.named_in(await rendezvous.answer(patience_s), group, key)
 
     async def compare_data(self, mine: RankProof, patience_s: float = WAIT_S) -> SourceProof | Pending | None:
         """Record what a rank knows about its data source, and wait a while for what applies to all ranks.
@@ -271,6 +274,7 @@ class Coordinator:
         outcome = await rendezvous.answer(patience_s)
         if report.is_in_memory:
             return outcome
+        outcome = self._slow_ranks.named_in(outcome, report.group, report.checkpoint)
         if rendezvous.is_decided:
             self._node_agents.ended((report.group, report.save))
             self._table.end_before(report.group, "save", report.save - 2)
@@ -318,6 +322,12 @@ class Coordinator:
         self._run_log.heartbeat(group, message)
         self._alerts.send_by(message.alerts)
         return self._requested.note_step(message.step, begun=message.begun, step_s=message.step_s)
+
+    async def note_progress(self, progress: RankProgress) -> str:
+        """Record how far a rank is that takes long. Return which one is the slowest, in words; "" if not known."""
+        which: tuple[Kind, Any]
+        which = ("restore", progress.checkpoint) if progress.save is None else ("save", progress.save)
+        return self._slow_ranks.note(progress, self._table.find(progress.group, *which))
 
     async def keep_rows(self, rows: StepRows) -> None:
         """Write metrics of steps that no save takes along into the history, if there is still a run, and wait for it.
@@ -370,7 +380,9 @@ class Coordinator:
         if rank_restore.failure:
             if self._is_from_memory(rank_restore):
                 self._memory.forget(f"{whose}{rank_restore.failure}")  # the next attempt does not meet it again
-            rendezvous.fail(type(rank_restore.failure)(f"{whose}{rank_restore.failure}"))
+            said = str(rank_restore.failure)
+            is_named = said.startswith("rank ") and rank_restore.what in said  # by the rank where it has happened
+            rendezvous.fail(type(rank_restore.failure)(said if is_named else whose + said))
         elif rank_restore.damage and self._is_from_memory(rank_restore):
             rendezvous.decide(lambda _: self._go_on_from_the_bucket(rank_restore))
         elif rank_restore.damage and rank_restore.on_corrupt == "raise":

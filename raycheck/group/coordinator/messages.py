@@ -277,6 +277,34 @@ class HeartbeatMessage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankProgress:
+    """A rank's message that its upload or restore is not over yet, sent only by one that takes long.
+
+    save: the number of the save; None for a restore. wanted_bytes: None while it is not known. object: the one that has
+    been at hand for longest; "" when none is. seconds: since the upload or the restore began.
+    """
+
+    group: str
+    rank: int
+    world_size: int
+    node: str
+    checkpoint: str
+    save: int | None
+    done_bytes: int
+    wanted_bytes: int | None
+    object: str
+    seconds: float
+
+    @property
+    def share(self) -> float:
+        """Return the share that is done. It is 1 only when nothing is at hand any more."""
+        if self.wanted_bytes is None:
+            return 0.0
+        most = 0.99 if self.object else 1.0
+        return min(most, self.done_bytes / self.wanted_bytes) if self.wanted_bytes else most
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepRows:
     """Rank 0's metrics of steps that no report of a save has. rows, sent_at: see Report."""
 

@@ -5,16 +5,19 @@ Nothing in a running system depends on these reports, so nothing here raises whe
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 from raycheck.bucket.attempt_records import (
     AttemptRecord,
     ResumeRecord,
+    SlowRecord,
     read_record,
     record_end,
     record_failure,
     record_resume,
+    record_slow,
 )
 from raycheck.bucket.format.latest import Attempt, Entry, Latest
 from raycheck.bucket.format.manifest import Manifest
@@ -37,6 +40,7 @@ class RunLog:
         self._lost_work = LostWork()
         self._metrics = metrics or Metrics()
         self._ticking: asyncio.Task[None] | None = None
+        self._slow: Future[None] | None = None
         self._documents = ThreadPoolExecutor(1, thread_name_prefix="raycheck-records")  # no rank waits for them
 
     def claimed(
@@ -100,6 +104,17 @@ class RunLog:
             self._metrics.restored(resume)
             self._record("start", resume.attempt, lambda: record_resume(self._store, resume))
         return resume
+
+    def slow(self, slow: SlowRecord, *, is_new: bool) -> None:
+        """Record which rank the others wait for. is_new: log it too. Call it in the event loop."""
+        if is_new:
+            logger.warning(event(f"slow {slow}", attempt=slow.attempt, run=self._store.uri))
+        if self._slow is None or self._slow.done():  # while the store is slow too, the newest one is enough
+            self._slow = self._documents.submit(self._write_slow, slow)
+
+    def _write_slow(self, slow: SlowRecord) -> None:
+        with suppress(RaycheckError):  # the log has it
+            record_slow(self._store, slow)
 
     def in_memory(self, step: int, size_bytes: int) -> None:
         """Record that a memory checkpoint of this many bytes is listed."""

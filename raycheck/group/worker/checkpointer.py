@@ -335,6 +335,7 @@ class Checkpointer:
             on_corrupt=on_corrupt,
             cast=cast,
             peeked=self._peeked,
+            timeout_s=self.settings.save_timeout_s,
         )
         self._peeked = None  # with its whole index
         state.check_memory()

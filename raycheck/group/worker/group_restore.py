@@ -27,6 +27,7 @@ from raycheck.group.coordinator.messages import (
     RestoreDecision,
 )
 from raycheck.group.group import CLAIM_TIMEOUT_S, Group, ask_until_decided
+from raycheck.group.worker.told_progress import told_progress
 from raycheck.log import event, logger
 from raycheck.settings import Alerts
 from raycheck.state.preview import Preview
@@ -39,6 +40,8 @@ NODE_CHECKS_S = 60.0
 """How long the ranks that have nothing to check wait for the others before a driver's first claim."""
 RESTORE_TIMEOUT_S = 3600.0
 """How much later than the first rank the last one may complete its restore."""
+LEAST_S = 60.0
+"""How long a rank may take at least to read a checkpoint, however short the time of a save is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,15 +173,20 @@ def restore_together(
     on_corrupt: OnCorrupt,
     cast: bool = False,
     peeked: Checkpoint | None = None,
+    timeout_s: float,
 ) -> tuple[Claim, Restored, ResumeRecord | None]:
     """Load the checkpoint of `claim`, or the newest good one before it, into the live state on all ranks.
 
-    peeked: the checkpoint that `peek_together` found. Returns the final claim, which names the restored one. Raises
-    DamagedError when there is no good one, or when on_corrupt is "raise"; SupersededError when it is not `peeked`.
+    peeked: the checkpoint that `peek_together` found. timeout_s: how long this rank may take to read each checkpoint,
+    but never less than LEAST_S, and more if it reads much, see MovedBytes. Returns the final claim, which names the
+    restored one. Raises DamagedError when there is no good one, or when on_corrupt is "raise"; SupersededError when it
+    is not `peeked`.
     """
 
     def read(checkpoint: Checkpoint, claim: Claim) -> Restored:
-        done = state.apply(checkpoint, selection, strict=strict, once=True, share=True, cast=cast)
+        limit_s = max(timeout_s, LEAST_S)
+        with told_progress(group, checkpoint.entry.key, until=time.monotonic() + limit_s, limit_s=limit_s):
+            done = state.apply(checkpoint, selection, strict=strict, once=True, share=True, cast=cast)
         return replace(done, report=replace(done.report, refused=claim.refused))
 
     agreed = _read_together(group, claim, read, _arrival, on_corrupt=on_corrupt, peeked=peeked)

@@ -11,10 +11,10 @@ from dataclasses import replace
 from raycheck.bucket.assembly.plan_cache import Section
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.store.retry import ends_by
-from raycheck.errors import ConfigError, DeniedError, SaveFailedError
+from raycheck.errors import ConfigError, DeniedError, SaveFailedError, StoreError
 from raycheck.group.coordinator.messages import Outcome, PlanWanted
 from raycheck.group.group import Group, ask_until_decided
+from raycheck.group.worker.told_progress import told_progress
 from raycheck.transfer.incremental_upload import StagedState
 from raycheck.transfer.stage.local_box import TRAIN
 from raycheck.transfer.stage.shared_memory import MemoryPlace
@@ -49,6 +49,7 @@ class Uploader:
         and SupersededError when the attempt is over.
         """
         key = object_keys.shard_key(report.checkpoint, TRAIN, report.rank)
+        how_far = ""
         began = time.monotonic()
         self.refusal = ""
         try:
@@ -58,8 +59,15 @@ class Uploader:
                 for sealed in staged.seal(report.checkpoint):
                     self._hold(*sealed)
             else:
-                with ends_by(deadline):
-                    staged.upload(self._group.store, report.checkpoint)
+                limit_s = self._timeout_s
+                with told_progress(
+                    self._group, report.checkpoint, save=report.save, until=deadline, limit_s=limit_s
+                ) as told:
+                    try:
+                        staged.upload(self._group.store, report.checkpoint)
+                    except StoreError:
+                        how_far = f" ({told})"
+                        raise
             if staged.slices:
                 blocked_s = report.blocked_s + staged.sliced_s
                 report = replace(report, blocked_s=blocked_s, staged_s=blocked_s)
@@ -69,7 +77,7 @@ class Uploader:
             report = replace(report, section=section.without_plan() if is_known else section)
         except Exception as error:  # noqa: BLE001  whatever it was, the other ranks must not wait for this one (I9)
             self.refusal = str(error) if isinstance(error, ConfigError | DeniedError) else ""
-            report = replace(report, failure=f"upload of {key}: {type(error).__name__}: {error}")
+            report = replace(report, failure=f"upload of {key}: {type(error).__name__}: {error}{how_far}")
         report = replace(report, upload_s=time.monotonic() - began, sent_at=time.time())
         outcome = self._outcome_of(report, deadline, key)
         if isinstance(outcome, PlanWanted):

@@ -5,6 +5,7 @@ verified, even when only part of an object is read. Nothing is unpickled.
 """
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
@@ -21,10 +22,12 @@ from raycheck.bucket.format.object_keys import shard_file
 from raycheck.bucket.reading import RangeReader
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import READS_IN_FLIGHT
+from raycheck.bucket.store.moved_bytes import moved_bytes
 from raycheck.bucket.store.part_sizes import piece_bytes
 from raycheck.bucket.store.request_window import RequestWindow
+from raycheck.bucket.store.retry import deadline
 from raycheck.bucket.store.send_each import send_each
-from raycheck.errors import CorruptError, DamagedError, NotFoundError
+from raycheck.errors import CorruptError, DamagedError, NotFoundError, StoreError
 from raycheck.transfer.read.restore_proof import WrittenBytes, written_bytes
 from raycheck.transfer.stage.local_box import LocalBox, as_bytes, strides_of
 
@@ -93,6 +96,7 @@ def read_into(
         size_bytes = sum(box.local.nbytes for box in boxes)
         request_bytes = piece_bytes(size_bytes, window.size, SUB_BLOCK, REQUEST_BYTES) // SUB_BLOCK * SUB_BLOCK
     requests = list(_requests(prefixes, _reads(index, boxes, request_bytes), request_bytes))
+    moved_bytes().want(sum(map(len, requests)))
     pool = ThreadPoolExecutor(window.most, thread_name_prefix="raycheck-read")
 
     def start(_: int, request: Request) -> Future[list[tuple[LocalBox, int]]]:
@@ -222,8 +226,11 @@ def _serve(store: RangeReader, request: Request) -> list[tuple[LocalBox, int]]:
     Bytes that fail the check are fetched again before they count as damaged: they may have been corrupted in transit.
     """
     for attempt in range(1, READS + 1):
+        if time.monotonic() > deadline():  # not every store obeys it
+            raise StoreError(f"{request.key}: no time is left to read it")
         try:
-            data = memoryview(store.get_range(request.key, request.start, request.stop))
+            with moved_bytes().at(request.key):
+                data = memoryview(store.get_range(request.key, request.start, request.stop))
             with request.lock:
                 if not request.written:
                     request.written[:] = [(read.box, _checked_copy(data, request, read)) for read in request.reads]

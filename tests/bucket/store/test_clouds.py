@@ -21,6 +21,7 @@ from raycheck.bucket.protocol.removal.prune_and_sweep import prune
 from raycheck.bucket.store import Store, open_store, retry
 from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.gcs.store import GsStore
+from raycheck.bucket.store.moved_bytes import MovedBytes, counting
 from raycheck.bucket.store.request_window import RequestWindow
 from raycheck.bucket.store.retry import ATTEMPTS
 from raycheck.bucket.store.send_each import send_each
@@ -84,8 +85,11 @@ def test_an_object_of_several_parts_arrives_whole(store):
     data = random.Random(3).randbytes(2 * PART + 5)
     part = store.part_bytes(len(data))
 
-    store.put_parts("a/b", parts_of(data, part), len(data))
+    moved = MovedBytes()
+    with counting(moved):
+        store.put_parts("a/b", parts_of(data, part), len(data))
 
+    assert moved.done == len(data)
     assert part == PART
     assert store.head("a/b") == len(data)
     assert store.get("a/b").data == data

@@ -33,6 +33,7 @@ from raycheck.bucket.store.interface import (
     check_conditional_size,
     check_whole,
 )
+from raycheck.bucket.store.moved_bytes import counted
 from raycheck.bucket.store.part_sizes import PART_SIZES
 from raycheck.bucket.store.remote_store import RemoteStore, bucket_time, not_accepted, optional_import, said
 from raycheck.bucket.store.retry import OverloadedError, Repeat
@@ -139,7 +140,7 @@ class GsStore(RemoteStore):
         flying: Future[None] | None = None
         try:
             held, start, crc = memoryview(b""), 0, 0
-            for part in parts:
+            for part in counted(parts):
                 if flying is not None:
                     flying.result()
                 if held:
