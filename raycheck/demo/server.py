@@ -42,9 +42,10 @@ def s3_server() -> Iterator[str]:
 
 # The pipe closes when the parent dies, for whatever reason, and that stops the server. moto checks a condition and then
 # writes, so two concurrent requests may both find it true. Therefore conditional requests take turns. To find a host's
-# service, moto looks through its whole package: once is enough.
+# service, moto looks through its whole package: once is enough. Objects above 5 MiB would lie in files.
 _SERVE = """
 import functools, io, os, sys, threading
+os.environ["MOTO_S3_DEFAULT_KEY_BUFFER_SIZE"] = str(1 << 40)
 threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import run_simple
