@@ -66,7 +66,6 @@ class CommittedCheckpoint:
     """A committed checkpoint: what it contains, and its restore into live objects outside of training."""
 
     _stored: Checkpoint
-    _documents: "tuple[Manifest, Index] | None" = field(default=None, compare=False, repr=False)
 
     @property
     def uri(self) -> str:
@@ -205,19 +204,16 @@ class CommittedCheckpoint:
 
         Raises NotFoundError when retention has dropped the checkpoint, DamagedError.
         """
-        whole = replace(self._stored, documents=self._stored.read_documents())
-        manifest = whole.read_manifest()
-        return replace(self, _documents=(manifest, whole.read_index(manifest)))
+        whole = replace(self._stored, documents=self._stored.read_documents()).read_once()
+        return replace(self, _stored=replace(whole, documents=None))
 
     def _read(self, *, values: bool = True) -> "tuple[Manifest, Index]":
-        if self._documents is not None:
-            return self._documents
         manifest = self._stored.read_manifest()
         return manifest, self._stored.read_index(manifest, values=values)
 
     def note(self) -> Mapping[str, NoteValue]:
         """Read the note that was attached to the save. Raises the errors of `details`."""
-        return (self._documents or (self._stored.read_manifest(),))[0].note
+        return self._stored.read_manifest().note
 
     def details(self, *, values: bool = False) -> "CheckpointDetails":
         """Read how the checkpoint was saved, and what is in it: entries, components, objects. Reads no tensor.
@@ -330,7 +326,7 @@ class Run:
 
     def reopened(self) -> "Run":
         """Read the run again over the same connections. Raises NotFoundError if the run is gone."""
-        return run_in(self._store)
+        return read_run(self._store)
 
     @property
     def uri(self) -> str:
@@ -545,10 +541,10 @@ def open_run(uri: str, storage: StorageSettings | None = None) -> Run:
 
     storage: settings that override those in the URI and the environment. Raises NotFoundError if there is no run.
     """
-    return run_in(open_store(uri, storage))
+    return read_run(open_store(uri, storage))
 
 
-def run_in(store: Store) -> Run:
+def read_run(store: Store) -> Run:
     """Read the run in a store. Raises NotFoundError if there is none."""
     body, at = read_newest_at(store)
     return Run(store, body, at, Pages(store))

@@ -4,9 +4,9 @@ A reader needs no lease: if an object is missing, it reads `latest` again. A che
 list was evicted, and the reader starts again with the head. One that is still listed is damaged.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -56,31 +56,7 @@ class Checkpoint:
     entry: Entry
     documents: Documents | None = None
     shards: RangeReader | None = None
-    parsed: tuple[Manifest, Index] | None = None
-
-    @property
-    def step(self) -> int:
-        """Return the number of optimizer steps completed in the checkpoint."""
-        return self.entry.step
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Return the metrics that `latest` repeats: the first 32, or fewer for older checkpoints when it is nearly
-        full.
-
-        The manifest has all of them.
-        """
-        return self.entry.metrics
-
-    @property
-    def name(self) -> str | None:
-        """Return the name that a save or a person gave it; None when it has none."""
-        return self.entry.name
-
-    @property
-    def scores(self) -> Mapping[str, float]:
-        """Return the scores that were measured after the commit and attached to the checkpoint."""
-        return self.entry.scores
+    parsed: tuple[Manifest, Index] | None = field(default=None, compare=False, repr=False)
 
     def read_documents(self) -> Documents:
         """Read manifest and index to pass them to other ranks, unchecked.

@@ -29,7 +29,7 @@ from raycheck.bucket.run_status import State, Status, status_of
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import parse_uri
 from raycheck.errors import ConfigError, CorruptError, DeniedError, NotFoundError, RaycheckError
-from raycheck.run import Run, run_in
+from raycheck.run import Run, read_run
 from raycheck.storage_settings import StorageSettings
 from raycheck.views.context_pool import ContextPool
 from raycheck.views.goodput import goodput_of
@@ -146,7 +146,7 @@ class RunFolder:
         store = self._store
         for name in names:
             store = store.below(name)
-        return run_in(store)
+        return read_run(store)
 
 
 def find_runs(

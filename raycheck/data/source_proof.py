@@ -1,8 +1,8 @@
 """Proves a data source before the first step: reads some samples as a trial and compares them.
 
-It compares three things: the samples of all ranks, which Batches expect to be equal; those of this start and of the
-checkpoint; and those of a stream that was read straight through with those after its state was restored. All reading is
-done in forked children, so the source is left unchanged.
+It makes three comparisons: the samples of all ranks with each other, since Batches expect them to be equal; the samples
+of this start with those of the checkpoint; and a stream that was read straight through with the same stream after its
+state was restored. All reading is done in forked children, so the source is left unchanged.
 
 Before each sample the random generators are seeded with its number. A sample that still differs from itself (by the
 system's randomness, or by the time) is not compared. One that differs under another seed, by random augmentation, is

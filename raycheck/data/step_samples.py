@@ -28,10 +28,6 @@ class StepSamples:
     positions: tuple[int, int]
     indices: tuple[int, ...]
 
-    def as_skip(self) -> tuple[int, int, int]:
-        """Return this as an item of `Batches(skip=[...])`."""
-        return (self.epoch, *self.batches)
-
 
 def positions_in(value: object, *, depth: int = 4) -> Iterator[Mapping[str, Any]]:
     """Yield the positions of Batches in a saved value, also inside the states of objects that hold Batches."""
@@ -95,8 +91,8 @@ def _history(state: Mapping[str, Any], step: int) -> StepHistory:
     whole = int(state["length"]) // size
     if epoch * whole + consumed // size != step or int(state.get("samples", step * size)) != step * size:
         raise ConfigError(
-            "this checkpoint was saved by an earlier raycheck, which did not keep which batches a step took, and it "
-            "was not one batch a step"
+            "this checkpoint was saved by an earlier raycheck that did not record each step's batches, and its steps "
+            "were not all one batch long"
         )
     history = StepHistory()
     for number in range(epoch + 1):

@@ -43,9 +43,9 @@ def fit(
     """Run a Ray Train trainer whose train_fn uses raycheck.Checkpointer. Return Ray's Result.
 
     resume: how the first attempt of this call starts. "auto" resumes from the run's head, or starts at step 0 if there
-    is none; "never" refuses a run that has checkpoints; "must" refuses one that has none; a step or a checkpoint's name
-    rewinds the run to that checkpoint. Another run's URI starts a new run from a copy of that run's head, or resumes
-    the new run if it exists already.
+    is none; "never" refuses a run that has checkpoints; "must" refuses one that has none; a step, a checkpoint's
+    name or "best" (by the keep_best of the newest save) rewinds the run to that checkpoint. Another run's URI starts a
+    new run from that run's head, without copying tensors within one bucket, or resumes the new run if it exists.
 
     storage: how to access the bucket; it overrides the query of the storage path. It also applies to a run to start
     from. It is passed with the run's URI to the coordinator, the workers and Ray itself.

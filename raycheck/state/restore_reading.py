@@ -12,7 +12,7 @@ from raycheck.bucket.reading import Checkpoint, missing_error
 from raycheck.bucket.store.moved_bytes import moved_bytes
 from raycheck.errors import NotFoundError
 from raycheck.state.restore_matching import CheckpointMatch
-from raycheck.transfer.read.overlapping_tensors import overlapping, read_again, writable
+from raycheck.transfer.read.aliased_tensors import overlapping, read_again, writable
 from raycheck.transfer.read.reader import read_into
 from raycheck.transfer.read.replica_broadcast import read_and_broadcast
 from raycheck.transfer.read.restore_proof import WrittenBytes, not_restored

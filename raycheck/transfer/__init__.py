@@ -17,6 +17,6 @@ They pass through these files when they are restored:
 
 8. reader.py: fetches ranges of the shards, checks them, and copies them into the live tensors.
 9. replica_broadcast.py: lets one rank read a replica and broadcast it to the others.
-10. overlapping_tensors.py: restores tensors whose elements share memory. restore_proof.py: proves that all bytes
+10. aliased_tensors.py: restores tensors whose elements share memory. restore_proof.py: proves that all bytes
     arrived.
 """

@@ -99,7 +99,7 @@ def test_a_folder_of_runs_does_not_become_a_run(sources: Path, tmp_path: Path, b
     BEGINNINGS["fork"](sources, 1, f"{tmp_path}/runs/first")
     before = sorted(tmp_path.rglob("*"))
 
-    with pytest.raises(ConfigError, match=r"runs: this is a folder of runs, first is one of them.*runs/my-run"):
+    with pytest.raises(ConfigError, match=r"runs: this is a folder of runs, and first is one of them.*runs/my-run"):
         begin(sources, 2, f"{tmp_path}/runs")
 
     assert sorted(tmp_path.rglob("*")) == before

@@ -7,5 +7,5 @@
 - plan_cache.py: the ranks' plans, which are sent once, and the documents made from them, step 14.
 - plan_merge.py: all ranks' plans as one, and the proof that every tensor is covered exactly once, step 16.
 - dcp_metadata.py: torch DCP's own `.metadata`, for stock tools.
-- assemble.py: index and `.metadata` written, and the manifest made, step 16. protocol/commit.py writes and commits it.
+- assemble.py: makes index, `.metadata` and manifest, step 16. group/coordinator/protocol_calls.py writes them.
 """

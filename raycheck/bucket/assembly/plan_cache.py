@@ -84,7 +84,7 @@ class CachedPlan:
     metadata: Mapping[str, tuple[bytes, Blob]]
 
     def differing_copies(self, sections: Sequence[Section]) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Yield the name of each tensor of which two ranks wrote the same box with other bytes, and these ranks."""
+        """Yield the name of each tensor for which two ranks wrote one box with different bytes, and those ranks."""
         for copy in self.plan.copies:
             kept, other = (
                 sections[rank].checksums[CRC_BYTES * own.start : CRC_BYTES * own.stop]

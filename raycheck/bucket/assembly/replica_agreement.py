@@ -106,8 +106,8 @@ class Agreement:
 
     writers: the rank that writes each box that this rank holds. apart: the entries of which ranks hold different parts,
     so that each rank keeps its own values. differing: names of module buffers and extra state that are not equal on all
-    ranks. by_crc: those of this rank's boxes that are on the host of some ranks and on a device of others, which
-    compare them by the CRC-32 of their bytes.
+    ranks. by_crc: this rank's boxes that some ranks have in host memory and others on a device; they are compared
+    by the CRC-32 of their bytes.
     """
 
     writers: Mapping[str, int]

@@ -100,6 +100,6 @@ def _judge(store: Store, turn: Turn, outcomes: Sequence[Outcome], what: str) -> 
         )
     if winners and store.get(turn.key).data != _body(turn, winners[0]):
         raise ConfigError(
-            f"{store}: of {len(outcomes)} concurrent {what} of one object, another one than the one that succeeded was "
-            f"applied. {advice}"
+            f"{store}: of {len(outcomes)} concurrent {what} of one object, the store reported one as the winner and "
+            f"applied another. {advice}"
         )

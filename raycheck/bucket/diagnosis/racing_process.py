@@ -1,4 +1,4 @@
-"""A writer of a race as a process of its own, and the writers that `raycheck doctor` has race.
+"""A writer of a race as a separate process, and the writers that `raycheck doctor` has race.
 
 Like two drivers, processes share no connection, no client and no lock. Each says when it is ready, and then takes a
 turn for each line that it is sent.

@@ -78,7 +78,8 @@ def _named_columns(plan: Plan) -> Iterator[tuple[str, "Column[int]"]]:
 def _encode_column(plan: Plan, name: str, column: "Column[int]") -> tuple[int, str, bytes]:
     """Encode a column. Return width, coding and bytes.
 
-    A plain column keeps its 64 bits, from which readers need not convert it, except the one that would not compress.
+    A plain column keeps 64 bits per number, so that readers need not convert it. The exception is the column that would
+    not compress.
 
     Where many ranks have boxes of each tensor, the boxes differ only in their offsets: these are written as
     differences, all other columns plain. Where a tensor has few boxes, neighbors are at equal distances: all columns

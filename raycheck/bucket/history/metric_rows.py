@@ -42,10 +42,6 @@ class MetricRows:
     series: Mapping[tuple[int, str], Series] = field(default_factory=dict)
     every: int = 1
 
-    @property
-    def num_values(self) -> int:
-        return sum(map(len, self.series.values()))
-
     def joined(self, other: "MetricRows") -> "MetricRows":
         """Return the union. Where both have a value of one step, which only a damaged writer could make differ, the
         larger counts, and a number rather than NaN."""

@@ -6,7 +6,8 @@ of its steps:
 - preflight.py: the test on a scratch object that the store honors conditional writes, step 6.
 - claim.py: a group becomes the live attempt and fences the older ones, steps 8 to 12 and 28.
 - resume.py: what `resume` requests, and the checkpoint that a new owner's first attempt restores, step 9.
-- write_once.py: small objects that never change, written by put-if-absent; the manifest, step 16.
+- write_once.py: small objects that never change, written by put-if-absent; all documents of a save, step 16; the
+  manifest of a new run's first checkpoint, step 30.
 - object_copy.py: copies of objects, verified on both sides, several at a time, steps 16, 30 and 38.
 - referred_objects.py: checks that what a commit refers to still exists, step 16.
 - commit.py: THE commit point, step 17; the end of the run, step 33.

@@ -1,4 +1,4 @@
-"""Commits a checkpoint, and records the end of a run. Steps 16, 17 and 33.
+"""Commits a checkpoint, and records the end of a run. Steps 17 and 33.
 
 The commit point is one swap of `latest`. Two coordinators cannot both commit: the swap replaces the very body from
 which it was computed, and that body must carry the committer's own attempt number and coordinator id. A later claim has

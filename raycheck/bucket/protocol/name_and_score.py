@@ -106,11 +106,6 @@ def with_new_name(uri: str, body: Latest, old: str, new: str, *, now: float) -> 
     return body.with_entry(replace(entry, name=new))
 
 
-def without_name(uri: str, body: Latest, old: str) -> Latest:
-    """Return `body` with the name `old` removed."""
-    return body.with_entry(replace(named_entry(uri, body, old), name=None))
-
-
 def with_scores(uri: str, body: Latest, key: str, scores: Mapping[str, float]) -> Latest:
     """Return `body` with these scores added to the checkpoint `key`."""
     check_scores(scores)

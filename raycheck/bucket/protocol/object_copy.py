@@ -216,7 +216,9 @@ class ObjectCopier:
     def _stream(self, name: str, job: Job, is_over: Callable[[], bool]) -> None:
         record = job.record
         if record.size_bytes == 0 and record.crc32:
-            raise DamagedError(f"{self.source}: {job.key} is empty, its manifest says {record.crc32:08x}")
+            raise DamagedError(
+                f"{self.source}: {job.key} is empty, but its manifest gives the checksum {record.crc32:08x}"
+            )
         shown = 0
 
         def parts() -> Iterator[memoryview]:
@@ -242,7 +244,7 @@ class ObjectCopier:
             crc = crc32(data, crc)
             if stop == record.size_bytes and crc != record.crc32:  # before the object can appear
                 raise DamagedError(
-                    f"{self.source}: {job.key} has checksum {crc:08x}, its manifest says {record.crc32:08x}"
+                    f"{self.source}: {job.key} has checksum {crc:08x}, but its manifest says {record.crc32:08x}"
                 )
             yield memoryview(data)
 

@@ -135,8 +135,8 @@ class _List(Generic[Item]):
     ) -> tuple[tuple[Item, ...], tuple[PageRef, ...]]:
         """Return the items that the new body lists itself, and its pages.
 
-        newest, refs: those of the new body. old: the pages of the body that it replaces; what those list that refs do
-        not name is among newest.
+        newest: the items of the new body. refs: the pages that it names again. old: the pages of the body that it
+        replaces. Items of an old page that is not among refs are in newest.
         """
         parts: list[PageRef | tuple[Item, ...]] = list(refs)
         unread = {ref.key for ref in refs}

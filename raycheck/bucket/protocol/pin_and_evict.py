@@ -77,7 +77,7 @@ def drop(register: Register, choose: Choose, *, what: str, is_recorded: bool = T
 
     choose: returns their keys and the reasons; called with each body from which the swap is tried, which must list them
     itself, and the bucket's time. what: the purpose, for errors. is_recorded: False if training writes the history.
-    Otherwise nobody else ever can, so what a try would drop is noted before it is known whether that try succeeds.
+    Otherwise only this process can write it, so each try notes what it would drop before its outcome is known.
     """
     commits: dict[str, CommitRecord] = {}
     drops: dict[str, DropRecord] = {}

@@ -142,7 +142,9 @@ def _old(store: Store) -> tuple[Latest | None, Got | None]:
         raise
     except CorruptError as error:
         if answers[-1] is None:
-            raise CorruptError(f"{error}: this is not a latest; delete it, then repair") from None
+            raise CorruptError(
+                f"{error}: this object is not a `latest` that raycheck wrote; delete it, then repair"
+            ) from None
         return None, answers[-1]
 
 

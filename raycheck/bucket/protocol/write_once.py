@@ -67,9 +67,9 @@ def _holds(store: Store, key: str, data: bytes) -> bool:
 
 
 def write_manifest(store: Store, manifest: Manifest) -> bytes:
-    """Write the manifest by put-if-absent, and return its bytes. Step 16.
+    """Write the manifest of a new run's first checkpoint by put-if-absent, and return its bytes. Step 30.
 
-    Equal bytes that already exist were written by an earlier start of this coordinator, and are accepted.
+    Equal bytes that already exist were written by an earlier try, and are accepted.
     """
     data = dump(manifest)
     put_once(store, object_keys.manifest_key(manifest.key), data)

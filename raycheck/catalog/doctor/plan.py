@@ -15,7 +15,7 @@ from raycheck.bucket.store.bucket_rules import BucketRules, Unread
 from raycheck.catalog.doctor.speed import Speed
 from raycheck.errors import ConfigError, RaycheckError
 from raycheck.group.worker.young_daly import daly_interval_s, mtbf_s
-from raycheck.run import run_in
+from raycheck.run import read_run
 from raycheck.settings import KEEP_LAST
 from raycheck.views.history import RunHistory
 from raycheck.views.in_words import monthly_cost, size
@@ -55,7 +55,7 @@ class SavePlan:
 def plan_of_run(store: Store) -> SavePlan | None:
     """Return the plan by which the run at this place has saved so far; None if there is no checkpoint."""
     try:
-        run = run_in(store)
+        run = read_run(store)
         if run.head is None:
             return None
         details, history = run.head.details(), run.history()

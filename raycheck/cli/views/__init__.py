@@ -1,1 +1,1 @@
-"""Commands that inspect checkpoints and watch runs: `tensors`, `diff`, `top`, `page`."""
+"""Commands that inspect checkpoints and watch runs: `tensors`, `diff`, `history`, `top`, `watch`, `page`."""

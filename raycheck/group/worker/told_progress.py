@@ -1,4 +1,4 @@
-"""Tells the coordinator how far this rank's upload or restore is, if it takes long, and learns which rank is slowest.
+"""Reports a slow upload or restore to the coordinator, and learns which rank is slowest.
 
 Others wait for a rank that is slow, and cannot see why. Nothing is sent in a restore or a save that is soon over.
 """

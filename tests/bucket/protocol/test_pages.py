@@ -374,7 +374,7 @@ def counted_run(saves: int = 11) -> tuple[Counted, list[list[str]]]:
         lambda register, key, step: pin(register, key),
         lambda register, key, step: name_and_score.score(register, key, {"acc": 0.5}),
         lambda register, key, step: name_and_score.name(register, key, Label(name="best-yet")),
-        lambda register, key, step: raycheck.run.run_in(register.store).pin(step),
+        lambda register, key, step: raycheck.run.read_run(register.store).pin(step),
     ],
     ids=["pin", "score", "name", "a step"],
 )
@@ -553,7 +553,7 @@ def test_a_save_of_before_a_take_over_is_answered_without_pages_that_do_not_list
 
 def test_a_run_that_is_open_names_a_page_that_is_lost() -> None:
     run, listed = counted_run()
-    opened = raycheck.run.run_in(run)
+    opened = raycheck.run.read_run(run)
     (first, *_) = read_newest(run).pages
     run.delete(first.key)
 

@@ -153,7 +153,7 @@ def check_lost(store: Store) -> int:
         raise no_run_error(store)
     if store.list_names(object_keys.HOLDS_PREFIX):
         raise ConfigError(
-            f"{store}: other runs may use checkpoints of it, as the records below {object_keys.HOLDS_PREFIX} say. "
+            f"{store}: other runs may use its checkpoints, according to the records below {object_keys.HOLDS_PREFIX}. "
             "First rebuild latest with 'raycheck repair'; then 'raycheck delete-run' knows what they use"
         )
     return names[-1].attempt

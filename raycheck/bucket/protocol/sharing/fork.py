@@ -128,7 +128,7 @@ def _body_of(source: Store, lenders: Lenders, way: str | None) -> tuple[Latest, 
 def _wanted(source: Store, body: Latest, key: str | None) -> Entry:
     entry = None if (wanted := key or body.head) is None else body.entry(wanted)
     if entry is None:
-        raise NotFoundError(f"{source}: the run has no committed checkpoint {key or ''} to begin from")
+        raise NotFoundError(f"{source}: the run has no committed checkpoint{f' {key}' if key else ''} to start from")
     if entry.damaged:
         raise NotFoundError(f"{source}: checkpoint {entry.key} is damaged ({entry.damaged}); choose another one")
     return entry

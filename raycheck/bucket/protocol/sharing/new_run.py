@@ -73,8 +73,8 @@ def refuse_folder_of_runs(store: Store) -> None:
             store.head(f"{name}/{object_keys.LATEST_KEY}")
             folder = str(store).rstrip("/")
             raise ConfigError(
-                f"{folder}: this is a folder of runs, {name} is one of them. Give the new run a name in it, such as "
-                f"{folder}/my-run"
+                f"{folder}: this is a folder of runs, and {name} is one of them. Give the new run a name in it, such "
+                f"as {folder}/my-run"
             )
 
 

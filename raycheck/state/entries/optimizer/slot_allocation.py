@@ -12,7 +12,7 @@ from raycheck.bucket.format.index import Tensor as SavedTensor
 from raycheck.state.entries.meta_tensors import is_on_meta
 from raycheck.state.entries.module.parameter_names import ParameterNames
 from raycheck.state.entries.saved_entry import SavedEntry, empty_like
-from raycheck.transfer.read.overlapping_tensors import overlaps_itself
+from raycheck.transfer.read.aliased_tensors import overlaps_itself
 from raycheck.transfer.stage.gather_cache import local_of
 from raycheck.transfer.stage.tensor_parts import described_as, whole_shape
 
