@@ -35,10 +35,18 @@ NAMES = {
     "dots": "...hidden",
     "long": "x" * 200,
 }
+JOINED = "unicode", "uri", "quotes"
 CASES = [
-    *(pytest.param("memory", name, id=f"memory-{label}") for label, name in NAMES.items()),
-    *(pytest.param("file", NAMES[label], id=f"file-{label}") for label in ("unicode", "uri", "quotes")),
-    pytest.param("s3", NAMES["uri"] + NAMES["quotes"] + NAMES["unicode"], id="s3-all of these"),
+    *(
+        pytest.param(kind, NAMES[label], id=f"{kind}-{label}", marks=pytest.mark.slow)
+        for kind in ("memory", "file")
+        for label in JOINED
+    ),
+    *(pytest.param("memory", NAMES[label], id=f"memory-{label}") for label in NAMES if label not in JOINED),
+    *(
+        pytest.param(kind, "".join(NAMES[label] for label in JOINED), id=f"{kind}-all of these")
+        for kind in ("file", "s3")
+    ),
 ]
 TOKEN = "a-token-of-this-test"
 

@@ -1,12 +1,15 @@
 """Text from a bucket reaches a terminal harmless: tables, errors and logs show it and never obey it; JSON is exact."""
 
+import io
 import json
 import logging
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import example, given
@@ -18,6 +21,7 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.protocol.damage import go_back
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
+from raycheck.cli import main
 from raycheck.cli.options import Text
 from raycheck.log import logger
 from raycheck.terminal import printable, printable_lines
@@ -54,7 +58,8 @@ def is_fit(text: str) -> bool:
     return all((letter.isprintable() and letter not in UNSEEN) or letter == "\n" for letter in text)
 
 
-def raycheck(*args: str, **environment: str) -> "subprocess.CompletedProcess[bytes]":
+def process(*args: str, **environment: str) -> "subprocess.CompletedProcess[bytes]":
+    """Run one command as a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "raycheck", *args],
         capture_output=True,
@@ -62,6 +67,26 @@ def raycheck(*args: str, **environment: str) -> "subprocess.CompletedProcess[byt
         timeout=60,
         env={**os.environ, "COLUMNS": "4000", **environment},
     )
+
+
+def raycheck(*args: str, **environment: str) -> "subprocess.CompletedProcess[bytes]":
+    """Run one command in this process, with outputs that take the same text as those of a process."""
+    stdout, stderr = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace"))
+    code: object = 0
+    with (
+        mock.patch.dict(os.environ, COLUMNS="4000", **environment),
+        mock.patch.object(sys, "argv", ["raycheck", *args]),
+        redirect_stdout(stdout),
+        redirect_stderr(stderr),
+    ):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    for stream in (stdout, stderr):
+        stream.flush()
+    assert isinstance(code, int | None), code
+    return subprocess.CompletedProcess(args, code or 0, stdout.buffer.getvalue(), stderr.buffer.getvalue())
 
 
 @given(st.text(st.characters()))
@@ -169,6 +194,10 @@ def test_no_command_hands_on_what_a_terminal_obeys(uri):
     shown = ""
     for args in commands(uri):
         done = raycheck(*args, FORCE_COLOR="")
+        if args == ("show", uri):
+            as_process = process(*args, FORCE_COLOR="")
+            assert is_fit(as_process.stdout.decode() + as_process.stderr.decode())
+            assert as_process.returncode == done.returncode
         text = done.stdout.decode() + done.stderr.decode()
         assert is_fit(text), (args, text)
         assert "Traceback" not in text, (args, text)
@@ -180,7 +209,7 @@ def test_no_command_hands_on_what_a_terminal_obeys(uri):
 
 
 def test_json_is_exact_and_has_nothing_that_a_terminal_obeys(uri):
-    listed, shown = (raycheck(verb, uri, "--json").stdout.decode() for verb in ("ls", "show"))
+    listed, shown = (process(verb, uri, "--json").stdout.decode() for verb in ("ls", "show"))
 
     assert is_fit(listed + shown)
     assert set(json.loads(listed)[0]["metrics"]) == set(HOSTILE.values())

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import raycheck
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.store import open_store
+from raycheck.catalog.doctor import examine
 from raycheck.cli import app
 from raycheck.errors import RaycheckError
 from raycheck.group.worker.group_restore import RestoreResult
@@ -182,8 +183,9 @@ def test_the_python_of_a_guide_runs(path: Path, bucket: str, request: pytest.Fix
 
 
 @hugging_face
-def test_the_commands_of_the_guides_run(exported: str, bucket: str) -> None:
-    """Those of `raycheck`, on one run, guide after guide."""
+def test_the_commands_of_the_guides_run(exported: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of `raycheck`, on one run, guide after guide. `doctor` is as small as it can be."""
+    monkeypatch.setattr(examine, "PROCESSES", 2)
     ran = []
     for path in GUIDES:
         for where, (program, *words) in commands(path):
@@ -191,7 +193,8 @@ def test_the_commands_of_the_guides_run(exported: str, bucket: str) -> None:
                 continue
             if words[0] == "repair":
                 open_store(exported).delete(object_keys.LATEST_KEY)
-            done = CliRunner().invoke(app, [word.replace(BUCKET, bucket) for word in words])
+            small = ["--transfer-size", "1MiB"] if words[0] == "doctor" else []
+            done = CliRunner().invoke(app, [*(word.replace(BUCKET, bucket) for word in words), *small])
             assert done.exit_code == 0, (where, words, done.exception)
             ran.append(words[0])
 

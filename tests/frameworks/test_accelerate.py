@@ -30,6 +30,12 @@ def fresh() -> Iterator[None]:
     GradientState._reset_state()
 
 
+@pytest.fixture(scope="module")
+def warm() -> set[bool]:
+    """Which trainings the ranks have had: those without FSDP2 (False), and those with it (True)."""
+    return set()
+
+
 def lives(ranks: Ranks, uri: str, *jobs: tuple[int, Job]) -> list[list[dict[str, Any]]]:
     """Train one job after the other in the same run, each on its number of ranks."""
     return [ranks.run(train, world_size, job, uri) for world_size, job in jobs]
@@ -40,12 +46,16 @@ def lives(ranks: Ranks, uri: str, *jobs: tuple[int, Job]) -> list[list[dict[str,
     [{}, {"accumulate": 2, "seedable": True}, {"split": True, "batch": 8, "stop": 11}, {"fsdp": True}],
     ids=["shuffled", "accumulating", "split at an epoch's end", "FSDP2"],
 )
-def test_a_run_cut_off_in_an_epoch_goes_on_to_the_last_bit(pair: Ranks, tmp_path: Path, options: Any) -> None:
+def test_a_run_cut_off_in_an_epoch_goes_on_to_the_last_bit(
+    pair: Ranks, warm: set[bool], tmp_path: Path, options: Any
+) -> None:
     """Samples, losses, learning rates and weights are those of a run without raycheck that was never cut off; what the
     dataset draws at random for a batch fetched ahead, too."""
     job = Job(**{"stop": 8, **options})
     never_cut_off = Job(**{**options, "stop": -1})
-    pair.run(train, 2, never_cut_off, None)  # what a process imports while it trains for the first time draws numbers
+    if job.fsdp not in warm:  # what a process imports while it trains for the first time draws numbers
+        pair.run(train, 2, never_cut_off, None)
+        warm.add(job.fsdp)
     plain = pair.run(train, 2, never_cut_off, None)
 
     first, second = lives(pair, f"file://{tmp_path}/run", (2, job), (2, never_cut_off))

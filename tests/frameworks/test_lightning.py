@@ -67,20 +67,33 @@ def check_restarts(training: Training, uri: str, killed_at: list[int], *, saves_
         assert_invariants(open_store(f"{uri}-{step}"))
 
 
+def killed_at(step: int, *, slow: list[int]) -> pytest.MarkDecorator:
+    """Run the test with `killed_at` at this step, and with --all at the others, too."""
+    return pytest.mark.parametrize("killed_at", [step, *(pytest.param(at, marks=pytest.mark.slow) for at in slow)])
+
+
 # --- restarts: 10 batches per epoch, 3 epochs ---
 
 
 @pytest.mark.parametrize(
     ("options", "killed_at"),
     [
-        ({}, [1, 13, 20]),
-        ({"max_steps": 25}, [10, 24]),
-        ({"accumulate_grad_batches": 3}, [2, 4, 7]),
-        ({"val_check_interval": 4}, [4, 14]),
-        pytest.param({"limit_train_batches": 7}, [6, 7, 9], marks=pytest.mark.slow),
-        pytest.param({"check_val_every_n_epoch": None, "val_check_interval": 7}, [7, 15], marks=pytest.mark.slow),
+        pytest.param({}, [13], id="plain"),
+        pytest.param({}, [1, 20], id="plain-elsewhere", marks=pytest.mark.slow),
+        pytest.param({"max_steps": 25}, [10], id="max_steps"),
+        pytest.param({"max_steps": 25}, [24], id="max_steps-last", marks=pytest.mark.slow),
+        pytest.param({"accumulate_grad_batches": 3}, [4], id="accumulated"),
+        pytest.param({"accumulate_grad_batches": 3}, [2, 7], id="accumulated-elsewhere", marks=pytest.mark.slow),
+        pytest.param({"val_check_interval": 4}, [14], id="validated-within"),
+        pytest.param({"val_check_interval": 4}, [4], id="validated-within-first", marks=pytest.mark.slow),
+        pytest.param({"limit_train_batches": 7}, [6, 7, 9], id="limited", marks=pytest.mark.slow),
+        pytest.param(
+            {"check_val_every_n_epoch": None, "val_check_interval": 7},
+            [7, 15],
+            id="validated-across",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["plain", "max_steps", "accumulated", "validated-within", "limited", "validated-across"],
 )
 def test_a_restarted_run_is_the_run_that_was_never_hurt(
     tmp_path: Any, options: dict[str, Any], killed_at: list[int]
@@ -117,8 +130,9 @@ class Adversaries(Regression):
         return [first, second], [torch.optim.lr_scheduler.StepLR(second, 2)]
 
 
-def test_several_optimizers_stepped_by_hand_go_on_where_they_were(tmp_path: Any) -> None:
-    check_restarts(Training(module=Adversaries), memory(tmp_path), [4, 15], saves_always=True)
+@killed_at(15, slow=[4])
+def test_several_optimizers_stepped_by_hand_go_on_where_they_were(tmp_path: Any, killed_at: int) -> None:
+    check_restarts(Training(module=Adversaries), memory(tmp_path), [killed_at], saves_always=True)
 
 
 class Monitored(Regression):
@@ -147,17 +161,19 @@ class Monitored(Regression):
         }
 
 
-def test_the_means_of_an_epoch_are_those_of_a_whole_epoch(tmp_path: Any) -> None:
-    check_restarts(Training(module=Monitored), memory(tmp_path), [5, 10, 19])
+@killed_at(19, slow=[5, 10])
+def test_the_means_of_an_epoch_are_those_of_a_whole_epoch(tmp_path: Any, killed_at: int) -> None:
+    check_restarts(Training(module=Monitored), memory(tmp_path), [killed_at])
 
 
-def test_early_stopping_stops_where_it_would_have(tmp_path: Any) -> None:
+@killed_at(6, slow=[3, 9])
+def test_early_stopping_stops_where_it_would_have(tmp_path: Any, killed_at: int) -> None:
     def stopping() -> list[Any]:
         return [of_lightning.EarlyStopping("val_loss", patience=1, min_delta=100.0)]
 
     training = Training(callbacks=stopping, options={"max_epochs": 9, "val_check_interval": 5})
 
-    check_restarts(training, memory(tmp_path), [3, 6, 9])
+    check_restarts(training, memory(tmp_path), [killed_at])
 
 
 def test_a_run_that_was_stopped_early_stays_stopped(tmp_path: Any) -> None:
@@ -171,12 +187,13 @@ def test_a_run_that_was_stopped_early_stays_stopped(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["EMAWeightAveraging", "StochasticWeightAveraging"])
-def test_averaged_weights_go_on_where_they_were(tmp_path: Any, kind: str) -> None:
+@killed_at(26, slow=[7, 20])
+def test_averaged_weights_go_on_where_they_were(tmp_path: Any, kind: str, killed_at: int) -> None:
     options = {"decay": 0.9} if kind == "EMAWeightAveraging" else {"swa_lrs": 0.01, "swa_epoch_start": 1}
 
     training = Training(callbacks=lambda: [getattr(of_lightning, kind)(**options)], module=PlainRate)
 
-    check_restarts(training, memory(tmp_path), [7, 20, 26])
+    check_restarts(training, memory(tmp_path), [killed_at])
 
 
 class PlainRate(Regression):
@@ -208,10 +225,11 @@ class OnlyTrained(PlainRate):
         return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=0.01)
 
 
-def test_what_was_unfrozen_stays_unfrozen(tmp_path: Any) -> None:
+@killed_at(14, slow=[5])
+def test_what_was_unfrozen_stays_unfrozen(tmp_path: Any, killed_at: int) -> None:
     training = Training(callbacks=lambda: [Unfreezing()], module=OnlyTrained)
 
-    check_restarts(training, memory(tmp_path), [5, 14])
+    check_restarts(training, memory(tmp_path), [killed_at])
 
 
 # --- what users' own hooks keep ---
@@ -421,14 +439,19 @@ class OfTwo(Regression):
 
 
 @pytest.mark.parametrize("kind", ["stacked", "combined"])
-def test_two_datasets_as_one_and_one_loader_that_is_combined_go_on_where_they_were(kind: str, tmp_path: Any) -> None:
+@killed_at(14, slow=[5])
+def test_two_datasets_as_one_and_one_loader_that_is_combined_go_on_where_they_were(
+    kind: str, tmp_path: Any, killed_at: int
+) -> None:
     both = StackDataset(a=samples(), b=samples())
     data = {
         "stacked": lambda: DataLoader(both, batch_size=4, shuffle=True),
         "combined": lambda: CombinedLoader(DataLoader(both, batch_size=4, shuffle=True), mode="min_size"),
     }
 
-    check_restarts(Training(module=OfTwo, data=lambda: {"train_dataloaders": data[kind]()}), memory(tmp_path), [5, 14])
+    training = Training(module=OfTwo, data=lambda: {"train_dataloaders": data[kind]()})
+
+    check_restarts(training, memory(tmp_path), [killed_at])
 
 
 # --- refused by name, before the first step ---

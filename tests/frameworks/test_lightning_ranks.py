@@ -1,7 +1,5 @@
 """raycheck.lightning on several ranks, which are processes with gloo: DDP and FSDP2, restarted at other world sizes."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from raycheck.bucket.store import open_store
 from tests.support.frameworks.lightning_training import Killed, Regression, Training, samples
 from tests.support.histories.invariants import assert_invariants
 from tests.support.processes import gloo_ranks
+from tests.support.processes.fork_server import run_code
 from tests.support.processes.gloo_ranks import Ranks
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -98,8 +97,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ("kind", "sizes"),
     [
         ("ddp", (2, 2)),
-        ("fsdp2", (2, 2)),
-        ("ddp", (2, 1)),
+        pytest.param("fsdp2", (2, 2), marks=pytest.mark.slow),
+        pytest.param("ddp", (2, 1), marks=pytest.mark.slow),
         ("fsdp2", (2, 3)),
         pytest.param("averaged", (2, 2), marks=pytest.mark.slow),
         pytest.param("averaged", (2, 3), marks=pytest.mark.slow),
@@ -173,8 +172,6 @@ print("lightning.pytorch" in sys.modules)
 
 
 def test_pytorch_lightning_under_its_own_name_is_used_alone() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", OTHER_PACKAGE], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = run_code(OTHER_PACKAGE, timeout_s=200)
 
     assert done.stdout.splitlines()[-1:] == ["False"], done.stderr[-3000:]

@@ -83,7 +83,14 @@ def steps_of(run: str) -> list[int]:
 EVERY_3 = raycheck.SaveSettings(every_steps=3)
 
 
-@pytest.mark.parametrize("crash", [5, 6, 7], ids=["inside", "at its end", "in the next"])
+@pytest.mark.parametrize(
+    "crash",
+    [
+        pytest.param(5, id="inside"),
+        pytest.param(6, id="at its end"),
+        pytest.param(7, id="in the next", marks=pytest.mark.slow),
+    ],
+)
 def test_a_restart_goes_on_as_if_the_epoch_had_never_been_cut_off(crash: int, tmp_path: Path) -> None:
     options = {"eval_strategy": "steps", "eval_steps": 2}
     straight, again = f"memory://{uuid4().hex}", f"memory://{uuid4().hex}"

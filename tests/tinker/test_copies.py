@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,7 +9,9 @@ from typing import Any
 
 import pytest
 import tinker
+from click.testing import CliRunner
 from tinker import types
+from tinker.cli.__main__ import main_cli
 
 import raycheck
 from raycheck.bucket.store.local import LocalStore
@@ -374,14 +373,12 @@ def test_a_project_is_refused_where_it_would_leave_something_out(server, route) 
 def test_the_sdks_command_shows_the_storage_usage(server, connect, base) -> None:
     new_model(connect(server), base).save_state("one").result(TIMEOUT_S)
 
-    done = subprocess.run(  # noqa: PLW1510  its return code is looked at below
-        [sys.executable, "-m", "tinker.cli", "-f", "json", "billing", "checkpoint-storage"],
-        env={**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
+    done = CliRunner().invoke(
+        main_cli,
+        ["-f", "json", "billing", "checkpoint-storage"],
+        env={"TINKER_BASE_URL": server.url, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"},
     )
 
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.exit_code == 0, done.output
     (usage,) = json.loads(done.stdout)["data"]
     assert usage["checkpoint_count"] >= 1

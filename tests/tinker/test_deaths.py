@@ -51,15 +51,15 @@ class Deaths:
 CALLS = [("open", 1), ("open", 2), ("run_pass", 1), ("run_pass", 4), ("optim_step", 1), ("optim_step", 3)]
 CALLS += [("optim_step", 7), ("save", 1), ("save", 2), ("save", 3), ("save", 4)]
 CALLS += [("is_committed", 1), ("is_committed", 2), ("is_committed", 3)]
-DEFAULT = {("open", 2), ("run_pass", 4), ("optim_step", 3), ("save", 2), ("is_committed", 1)}
+DEFAULT = {("open", 2, "after"), ("run_pass", 4, "before"), ("optim_step", 3, "after")}
+DEFAULT |= {("save", 2, "before"), ("save", 2, "after"), ("is_committed", 1, "after")}
 CASES = [
-    pytest.param(*call, id="-".join(map(str, call)), marks=() if call in DEFAULT else pytest.mark.slow)
-    for call in CALLS
+    pytest.param(*case, id="-".join(map(str, case)), marks=() if case in DEFAULT else pytest.mark.slow)
+    for case in ((*call, when) for call in CALLS for when in ("before", "after"))
 ]
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(("method", "at"), CASES)
+@pytest.mark.parametrize(("method", "at", "when"), CASES)
 def test_the_engine_dies_and_the_client_does_not_notice(
     base, connect, tmp_path, undisturbed, method: str, at: int, when: str
 ) -> None:
