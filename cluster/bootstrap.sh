@@ -22,7 +22,8 @@ if [ -z "${RAYCHECK_PYTHON:-}" ] && [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]
     [ "$constraints" != "$root/cluster/constraints.txt" ] ||
         echo "No versions are locked for Python $version: most packages come in the newest version that fits." >&2
     [ -x "$python" ] || "$base" -m venv "$root/.venv"
-    "$python" -m pip install --quiet --disable-pip-version-check \
+    # Without compiling every module of every package, which took most of the time: Python compiles what it imports.
+    "$python" -m pip install --quiet --disable-pip-version-check --no-compile \
         --constraint "$constraints" --editable "$root[$extras]"
     echo "$want" > "$stamp"
 fi
