@@ -32,7 +32,7 @@ export OMP_NUM_THREADS=1
 unset PYTHONDONTWRITEBYTECODE # or each process that a test starts compiles raycheck anew, for up to half a second
 case " $* " in *" --all "*) ;; *) export PYTHONHASHSEED=0 ;; esac # sets have one order; with --all any
 tests() { "$python" -m pytest --durations=25 "$@" || [ $? = 5 ]; }
-bucket="tests/bucket tests/views tests/page"
+bucket="tests/bucket tests/catalog tests/views tests/page"
 training="tests/transfer tests/state tests/group"
 frameworks="tests/frameworks tests/cli tests/data tests/huggingface"
 others() { # every test outside of these folders

@@ -34,7 +34,6 @@ def read_tensors(
     """
     read = partial(read_into, checkpoint.shards or checkpoint.store, manifest.prefixes(), index)
     written = WrittenBytes()
-
     largest = _largest_rank_bytes(manifest)
 
     def read_bounded(boxes: Sequence[LocalBox], written: WrittenBytes | None = None) -> int:

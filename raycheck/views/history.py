@@ -47,8 +47,7 @@ class RunHistory:
     that is not a fork, or has dropped the checkpoint from which it started. settings: those of the training at its
     newest commit, as text; None if its manifest cannot be read. problems: in words, what of the history cannot be read,
     which is therefore missing here. every: 1 if every step's metrics are here; otherwise older ones are the first of
-    each span of this many steps. slow: the rank for which others wait in a
-    save or a restore right now; None if there is none.
+    each span of this many steps. slow: the rank for which others wait in a save or a restore right now, or None.
     """
 
     uri: str
