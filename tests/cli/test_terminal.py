@@ -6,7 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -21,10 +20,10 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.protocol.damage import go_back
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
-from raycheck.cli import main
 from raycheck.cli.options import Text
 from raycheck.log import logger
 from raycheck.terminal import printable, printable_lines
+from tests.support.processes.command_line import exit_code_of
 from tests.support.samples.sample_checkpoints import Driver, latest_tree, put_latest_tree
 
 HOSTILE = {
@@ -72,21 +71,11 @@ def process(*args: str, **environment: str) -> "subprocess.CompletedProcess[byte
 def raycheck(*args: str, **environment: str) -> "subprocess.CompletedProcess[bytes]":
     """Run one command in this process, with outputs that take the same text as those of a process."""
     stdout, stderr = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace"))
-    code: object = 0
-    with (
-        mock.patch.dict(os.environ, COLUMNS="4000", **environment),
-        mock.patch.object(sys, "argv", ["raycheck", *args]),
-        redirect_stdout(stdout),
-        redirect_stderr(stderr),
-    ):
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code
+    with mock.patch.dict(os.environ, COLUMNS="4000", **environment):
+        code = exit_code_of(args, stdout, stderr)
     for stream in (stdout, stderr):
         stream.flush()
-    assert isinstance(code, int | None), code
-    return subprocess.CompletedProcess(args, code or 0, stdout.buffer.getvalue(), stderr.buffer.getvalue())
+    return subprocess.CompletedProcess(args, code, stdout.buffer.getvalue(), stderr.buffer.getvalue())
 
 
 @given(st.text(st.characters()))
