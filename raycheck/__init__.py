@@ -1,8 +1,9 @@
 """raycheck: checkpointing for Ray Train straight to cloud object storage.
 
-These names cover training and inspecting a run. The rest are in four modules: `raycheck.errors` has every error,
-`raycheck.catalog` works with whole runs and their files, `raycheck.adapters` has the parts of a framework's adapter,
-and `raycheck.values` has the types that calls return. Adapters for frameworks are `raycheck.lightning` and so on.
+A script calls these names to train and to inspect a run. The rest are in four modules: `raycheck.errors` has every
+error, `raycheck.catalog` works with whole runs and their files, `raycheck.adapters` has the parts of a framework's
+adapter, and `raycheck.values` has the types that calls return. Adapters for frameworks are `raycheck.lightning` and so
+on.
 
 Everything loads on first use, so that browsing a bucket imports neither torch nor ray.
 """
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from raycheck import errors as errors
     from raycheck import loggers as loggers
     from raycheck import values as values
-    from raycheck.catalog.listing import RunSummary, list_runs
+    from raycheck.catalog.listing import list_runs
     from raycheck.data.batches import Batches
     from raycheck.errors import RaycheckError
     from raycheck.frameworks import accelerate as accelerate
@@ -28,30 +29,24 @@ if TYPE_CHECKING:
     from raycheck.frameworks import transformers as transformers
     from raycheck.group.served_group import torchrun_group
     from raycheck.group.worker.checkpointer import Checkpointer
-    from raycheck.group.worker.group_restore import RestoreResult
-    from raycheck.group.worker.save_handle import CheckpointInfo, SaveHandle
-    from raycheck.huggingface.export import Exported
     from raycheck.on_ray.actors.actor_checkpointer import ActorCheckpointer
     from raycheck.on_ray.data.ray_data import RayData
     from raycheck.on_ray.fit import fit
-    from raycheck.run import CommittedCheckpoint, Run, export_hf, open_checkpoint, open_run
+    from raycheck.run import Run, export_hf, open_checkpoint, open_run
     from raycheck.settings import AfterCommit, Alerts, SaveSettings
     from raycheck.state.entries.per_rank_entries import PerRank, RankZero
     from raycheck.storage_settings import StorageSettings
 
 _HOMES = {
-    "raycheck.catalog.listing": ("RunSummary", "list_runs"),
+    "raycheck.catalog.listing": ("list_runs",),
     "raycheck.data.batches": ("Batches",),
     "raycheck.errors": ("RaycheckError",),
     "raycheck.group.served_group": ("torchrun_group",),
     "raycheck.group.worker.checkpointer": ("Checkpointer",),
-    "raycheck.group.worker.group_restore": ("RestoreResult",),
-    "raycheck.group.worker.save_handle": ("CheckpointInfo", "SaveHandle"),
-    "raycheck.huggingface.export": ("Exported",),
     "raycheck.on_ray.actors.actor_checkpointer": ("ActorCheckpointer",),
     "raycheck.on_ray.data.ray_data": ("RayData",),
     "raycheck.on_ray.fit": ("fit",),
-    "raycheck.run": ("CommittedCheckpoint", "Run", "export_hf", "open_checkpoint", "open_run"),
+    "raycheck.run": ("Run", "export_hf", "open_checkpoint", "open_run"),
     "raycheck.settings": ("AfterCommit", "Alerts", "SaveSettings"),
     "raycheck.state.entries.per_rank_entries": ("PerRank", "RankZero"),
     "raycheck.storage_settings": ("StorageSettings",),
@@ -74,18 +69,12 @@ __all__ = [
     "AfterCommit",
     "Alerts",
     "Batches",
-    "CheckpointInfo",
     "Checkpointer",
-    "CommittedCheckpoint",
-    "Exported",
     "PerRank",
     "RankZero",
     "RayData",
     "RaycheckError",
-    "RestoreResult",
     "Run",
-    "RunSummary",
-    "SaveHandle",
     "SaveSettings",
     "StorageSettings",
     "export_hf",

@@ -1,6 +1,6 @@
 """The types of the values that public calls take and return, for annotations. Everything loads on first use.
 
-The types that a training script names are in `raycheck`, and the results of `raycheck.catalog` are in that module.
+`raycheck.Run` is in front, and the results of `raycheck.catalog` are in that module.
 """
 
 from typing import TYPE_CHECKING
@@ -13,10 +13,15 @@ if TYPE_CHECKING:
     from raycheck.bucket.run_status import Status
     from raycheck.bucket.stored_export import StoredExport
     from raycheck.bucket.verify import Finding
+    from raycheck.catalog.listing import RunSummary
     from raycheck.data.batch_loader import BatchLoader
     from raycheck.data.step_samples import StepSamples
+    from raycheck.group.worker.group_restore import RestoreResult
+    from raycheck.group.worker.save_handle import CheckpointInfo, SaveHandle
     from raycheck.group.worker.save_queue import SaveStatus
+    from raycheck.huggingface.export import Exported
     from raycheck.on_ray.actors.actor_checkpointer import ActorSaveHandle
+    from raycheck.run import CommittedCheckpoint
     from raycheck.settings import HFExport, KeepBest, Retention
     from raycheck.show_progress import ShowProgress
     from raycheck.state.preview import Preview
@@ -38,8 +43,11 @@ __all__ = [
     "BatchLoader",
     "CheckpointDetails",
     "CheckpointDifference",
+    "CheckpointInfo",
     "Commit",
+    "CommittedCheckpoint",
     "Deletion",
+    "Exported",
     "Finding",
     "HFExport",
     "KeepBest",
@@ -49,9 +57,12 @@ __all__ = [
     "Picture",
     "Preview",
     "RestoreReport",
+    "RestoreResult",
     "ResumeRecord",
     "Retention",
     "RunHistory",
+    "RunSummary",
+    "SaveHandle",
     "SaveStatus",
     "Selection",
     "ShowProgress",
@@ -73,10 +84,15 @@ __getattr__, __dir__ = on_first_use(
         "raycheck.bucket.run_status": ("Status",),
         "raycheck.bucket.stored_export": ("StoredExport",),
         "raycheck.bucket.verify": ("Finding",),
+        "raycheck.catalog.listing": ("RunSummary",),
         "raycheck.data.batch_loader": ("BatchLoader",),
         "raycheck.data.step_samples": ("StepSamples",),
+        "raycheck.group.worker.group_restore": ("RestoreResult",),
+        "raycheck.group.worker.save_handle": ("CheckpointInfo", "SaveHandle"),
         "raycheck.group.worker.save_queue": ("SaveStatus",),
+        "raycheck.huggingface.export": ("Exported",),
         "raycheck.on_ray.actors.actor_checkpointer": ("ActorSaveHandle",),
+        "raycheck.run": ("CommittedCheckpoint",),
         "raycheck.settings": ("HFExport", "KeepBest", "Retention"),
         "raycheck.show_progress": ("ShowProgress",),
         "raycheck.state.preview": ("Preview",),

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 import raycheck
-from raycheck import Run, RunSummary, StorageSettings
+from raycheck import Run, StorageSettings
 from raycheck.catalog import RunFolder
 from raycheck.errors import ConfigError, NotFoundError, RaycheckError
 from raycheck.terminal import printable_lines
+from raycheck.values import RunSummary
 from raycheck.views.charts import LEFT, RIGHT, WIDTH, timeline_of
 from raycheck.views.context_pool import ContextPool
 from raycheck.views.in_words import PRICE, goodput_text, monthly_cost
@@ -25,7 +26,7 @@ from raycheck.views.metric_charts import MAX_CHARTS, MetricChart, metric_chart
 from raycheck.views.tensors import with_moments
 
 if TYPE_CHECKING:
-    from raycheck import CommittedCheckpoint
+    from raycheck.values import CommittedCheckpoint
     from raycheck.views.attempts import Commit
     from raycheck.views.history import RunHistory
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raycheck import CommittedCheckpoint, Run, StorageSettings, export_hf
+from raycheck import Run, StorageSettings, export_hf
 from raycheck.catalog import RunFolder, delete_checkpoint, delete_run, fork_run
 from raycheck.errors import NotFoundError
 from raycheck.tinker.checkpoint_paths import CheckpointPath, below, folder_of, is_borrowed, path_of, run_in_folder
 from raycheck.tinker.wire.fields import RefusedRequestError
-from raycheck.values import StoredExport
+from raycheck.values import CommittedCheckpoint, StoredExport
 
 MAX_NOTES = 4096
 PUBLIC = "public"

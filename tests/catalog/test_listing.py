@@ -98,7 +98,7 @@ def test_a_run_is_summed_up_as_its_latest_says(mixed) -> None:
 
     opened = open_run(run.uri)
 
-    assert isinstance(run, raycheck.RunSummary)
+    assert isinstance(run, raycheck.values.RunSummary)
     assert opened.head is not None
     assert (run.step, run.run_id, run.num_checkpoints) == (20, opened.run_id, 2)
     assert run.metrics == opened.head.metrics

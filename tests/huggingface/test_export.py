@@ -421,7 +421,7 @@ def test_the_run_s_head_or_a_step_is_exported(tmp_path: Path):
     with pytest.raises(NotFoundError, match="5"):
         raycheck.export_hf(run_uri, f"{tmp_path}/five", at=5)
     with pytest.raises(ConfigError, match="URI"):
-        raycheck.export_hf(raycheck.CommittedCheckpoint(checkpoint), f"{tmp_path}/five", at=3)
+        raycheck.export_hf(raycheck.values.CommittedCheckpoint(checkpoint), f"{tmp_path}/five", at=3)
 
 
 def test_a_relative_folder_is_one_here(run: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,7 @@ from raycheck.loggers import checkpoint_list
 from tests.support.processes.coordinator_in_thread import group_of
 
 
-def train(uri: str, task: raycheck.AfterCommit, *, until: int, **settings) -> raycheck.RestoreResult:
+def train(uri: str, task: raycheck.AfterCommit, *, until: int, **settings) -> raycheck.values.RestoreResult:
     """Train as a new driver up to this step, saving every second step. The loss tells steps and attempts apart."""
     (place,) = group_of(uri, owner=uuid4().hex)
     chosen = raycheck.SaveSettings(every_steps=2, after_commit=task, **settings)
