@@ -29,9 +29,10 @@ esac
 # Up to five processes at a time: they wait much of the time, and one thread of torch's is enough for each. 5 is
 # pytest's status when none of its tests was asked for.
 export OMP_NUM_THREADS=1
+priority=
 unset PYTHONDONTWRITEBYTECODE # or each process that a test starts compiles raycheck anew, for up to half a second
 case " $* " in *" --all "*) ;; *) export PYTHONHASHSEED=0 ;; esac # sets have one order; with --all any
-tests() { "$python" -m pytest --durations=25 "$@" || [ $? = 5 ]; }
+tests() { $priority "$python" -m pytest --durations=25 "$@" || [ $? = 5 ]; }
 bucket="tests/bucket tests/catalog tests/views tests/page"
 training="tests/transfer tests/state tests/group"
 frameworks="tests/frameworks tests/cli tests/data tests/huggingface"
@@ -52,12 +53,14 @@ case " $* " in
     beside=$!
     "$python" -m mypy || status=1 ;;
 "  " | " --all ") # the Ray tests are one process: they must not meet a second Ray
+    priority="nice -n 5" # for all but the Ray tests, a long chain that waits for its processes
     for folders in "$training" "$frameworks" "$bucket"; do
         tests -m "not ray" $folders "$@" &
         beside="$beside $!"
     done
     others -m "not ray" "$@" &
     beside="$beside $!"
+    priority=
     tests -m ray "$@" || status=1
     "$python" -m mypy || status=1 ;;
 *)
