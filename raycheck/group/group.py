@@ -98,6 +98,10 @@ class Group(ABC):
             self.tell("rank_failed", RankFailure(group=self.id, rank=self.rank, error=known, saves=saves))
         return True
 
+    def tell_end(self, error: Exception) -> None:
+        """Have it recorded that `error` ends this rank's training, where no driver does that. Never raises."""
+        del error
+
     @abstractmethod
     def ask(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
         """Call the coordinator until it answers; it may be restarted meanwhile. Raises StoreError at the deadline.

@@ -134,6 +134,12 @@ class ServedGroup(Group):
                 self._caller.wait_until_heard(str(error), self.world_size - 1, LAST_WORDS_S)
         return is_told
 
+    def tell_end(self, error: Exception) -> None:
+        cause = f"rank {self.rank}: {type(error).__name__}: {error}".partition("\n")[0]
+        is_final = isinstance(error, RaycheckError) and error.ends_run
+        with suppress(Exception):
+            self.tell("give_up", cause, is_final).result(LAST_WORDS_S)
+
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(CALLS, thread_name_prefix="raycheck-calls")

@@ -68,7 +68,7 @@ def test_runs_of_one_state_are_shown_alone_and_a_lost_run_still_counts(bucket: s
     ] == wanted
     assert f"\n{len(wanted)} runs, " in done.stdout
     assert done.returncode == 1
-    assert "none of the 2 runs here is died" in none.stdout
+    assert "no run here has the state died (2 others)" in none.stdout
     assert unknown.returncode == 2
     assert "--state dead: give one of" in unknown.stderr
 

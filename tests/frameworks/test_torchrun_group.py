@@ -96,6 +96,40 @@ def test_when_one_rank_fails_the_other_names_it_also_when_it_is_the_one_with_the
     assert found[1 - failing] == f"rank {failing}: {found[failing]}"
 
 
+def train_until(rank: int, world_size: int, uri: str, failing: int) -> str:
+    """Returns the error that ends this rank's training after a step."""
+    state = {"model": torch.nn.Linear(1, 1)}
+    try:
+        with raycheck.Checkpointer(state, group=raycheck.torchrun_group(uri)) as ckpt:
+            ckpt.restore()
+            ckpt.end_step()
+            if rank == failing:
+                float("the loss")
+            ckpt.save().result()
+    except (ValueError, RaycheckError) as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_run_says_by_which_error_of_which_rank_its_training_has_ended(
+    pair: Ranks, tmp_path: Path, failing: int
+) -> None:
+    uri = f"file://{tmp_path}/run"
+
+    said = pair.run(train_until, 2, uri, failing)
+    status = raycheck.open_run(uri).status()
+    pair.run(train, 2, uri)
+    ended = raycheck.open_run(uri).history().attempts[0]
+
+    cause = f"rank {failing}: ValueError: could not convert string to float: 'the loss'"
+    assert ["could not convert" in error for error in said] == [True, True], said
+    assert status.state == "died"
+    assert cause in status.text
+    assert ended.cause.endswith(cause)
+
+
 def test_without_a_process_group_it_says_what_to_call() -> None:
     with pytest.raises(ConfigError, match=r"init_process_group first, and start the script by torchrun"):
         raycheck.torchrun_group("memory://run")

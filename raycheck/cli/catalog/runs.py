@@ -51,7 +51,9 @@ def runs(
             }
         )
     elif every and not found:
-        out.print(Text(f"{shown_uri(prefix)}: none of the {len(every)} runs here is {' or '.join(state or ())}"))
+        out.print(
+            Text(f"{shown_uri(prefix)}: no run here has the state {' or '.join(state or ())} ({len(every)} others)")
+        )
     elif not found:
         out.print(Text(f"{shown_uri(prefix)}: no runs here or in the folders under it (--depth {depth})"))
     else:

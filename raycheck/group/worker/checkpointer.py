@@ -509,6 +509,8 @@ class Checkpointer:
             if self._attempt is not None:
                 self._attempt.abandon()
             if isinstance(error, Exception):
+                if self._attempt is not None:
+                    self._group.tell_end(error)
                 self._tell_others(error)
         finally:
             self._stop()
