@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycheck.bucket.protocol.resume import AUTO, Resume
@@ -71,6 +71,11 @@ class RayGroup(Group):
                         f"rank {self.rank}: {what}: the coordinator did not answer within {timeout_s:.0f} s ({error})"
                     ) from error
                 time.sleep(RETRY_PAUSE_S)
+            except ActorDiedError as error:
+                raise StoreError(
+                    f"rank {self.rank}: {what}: the coordinator has ended, since the process that started it has ended "
+                    "or has left its block; start the workers again"
+                ) from error
             except RayError as error:
                 raise StoreError(f"rank {self.rank}: {what}: {type(error).__name__}: {error}") from error
 

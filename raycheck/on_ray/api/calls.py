@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from raycheck.errors import RaycheckError
 
@@ -36,12 +36,13 @@ def results(references: Sequence[Any]) -> list[Any]:
 def call(method: Any, *args: Any, timeout_s: float) -> Any:
     """Call an actor's method and return its answer. An error of raycheck is raised in its original form.
 
-    Raises TimeoutError when the actor is being restarted or does not answer; the call may then be repeated.
+    Raises TimeoutError when the actor is being restarted or does not answer; the call may then be repeated. Raises
+    ActorDiedError when the actor has ended for good.
     """
     try:
         with as_raised():
             return ray.get(method.remote(*args), timeout=timeout_s)
-    except (RayActorError, ray.exceptions.GetTimeoutError) as error:
+    except (ActorUnavailableError, ray.exceptions.GetTimeoutError) as error:
         raise TimeoutError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
 
 
