@@ -34,7 +34,7 @@ unset PYTHONDONTWRITEBYTECODE # or each process that a test starts compiles rayc
 case " $* " in *" --all "*) ;; *) export PYTHONHASHSEED=0 ;; esac # sets have one order; with --all any
 tests() { $priority "$python" -m pytest --durations=25 "$@" || [ $? = 5 ]; }
 bucket="tests/bucket tests/catalog tests/views tests/page"
-training="tests/transfer tests/state tests/group"
+training="tests/transfer tests/group"
 frameworks="tests/frameworks tests/cli tests/data tests/huggingface"
 others() { # every test outside of these folders
     ignored=
@@ -53,8 +53,10 @@ case " $* " in
     beside=$!
     "$python" -m mypy || status=1 ;;
 "  " | " --all ") # the Ray tests are one process: they must not meet a second Ray
-    priority="nice -n 5" # for all but the Ray tests, a long chain that waits for its processes
-    for folders in "$training" "$frameworks" "$bucket"; do
+    tests -m "not ray" $training "$@" & # waits much, as the Ray tests do: both have precedence
+    beside=$!
+    priority="nice -n 5"
+    for folders in "$frameworks" "$bucket"; do
         tests -m "not ray" $folders "$@" &
         beside="$beside $!"
     done
