@@ -257,14 +257,21 @@ def test_a_number_that_never_comes_fails_what_waits_for_it_and_nothing_else(base
 
 def test_a_silent_session_ends_and_its_checkpoints_stay(base, connect, tmp_path) -> None:
     settings = {"session_timeout_s": 4.0, "cleanup_s": 0.1}  # longer than the save takes on a busy machine
-    with tinker_server(base, f"memory://{uuid4().hex}", tmp_path / "s.sqlite", settings=settings) as server:
+    state = tmp_path / "s.sqlite"
+    with tinker_server(base, f"memory://{uuid4().hex}", state, settings=settings) as server:
         client = connect(server)
         model = new_model(client, base)
         path = model.save_state("kept").result(TIMEOUT_S).path
+        session = client.holder.get_session_id()
 
-        wait_until(lambda: not server.engine._tenants._tenants)
+        def has_ended() -> bool:  # a question to the server would be a sign of life
+            with closing(sqlite3.connect(state)) as db:
+                return db.execute("SELECT status FROM sessions WHERE id = ?", (session,)).fetchone() == ("expired",)
 
-        assert ask(server.url, "session_heartbeat", {"session_id": client.holder.get_session_id()})[0] == 410
+        wait_until(has_ended)
+
+        assert not server.engine._tenants._tenants
+        assert ask(server.url, "session_heartbeat", {"session_id": session})[0] == 410
         assert tinker.RestClient(base_url=server.url, api_key=KEY).get_weights_info_by_tinker_path(path).result()
 
 
