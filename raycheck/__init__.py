@@ -3,7 +3,7 @@
 A script calls these names to train and to inspect a run. The rest are in four modules: `raycheck.errors` has every
 error, `raycheck.catalog` works with whole runs and their files, `raycheck.adapters` has the parts of a framework's
 adapter, and `raycheck.values` has the types that calls return. Adapters for frameworks are `raycheck.lightning` and so
-on.
+on; `raycheck.loggers` lists checkpoints in experiment trackers.
 
 Everything loads on first use, so that browsing a bucket imports neither torch nor ray.
 """

@@ -1,6 +1,7 @@
 """The types of the values that public calls take and return, for annotations. Everything loads on first use.
 
-`raycheck.Run` is in front, and the results of `raycheck.catalog` are in that module.
+`raycheck.Run` is in front. `raycheck.catalog` has the types of its own results; RunSummary is here, since
+`raycheck.list_runs` returns it, too.
 """
 
 from typing import TYPE_CHECKING

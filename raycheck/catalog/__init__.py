@@ -14,8 +14,9 @@
 - importing/ creates a run from a checkpoint that another program wrote: `raycheck import`.
 - copy.py copies a run, or one checkpoint into a new run, to another place: `raycheck cp`.
 - follow.py keeps a copy of a run up to date while it is trained.
+- copier.py makes a mirror show what its source has, for copy.py and follow.py.
+- watch_runs.py watches runs from outside and sends alerts: `raycheck watch`.
 - doctor/ examines a bucket: `raycheck doctor`.
-- copier.py makes a mirror show what its source has; both of the above use it.
 """
 
 from typing import TYPE_CHECKING

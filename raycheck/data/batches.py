@@ -60,8 +60,8 @@ class Batches(SampleStream):
     world size nor on restarts. This covers the global generators and those in the dataset's attributes. With
     num_workers=0 the dataset draws random numbers in the training process; then put its own generator into the state.
 
-    Raises ConfigError for a dataset without samples by number, for arguments that must be whole numbers and are not,
-    and for a global_batch that leaves a rank without a sample.
+    Raises ConfigError for a dataset that is neither an IterableDataset nor has `__len__` and `__getitem__`, for
+    arguments that must be whole numbers and are not, and for a global_batch that leaves a rank without a sample.
     """
 
     def __init__(

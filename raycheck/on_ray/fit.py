@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError
 from ray.train import FailureConfig, Result, TrainingFailedError
 
 from raycheck.bucket.choice import resolved
-from raycheck.bucket.diagnosis.checks import refuse_wrong
+from raycheck.bucket.diagnosis.checks import refuse_unfit_place
 from raycheck.bucket.protocol.resume import AUTO, Fork, Resume, key_to_restore, parse_resume
 from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.bucket.reading import ask_latest
@@ -80,7 +80,9 @@ def _fit_run(trainer: Any, where: str, resume: str | int, storage: StorageSettin
     config = trainer.run_config
     uri = join_uri(where, config.name)
     store = open_store(uri)
-    store.both(lambda: refuse_wrong(store, node=socket.gethostname()), lambda: check_ray_storage(config, where, store))
+    store.both(
+        lambda: refuse_unfit_place(store, node=socket.gethostname()), lambda: check_ray_storage(config, where, store)
+    )
     wish = settle_resume(resume, store, storage)
     _settle_failures(config)
     # Ray's collectives wait forever by default; a rank that left the loop must not block the others (I9).

@@ -1,8 +1,8 @@
 """Checks a place for runs: can it be reached, and does it do what the protocol needs?
 
-Each check works on scratch objects below `probes/`, which it removes, and returns findings. What it cannot go on with,
-it raises: `found` makes a finding of that, and `refuse_wrong` leaves it as it is. So `raycheck doctor` and a training
-that refuses to start say the same words.
+Each check works on scratch objects below `probes/`, which it removes, and returns findings. A check
+raises an error when it cannot continue: `found` turns the error into a finding, and `refuse_unfit_place` lets it
+propagate. So `raycheck doctor` and a training that refuses to start report the same text.
 """
 
 import time
@@ -28,7 +28,7 @@ on."""
 Check = Callable[[Store], Iterator[BucketFinding]]
 
 
-def refuse_wrong(store: Store, *, node: str) -> None:
+def refuse_unfit_place(store: Store, *, node: str) -> None:
     """Raise the first thing that makes the place unfit for a run: what `raycheck doctor` calls wrong.
 
     node: the name of this one, for errors. Costs some 90 small requests, most of them several at a time, and an upload

@@ -172,7 +172,7 @@ class MemoryCheckpoints:
             return Outcome(kind="failed", key=name, message=text)
         documents = Documents(manifest=made.manifest_bytes, index=made.documents[index_key(name)])
         is_listed = self._list(made.manifest, documents)
-        return Outcome(kind="committed" if is_listed else "superseded", key=name, agree_anew=made.has_copies)
+        return Outcome(kind="committed" if is_listed else "superseded", key=name, must_agree_again=made.has_copies)
 
     def _list(self, manifest: Manifest, documents: Documents) -> bool:
         """List a memory checkpoint, unless the bucket or the memory has one as new. Return whether it is listed."""

@@ -102,7 +102,7 @@ class Claim:
 class Outcome:
     """The answer to all ranks on how a save ended.
 
-    key: the checkpoint's name. message: why the save failed. agree_anew: the ranks have to compare their replicas
+    key: the checkpoint's name. message: why the save failed. must_agree_again: the ranks have to compare their replicas
     before the next save, because more than one of them wrote the same box. places: for each component of a committed
     checkpoint, the checkpoint whose directory has it; empty when the coordinator does not know. unnamed: why a
     committed checkpoint did not get the name that its save asked for; "" when it did, or asked for none.
@@ -114,7 +114,7 @@ class Outcome:
     kind: Literal["committed", "superseded", "failed"]
     key: str
     message: str = ""
-    agree_anew: bool = False
+    must_agree_again: bool = False
     places: Mapping[str, str] = field(default_factory=dict)
     unnamed: str = ""
     forgets_references: bool = False

@@ -17,7 +17,7 @@ from raycheck.bucket.assembly.assemble import Assembled, assemble
 from raycheck.bucket.assembly.plan_cache import PlanCache
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.choice import resolved
-from raycheck.bucket.diagnosis.checks import refuse_wrong
+from raycheck.bucket.diagnosis.checks import refuse_unfit_place
 from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.pages import PageMissingError
 from raycheck.bucket.protocol import claim as claims
@@ -182,7 +182,7 @@ class ProtocolCalls:
         return Outcome(
             kind="committed",
             key=name,
-            agree_anew=checkpoint.has_copies,
+            must_agree_again=checkpoint.has_copies,
             places=places,
             unnamed=unnamed,
         )
@@ -223,7 +223,7 @@ class ProtocolCalls:
         return Outcome(
             kind="committed" if is_live else "superseded",
             key=report.checkpoint,
-            agree_anew=True,
+            must_agree_again=True,
             unnamed="" if entry is None else _why_unnamed(entry, report),
         )
 
@@ -304,7 +304,7 @@ class ProtocolCalls:
             probe(self._store)
             return
         try:
-            refuse_wrong(self._store, node=socket.gethostname())
+            refuse_unfit_place(self._store, node=socket.gethostname())
         except ConfigError as error:
             self._refusal = error
             raise

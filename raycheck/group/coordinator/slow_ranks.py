@@ -1,6 +1,6 @@
 """Finds the slowest rank of an upload or a restore that takes long, and has it logged and recorded while others wait.
 
-The ranks say how far they are (worker/told_progress.py). All of this only informs people. Its work is linear in the
+The ranks say how far they are (worker/slow_progress.py). All of this only informs people. Its work is linear in the
 ranks, and done at most once a second, however many of them call.
 """
 

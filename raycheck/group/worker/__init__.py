@@ -4,7 +4,7 @@
 
     singleton           refuses a second open Checkpointer of this run and rank
     data_proof          compares what the ranks know of their data
-    told_progress       tells the coordinator how far this rank is, if reading takes long
+    slow_progress       tells the coordinator how far this rank is, if reading takes long
     group_restore       reads the checkpoint on all ranks together; on damage, all of them use the one before
     base_run            refers to frozen parameters that the base run has
     restore_notices     logs what has changed since the save, and which data starts over

@@ -33,7 +33,7 @@ from raycheck.group.worker.heartbeat import FencingWatch
 from raycheck.group.worker.live_attempt import LiveAttempt, StartingPoint
 from raycheck.group.worker.periodic import periodics_of, start_alone
 from raycheck.group.worker.restore_notices import (
-    say_what_begins_anew,
+    log_what_starts_over,
     say_what_changed,
     warn_of_differences,
     warn_of_other_position,
@@ -307,7 +307,7 @@ class Checkpointer:
         self._counter.start_at(self._counter.progress)
         self._begin(state, StartingPoint.fresh(claim, selection), tasks)
         if not self._has_data_position(state):
-            say_what_begins_anew(self._group, None)
+            log_what_starts_over(self._group, None)
         self._triggers.reporter.restored(None)
         # An attempt that ended before its first commit starts over: its steps are repeated.
         self._furthest = _furthest_of(claim.resume)
@@ -349,7 +349,7 @@ class Checkpointer:
         self._triggers.reporter.restored(done.manifest)
         self._furthest = _furthest_of(resume)
         if not self._has_data_position(state):
-            say_what_begins_anew(group, progress)
+            log_what_starts_over(group, progress)
         result = RestoreResult.of(done, progress, claim=claim, resume=resume, seconds=time.monotonic() - began, rng=rng)
         warn_of_differences(group, result.report)
         if self._preview is not None:

@@ -27,7 +27,7 @@ from raycheck.group.coordinator.messages import (
     RestoreDecision,
 )
 from raycheck.group.group import CLAIM_TIMEOUT_S, Group, ask_until_decided
-from raycheck.group.worker.told_progress import told_progress
+from raycheck.group.worker.slow_progress import slow_progress
 from raycheck.log import event, logger
 from raycheck.settings import Alerts
 from raycheck.state.preview import Preview
@@ -185,7 +185,7 @@ def restore_together(
 
     def read(checkpoint: Checkpoint, claim: Claim) -> Restored:
         limit_s = max(timeout_s, LEAST_S)
-        with told_progress(group, checkpoint.entry.key, until=time.monotonic() + limit_s, limit_s=limit_s):
+        with slow_progress(group, checkpoint.entry.key, until=time.monotonic() + limit_s, limit_s=limit_s):
             done = state.apply(checkpoint, selection, strict=strict, once=True, share=True, cast=cast)
         return replace(done, report=replace(done.report, refused=claim.refused))
 

@@ -101,7 +101,7 @@ class MemorySaves:
             text = f"no memory checkpoint: {type(error).__name__}: {error}"
             logger.warning(event(text, rank=self._group.rank, run=self._group.uri))
             found, ended = Outcome(kind="failed", key=""), time.monotonic()
-        self._is_in_doubt |= found.agree_anew
+        self._is_in_doubt |= found.must_agree_again
         if found.kind == "committed":
             self._slot, self._failures = 1 - self._slot, 0
         else:

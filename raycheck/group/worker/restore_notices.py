@@ -44,7 +44,7 @@ def warn_of_other_position(group: Group, preview: Preview, restored: Progress) -
         logger.warning(event(text, checkpoint=preview.checkpoint, rank=group.rank, run=group.uri))
 
 
-def say_what_begins_anew(group: Group, restored: Progress | None) -> None:
+def log_what_starts_over(group: Group, restored: Progress | None) -> None:
     """Log what happens to data whose position is not in the state, and warn about an interrupted epoch of Ray Data.
 
     This is logged at a run's first start, and whenever it happens. It is not an error: a run of one epoch loses

@@ -297,7 +297,7 @@ class SaveQueue:
                 self._note_failure(save.report, outcome.message, is_cured_by_next=outcome.is_cured_by_next)
             elif outcome.kind == "committed":
                 self._failures_in_a_row, self.is_cured_by_next = 0, False
-                self._must_agree_after[save.report.save] = outcome.agree_anew
+                self._must_agree_after[save.report.save] = outcome.must_agree_again
                 self.save_s = ended - save.began
                 self._state.components.committed(save.staged, outcome.places)
                 newest = self.newest = outcome.key

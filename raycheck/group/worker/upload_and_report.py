@@ -14,7 +14,7 @@ from raycheck.bucket.format import object_keys
 from raycheck.errors import ConfigError, DeniedError, SaveFailedError, StoreError
 from raycheck.group.coordinator.messages import Outcome, PlanWanted
 from raycheck.group.group import Group, ask_until_decided
-from raycheck.group.worker.told_progress import told_progress
+from raycheck.group.worker.slow_progress import slow_progress
 from raycheck.transfer.incremental_upload import StagedState
 from raycheck.transfer.stage.local_box import TRAIN
 from raycheck.transfer.stage.shared_memory import MemoryPlace
@@ -60,7 +60,7 @@ class Uploader:
                     self._hold(*sealed)
             else:
                 limit_s = self._timeout_s
-                with told_progress(
+                with slow_progress(
                     self._group, report.checkpoint, save=report.save, until=deadline, limit_s=limit_s
                 ) as told:
                     try:

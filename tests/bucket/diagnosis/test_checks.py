@@ -22,7 +22,7 @@ from raycheck.bucket.diagnosis.checks import (
     check_rights,
     check_rules,
     check_uploads,
-    refuse_wrong,
+    refuse_unfit_place,
 )
 from raycheck.bucket.diagnosis.finding import BucketFinding, found
 from raycheck.bucket.diagnosis.race import Outcome, Turn, race
@@ -62,7 +62,7 @@ def states(found_: list[BucketFinding]) -> dict[str, str]:
 
 def assert_refused_in_these_words(store: Store, finding: BucketFinding) -> None:
     with pytest.raises(RaycheckError) as caught:
-        refuse_wrong(store, node="n")
+        refuse_unfit_place(store, node="n")
     assert finding.sentence in str(caught.value)
 
 
@@ -74,7 +74,7 @@ def place(uri: str) -> Store:
 
 
 def test_a_fit_place_is_not_refused_and_nothing_is_left_there(store: Store) -> None:
-    refuse_wrong(store, node="n")
+    refuse_unfit_place(store, node="n")
 
     assert wrong(store) == []
     assert list(store.list_objects("")) == []
@@ -83,7 +83,7 @@ def test_a_fit_place_is_not_refused_and_nothing_is_left_there(store: Store) -> N
 def test_a_fit_bucket_on_a_cloud_is_not_refused_and_nothing_is_left_there(cloud_uri: str) -> None:
     store = open_store(cloud_uri)
 
-    refuse_wrong(store, node="n")
+    refuse_unfit_place(store, node="n")
 
     assert wrong(store) == []
     assert list(store.list_objects("")) == []
@@ -212,7 +212,7 @@ def test_memory_is_said_to_end_with_its_process_and_is_not_refused() -> None:
     (finding,) = check_endpoint(store)
 
     assert (finding.state, "ends with this one" in finding.text) == ("advice", True)
-    refuse_wrong(store, node="n")
+    refuse_unfit_place(store, node="n")
 
 
 # --- rights ---
@@ -239,7 +239,7 @@ def test_a_right_that_is_missing_is_wrong_and_named(
     assert f"node n: {verb}: " in finding.text
     assert f"Grant {permission}" in finding.text
     with pytest.raises(RaycheckError, match=permission):
-        refuse_wrong(store, node="n")
+        refuse_unfit_place(store, node="n")
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_a_right_without_which_only_tidying_fails_is_advice(
     assert said[name].state == "advice"
     assert permission in said[name].text
     assert "lifecycle rule" in said[name].cure
-    refuse_wrong(store, node="n")
+    refuse_unfit_place(store, node="n")
 
 
 def test_an_upload_in_parts_that_is_refused_is_wrong(wire: FaultProxy, s3: str) -> None:
@@ -272,7 +272,7 @@ def test_an_upload_in_parts_that_is_refused_is_wrong(wire: FaultProxy, s3: str) 
 
     assert (finding.state, "405" in finding.text) == ("wrong", True)
     with pytest.raises(StoreError, match="405"):
-        refuse_wrong(store, node="n")
+        refuse_unfit_place(store, node="n")
 
 
 def test_parts_that_come_back_as_other_bytes_are_wrong(wire: FaultProxy, s3: str) -> None:
@@ -353,7 +353,7 @@ def test_a_lifecycle_rule_is_judged_by_what_it_does_to_a_run(s3: str, rule: dict
         assert finding.cure
         assert_refused_in_these_words(open_store(uri), finding)
     else:
-        refuse_wrong(open_store(uri), node="n")
+        refuse_unfit_place(open_store(uri), node="n")
 
 
 def test_abandoned_uploads_that_no_rule_sweeps_are_advice(s3: str) -> None:
@@ -400,7 +400,7 @@ def test_what_the_credentials_may_not_read_is_unknown_and_names_the_permission(w
     assert "s3:GetLifecycleConfiguration" in said["lifecycle rules"].text
     assert "s3:GetBucketObjectLockConfiguration" in said["object lock"].text
     assert said["versioning"].state == "ok", "a written object shows whether it gets a version"
-    refuse_wrong(open_store(uri), node="n")
+    refuse_unfit_place(open_store(uri), node="n")
 
 
 def test_versioning_is_seen_at_a_written_object_where_it_may_not_be_read(wire: FaultProxy, s3: str) -> None:

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 
-from raycheck.bucket.diagnosis.checks import check_rights, check_rules, refuse_wrong
+from raycheck.bucket.diagnosis.checks import check_rights, check_rules, refuse_unfit_place
 from raycheck.bucket.diagnosis.finding import BucketFinding
 from raycheck.bucket.diagnosis.finding import found as found_by
 from raycheck.bucket.store import open_store
@@ -49,7 +49,7 @@ def test_a_fit_bucket_on_another_s3_has_nothing_wrong(server: str, request: pyte
     assert wrong(found) == []
     assert "4 processes raced for 5 objects" in found["atomicity"].text
     assert list(open_store(uri).list_objects("")) == []
-    refuse_wrong(open_store(uri), node="n")
+    refuse_unfit_place(open_store(uri), node="n")
 
 
 @on_others
@@ -61,7 +61,7 @@ def test_a_rule_that_deletes_by_age_is_read_from_another_s3(server: str, request
     assert wrong(found) == ["lifecycle rules"]
     assert "deletes objects after 30 days" in found["lifecycle rules"].text
     with pytest.raises(ConfigError, match="deletes objects after 30 days"):
-        refuse_wrong(open_store(uri), node="n")
+        refuse_unfit_place(open_store(uri), node="n")
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_a_bucket_with_versioning_on_ceph_is_wrong_as_its_conditional_writes_are
     assert "creates over an existing object although told not to" in found["rights"].text
     assert found["versioning"].state == "advice"
     with pytest.raises(ConfigError, match="creates over an existing object although told not to"):
-        refuse_wrong(open_store(uri), node="n")
+        refuse_unfit_place(open_store(uri), node="n")
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_a_rule_of_google_is_judged_by_what_it_does_to_a_run(google: str, rule: 
     assert (finding.state, text in finding.text) == (state, True), finding
     if state == "wrong":
         with pytest.raises(ConfigError, match="deletes objects"):
-            refuse_wrong(store, node="n")
+            refuse_unfit_place(store, node="n")
 
 
 @on_google
@@ -218,7 +218,7 @@ def test_a_fit_container_has_nothing_wrong_and_nothing_is_left_there(azure: str)
     assert "4 processes raced for 5 objects" in found["atomicity"].text
     assert found["clock"].state == "ok"
     assert list(open_store(uri).list_objects("")) == []
-    refuse_wrong(open_store(uri), node="n")
+    refuse_unfit_place(open_store(uri), node="n")
 
 
 @pytest.mark.slow
@@ -248,7 +248,7 @@ def test_an_immutability_policy_of_a_container_is_wrong(before_azure: FaultProxy
 
     assert finding.state == "wrong"
     with pytest.raises(ConfigError, match="a new object can neither be replaced nor deleted"):
-        refuse_wrong(open_store(container()), node="n")
+        refuse_unfit_place(open_store(container()), node="n")
 
 
 @pytest.mark.slow
@@ -293,4 +293,4 @@ def test_what_azure_does_not_let_read_is_unknown_and_refused_by_nobody(before_az
 
     assert {found[name].state for name in ("object lock", "soft delete", "lifecycle rules")} == {"unknown"}
     assert found["versioning"].state == "ok"
-    refuse_wrong(open_store(container()), node="n")
+    refuse_unfit_place(open_store(container()), node="n")

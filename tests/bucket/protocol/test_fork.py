@@ -1,4 +1,4 @@
-"""Tests a new run that begins with another run's head: it is copied whole and once, and never starts from zero."""
+"""Tests a new run that begins with a checkpoint of another run: it is copied whole and once, and never starts from zero."""
 
 from pathlib import Path
 from uuid import uuid4

@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 from typer.testing import CliRunner
 
-from raycheck.bucket.diagnosis.checks import refuse_wrong
+from raycheck.bucket.diagnosis.checks import refuse_unfit_place
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.protocol.preflight import probe, probe_node
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune, sweep
@@ -96,7 +96,7 @@ def refused(role: str, requests: list[str]) -> list[Asked]:
 def trains(store: Store) -> None:
     """Do what driver, nodes and coordinator do: fit's checks, a node's probe, claim, an upload that fails, saves, a
     restart, pruning."""
-    refuse_wrong(store, node="n")
+    refuse_unfit_place(store, node="n")
     probe_node(store, node="n")
     probe(store)
     ann = Driver(store)

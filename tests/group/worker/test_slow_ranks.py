@@ -17,7 +17,7 @@ from raycheck.bucket.attempt_records import SlowRecord
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.errors import SaveFailedError, StoreError
-from raycheck.group.worker import group_restore, told_progress
+from raycheck.group.worker import group_restore, slow_progress
 from raycheck.views.live import LiveRun, RunWatch
 from tests.support.processes.background_call import InThread, start_on_all
 from tests.support.processes.coordinator_in_thread import InProcess, group_of
@@ -35,7 +35,7 @@ SAVED = "step-000000002-a1-s1"
 @pytest.fixture(autouse=True)
 def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_restore, "LEAST_S", 0.0)
-    monkeypatch.setattr(told_progress, "FIRST_AFTER_S", 1.0)
+    monkeypatch.setattr(slow_progress, "FIRST_AFTER_S", 1.0)
 
 
 def look_until(uri: str, is_wanted: Callable[[LiveRun], bool]) -> LiveRun:

@@ -1,4 +1,4 @@
-"""Deletes checkpoints: the only module that removes their objects. Steps 19 to 23.
+"""Deletes the objects of checkpoints that were evicted or never committed. Steps 19 to 23.
 
 A delete cannot be fenced, so only objects that can never be needed again are deleted (I6). Then it does not matter who
 deletes them, how late, or how often. There are two kinds. First, an evicted checkpoint, except directories that a live
@@ -6,7 +6,8 @@ entry holds: a commit may refer only to what an entry of the body it replaces ho
 again. Second, what an attempt older than the one in `latest` wrote and `latest` does not name: an older attempt cannot
 commit (I4).
 
-Nothing outside `checkpoints/` is ever touched, and nothing whose name is not exactly a checkpoint's.
+Below `checkpoints/`, only directories whose name is exactly a checkpoint's are deleted. paging.py and holds.py clean up
+`pages/` and `holds/`.
 """
 
 from collections.abc import Collection, Iterator, Sequence

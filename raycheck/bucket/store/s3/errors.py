@@ -1,4 +1,4 @@
-"""Translates botocore's errors into raycheck's. No other file knows what responses of S3 and compatible stores mean."""
+"""Translates botocore's errors into raycheck's. obstore_store.py translates those of obstore."""
 
 from botocore.exceptions import (
     ClientError,

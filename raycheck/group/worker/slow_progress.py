@@ -21,7 +21,7 @@ FIRST_AFTER_S = 30.0
 EVERY_S = 10.0
 
 
-class ToldProgress:
+class SlowProgress:
     """One rank's upload or restore: what it has moved, and what the coordinator knows of the others.
 
     moved: see MovedBytes.
@@ -80,15 +80,15 @@ class ToldProgress:
 
 
 @contextmanager
-def told_progress(
+def slow_progress(
     group: Group, checkpoint: str, *, save: int | None = None, until: float, limit_s: float
-) -> Iterator[ToldProgress]:
+) -> Iterator[SlowProgress]:
     """Count what this thread moves inside the block, and tell the coordinator if it takes long.
 
     save: its number; None for a restore. until: when the requests of the block must have ended, by time.monotonic.
     limit_s: how long that is after the beginning; errors name it.
     """
-    told, is_over = ToldProgress(group, checkpoint, save, limit_s), threading.Event()
+    told, is_over = SlowProgress(group, checkpoint, save, limit_s), threading.Event()
 
     def tell() -> None:
         pause_s = min(FIRST_AFTER_S, limit_s / 4)
