@@ -50,14 +50,18 @@ def apply_rng(rank_values: Sequence[Any], rank: int, apart: str = "") -> str:
     report.
 
     rank: whose saved state to take. A number that no rank had gives a new state, which is equal for equal numbers.
-    apart: a name that gives a new state in any case.
+    apart: a name that gives a new state in any case. Ranks that had equal states of torch's generators get equal ones,
+    as a tensor-parallel group needs.
     """
     if not rank_values:
         raise CorruptError("the checkpoint has no random state")
     if rank >= len(rank_values) or apart:
         source = rank if rank < len(rank_values) else 0
         told = json.dumps(rank_values[source]).encode() + rank.to_bytes(8, "big") + apart.encode()
-        _seed_all(int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "big") >> 1)
+        _seed_all(_seed_of(told))
+        if rank < len(rank_values):
+            of_torch = decode(rank_values[rank], _no_tensor).get("torch", b"")
+            torch.manual_seed(_seed_of(of_torch + apart.encode()))
         return f"derived from rank {source}'s saved state and {apart or 'the number'} {rank}"
     saved = decode(rank_values[rank], _no_tensor)
     if "python" in saved:
@@ -91,6 +95,10 @@ def _accelerator_states() -> list[torch.Tensor]:
 
 def _state_tensor(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def _seed_of(told: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "big") >> 1
 
 
 def _seed_all(seed: int) -> None:

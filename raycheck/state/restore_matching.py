@@ -85,7 +85,7 @@ class CheckpointMatcher:
         with corrupt_if_odd(key):
             for entry in self._entries:
                 if (chosen := _random_rank(entry, source.saved)) is not None:
-                    return RandomSource(source.saved, chosen, apart="")
+                    return source._replace(rank=chosen)
         return source
 
     def _advice(self, match: CheckpointMatch) -> list[str]:

@@ -1,5 +1,6 @@
 """Objects whose ranks each hold a share: a restore at any world size gives all shares to every rank."""
 
+import random
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,44 @@ def test_an_object_may_choose_whose_random_state_a_rank_takes(memory: Store):
 
     assert drawn[:4] == [expected[0], expected[0], expected[2], expected[2]]
     assert drawn[4] == drawn[5] not in expected
+
+
+def test_a_role_that_shared_its_ranks_gets_other_states_which_are_equal_where_those_were(memory: Store):
+    """As if the policy and the critic shared a tensor-parallel group, and each has such a group of its own now."""
+
+    def of(name: str, rank: int) -> dict[str, Any]:
+        return {name: {"data": Own(rank), "weight": torch.ones(2)}}
+
+    class Own(Consumed):
+        def random_rank(self, states: list[dict[str, Any]]) -> int:
+            return self.rank
+
+    roles = roles_of([{"critic", "policy"}, {"critic", "policy"}, {"reward"}])
+    shared = [of("critic", rank) | of("policy", rank) for rank in range(2)]
+    states = [
+        TrainState(own, rank=rank, world_size=3, role=roles[rank])
+        for rank, own in enumerate([*shared, of("reward", 0)])
+    ]
+    staged, expected = [], []
+    for rank, state in enumerate(agreed(states)):
+        torch.manual_seed(rank // 2)
+        random.seed(rank)
+        staged.append(state.stage(Progress(step=1)))
+        expected.append(torch.rand(3).tolist())
+    checkpoint = save(memory, staged)
+
+    drawn, own_numbers = [], []
+    roles = roles_of([{"critic"}, {"critic"}, {"policy"}, {"policy"}, {"reward"}])
+    for rank, name in enumerate(["critic", "critic", "policy", "policy", "reward"]):
+        state = TrainState(of(name, rank % 2), rank=rank, world_size=5, role=roles[rank])
+        state.apply(checkpoint).apply_rng()
+        drawn.append(torch.rand(3).tolist())
+        own_numbers.append(random.random())
+
+    assert drawn[:2] == [expected[0], expected[0]], "the first role by name continues"
+    assert drawn[2] == drawn[3] not in expected
+    assert drawn[4] == expected[2]
+    assert len({*own_numbers}) == 5
 
 
 def test_the_choice_is_among_the_ranks_that_had_the_object(memory: Store):
