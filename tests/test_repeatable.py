@@ -27,6 +27,7 @@ UNSEEDED = {
     "on_ray/test_data_and_random.py": "compares the generator that a restore has put back",
     "data/test_source_proof.py": "its augmentation is what is tested, and a SystemRandom must be noticed",
     "data/test_streams.py": "gives other samples at each reading, which must be noticed",
+    "state/entries/test_merged_entries.py": "compares the generators that a restore has put back",
     "state/entries/test_generators.py": "a SystemRandom, which has no state, must be refused",
     "state/test_bit_exact.py": "draws from the generators that it has seeded",
     "state/test_global_random.py": "compares the generator with itself",
