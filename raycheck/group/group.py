@@ -21,7 +21,7 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, FencedError, RaycheckError, StoreError, SupersededError
 from raycheck.group.coordinator.messages import Holder, Pending, RankFailure
 from raycheck.group.coordinator.rendezvous import WAIT_S
-from raycheck.group.ports import NodeSink, NoNodeSink, Reporter
+from raycheck.group.ports import NodeSink, NoNodeSink, PreemptionNotice, Reporter
 from raycheck.host import host
 from raycheck.settings import Retention
 
@@ -34,10 +34,9 @@ class Group(ABC):
 
     id: equal on all ranks, new for every start of the group. uri: the run's root. coordinator: the means to call it.
     broadcast: returns rank 0's value on all ranks; None if that is not possible (then only step triggers work). notice:
-    returns when the first of the group's nodes will be preempted, in unix seconds: inf when the time is not known, None
-    without a notice. is_first_on_node: this rank checks what its node may do in the bucket. retention: the retention
-    requested by the system that started the group; None: only SaveSettings decide. role: see Role; None if all ranks
-    have the same entries.
+    returns the newest notice that nodes of the group will be preempted, None without one. is_first_on_node: this rank
+    checks what its node may do in the bucket. retention: the retention requested by the system that started the group;
+    None: only SaveSettings decide. role: see Role; None if all ranks have the same entries.
     """
 
     id: str
@@ -46,7 +45,7 @@ class Group(ABC):
     world_size: int
     coordinator: Any
     broadcast: Callable[[Any], Any] | None = None
-    notice: Callable[[], float | None] | None = None
+    notice: Callable[[], PreemptionNotice | None] | None = None
     is_first_on_node: bool = True
     retention: Retention | None = None
     role: Role | None = None

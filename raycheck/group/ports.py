@@ -19,6 +19,17 @@ NO_AGENTS = "there is no Ray that could start an actor"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PreemptionNotice:
+    """A notice that nodes of the group are about to be taken away.
+
+    at: when the first of them is, in unix seconds; inf when that is not known. ranks: the ranks on these nodes.
+    """
+
+    at: float
+    ranks: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class UnreportedCommit:
     """A commit that the host has not been told of. metrics: rank 0's at its step, with its step and epoch."""
 

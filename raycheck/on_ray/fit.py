@@ -87,6 +87,7 @@ def _fit_run(trainer: Any, where: str, resume: str | int, storage: StorageSettin
     _settle_failures(config)
     # Ray's collectives wait forever by default; a rank that left the loop must not block the others (I9).
     os.environ.setdefault("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", str(COLLECTIVE_TIMEOUT_S))
+    os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")  # 5 by default, and a notice may be shorter
     if not ray.is_initialized():
         ray.init()
     coordinator = start_coordinator(uri, owner=uuid4().hex[:16], resume=wish)

@@ -22,7 +22,7 @@ from raycheck.group.ports import NodeSink, Reporter
 from raycheck.on_ray.api import train_context
 from raycheck.on_ray.api.calls import call, this_node
 from raycheck.on_ray.api.controller_callbacks import guard_from_fit, guard_this_run
-from raycheck.on_ray.api.preemption_notices import preemption_deadline
+from raycheck.on_ray.api.preemption_notices import notice_of_ray_train
 from raycheck.on_ray.api.run_location import run_uri
 from raycheck.on_ray.nodes.memory_shards import MemoryReader
 from raycheck.on_ray.nodes.node_uploads import NodeUploads
@@ -120,7 +120,7 @@ def group_of_ray_train() -> RayGroup:
         world_size=world_size,
         coordinator=coordinator or shared[1],
         broadcast=train_context.broadcast if world_size > 1 else same,
-        notice=preemption_deadline,
+        notice=notice_of_ray_train,
         is_ray_train=True,
         is_first_on_node=train_context.is_first_on_node(),
         retention=train_context.retention_asked_for(),

@@ -14,7 +14,7 @@ from raycheck.bucket.assembly.replica_comparison import Replica
 from raycheck.bucket.format.checksum import crc32
 from raycheck.state.entries.state_entry import GatheredEntry, StateEntry
 from raycheck.transfer.replica_digests import SharedBox
-from raycheck.transfer.stage.local_box import LocalBox, bytes_of
+from raycheck.transfer.stage.local_box import TRAIN, LocalBox, bytes_of
 
 EntryOf = Mapping[str, StateEntry]
 """Maps a tensor's name to its entry."""
@@ -32,14 +32,21 @@ def checksums_of(
     *,
     is_compared: bool,
     may_spread: bool,
+    has_all: bool = False,
 ) -> Holdings:
     """Return this rank's side of the agreement.
 
     boxes: the boxes of what was gathered from the entries, with tied ones merged. is_compared: include checksums.
-    may_spread: False if the first holder of each box has to write it.
+    may_spread: False if the first holder of each box has to write it. has_all: include copies of which a mesh says that
+    another rank writes them.
     """
     owners = entry_of(entries, gathered)
-    held = [found for box in boxes if box.is_held and not box.is_unique for found in _held(box, owners, is_compared)]
+    held = [
+        found
+        for box in boxes
+        if (box.has_bytes and box.has_replicas if has_all else box.is_held and not box.is_unique)
+        for found in _held(box, owners, is_compared)
+    ]
     return Holdings.of(
         [found if may_spread else found._replace(may_spread=False) for found in held],
         values={
@@ -108,6 +115,8 @@ def _held(box: LocalBox, owners: EntryOf, is_compared: bool) -> list[HeldBox]:
             crc32=crc if name in compared else None,
             is_on_host=box.local.device.type == "cpu",
             cure=owners[name].cure,
+            is_spare=not box.is_first_replica,
+            may_move=box.component == TRAIN,
         )
         for name in names
     ]

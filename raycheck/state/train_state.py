@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from raycheck.bucket.assembly.replica_agreement import Agreement, Holdings
+from raycheck.bucket.assembly.replica_agreement import SPREAD_FROM_BYTES, Agreement, Holdings
 from raycheck.bucket.assembly.role import RankPlace, Role, is_under
 from raycheck.bucket.format.index import Index
 from raycheck.bucket.format.manifest import Manifest
@@ -147,15 +147,28 @@ class TrainState:
         boxes = by_component(self._boxes(self._gather()))
         return {name: own for name, own in boxes.items() if name != TRAIN}
 
-    def replica_checksums(self, *, is_compared: bool = True, may_spread: bool = True) -> Holdings:
+    def has_copies(self) -> bool:
+        """Return whether other ranks may have everything large that training changes here."""
+        return all(
+            box.has_replicas or box.size_bytes < SPREAD_FROM_BYTES
+            for box in self._boxes(self._gather())
+            if box.component == TRAIN
+        )
+
+    def replica_checksums(
+        self, *, is_compared: bool = True, may_spread: bool = True, has_all: bool = False
+    ) -> Holdings:
         """Return everything on this rank that others may have too, for replica_agreement.agree.
 
         is_compared: include checksums, so that differences are refused. may_spread: a large box may be written by a
-        rank other than its first holder.
+        rank other than its first holder. has_all: include what a mesh says that another rank writes, since that rank
+        may be about to be taken away.
         """
         gathered = self._gather()
         boxes = self._boxes(gathered)
-        holdings = checksums_of(self._entries, gathered, boxes, is_compared=is_compared, may_spread=may_spread)
+        holdings = checksums_of(
+            self._entries, gathered, boxes, is_compared=is_compared, may_spread=may_spread, has_all=has_all
+        )
         buffers = buffer_checksums(self.objects, self._entries, gathered)
         return replace(holdings, buffers=buffers, other_roles=self._role.others)
 

@@ -147,6 +147,52 @@ def test_a_notice_that_is_too_short_keeps_the_save_under_way_and_costs_one_inter
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_three_seconds_of_notice_lose_nothing_that_another_node_has_although_a_save_takes_far_longer(
+    nodes: Arena, drive: Drive, s3: str, row: Row, rank: int
+) -> None:
+    """The node's ranks write next to nothing, and the actor of the other node completes the save when Ray has ended the
+    group."""
+    with fault_proxy(s3) as proxy:
+        nodes.add(2)
+        settings = {"every_steps": 1000, "at_start": True, "upload_by": "node"}
+        driver = drive(
+            uri=join_uri(proxy.uri, uuid4().hex),
+            workers=[1, 2],
+            steps=400,
+            settings=settings,
+            replicated_width=1000,
+            pause_s=0.2,
+        )
+        proxy.throttle(bytes_per_s=1e6)
+        driver.reaches(1)
+        store = open_store(driver.uri)
+        wait_for(lambda: read_latest(store).live, within_s=BOUND_S, why="the save of step 0")
+        driver.reaches(driver.story.attempts[1].last_step + 3)
+        leaving = nodes.of_rank(driver, rank)
+
+        noticed = driver.story.attempts[1].last_step
+        nodes.drain(leaving, seconds=3)
+        time.sleep(3)
+        since = nodes.kill(leaving)
+        last = driver.story.attempts[1].last_step
+        wait_for(lambda: len(read_latest(store).live) > 1, within_s=BOUND_S, why="the save by notice")
+        committed_s = time.monotonic() - since
+        proxy.throttle(bytes_per_s=0)
+        driver.reaches(last + 1, attempt=2, within_s=BOUND_S)
+
+        at = driver.story.attempts[2].start["step"]
+        row(
+            f"rank {rank} drained, 3 s of notice, committed {committed_s:.0f} s after its end",
+            lost_steps=last - at,
+            seconds=driver.story.first_new_step_s(2, since=since),
+        )
+        assert at >= noticed, "nothing that was trained before the notice was lost"
+        assert committed_s > 3, "the save took longer than the node had"
+        assert_invariants(store)
+
+
+@pytest.mark.slow
 def test_two_nodes_that_are_drained_one_after_the_other(nodes: Arena, drive: Drive, row: Row) -> None:
     nodes.add(4)
     driver = drive(workers=2, steps=2000, settings={"every_steps": 100_000})

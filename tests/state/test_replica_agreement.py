@@ -263,7 +263,7 @@ def bytes_of(manifest: Manifest) -> int:
 # --- who writes ---
 
 
-def held(number: int, *, size_bytes: int, may_spread: bool) -> HeldBox:
+def held(number: int, *, size_bytes: int, may_spread: bool, **fields: Any) -> HeldBox:
     name = f"t{number}"
     return HeldBox(
         box=f"{name}@0",
@@ -274,6 +274,7 @@ def held(number: int, *, size_bytes: int, may_spread: bool) -> HeldBox:
         size_bytes=size_bytes,
         may_spread=may_spread,
         crc32=number,
+        **fields,
     )
 
 
@@ -346,3 +347,47 @@ def test_a_weight_that_is_tied_on_one_rank_and_apart_on_another_is_refused_by_na
 
     with pytest.raises(ConfigError, match=r"tensor model\.b\.weight is not the same on ranks 0 and 1"):
         agreed(ranks)
+
+
+# --- who writes when ranks are about to be taken away ---
+
+
+@given(groups(), st.sets(st.integers(0, 4)))
+def test_leaving_ranks_write_nothing_that_others_have_and_may_write_and_the_others_keep_theirs(
+    ranks: list[Holdings], leaving: set[int]
+) -> None:
+    before, told = writers_of(ranks), agree(ranks, leaving=leaving)
+    after = {box: writer for agreement in told for box, writer in agreement.writers.items()}
+
+    assert all(after[box] == writer for agreement in told for box, writer in agreement.writers.items()), "one writer"
+    for holdings in ranks:
+        for box in holdings.held:
+            holders = {rank for rank, other in enumerate(ranks) if box.box in {found.box for found in other.held}}
+            assert after[box.box] in holders
+            if before[box.box] not in leaving or not box.may_spread:
+                assert after[box.box] == before[box.box]
+            elif holders - leaving:
+                assert after[box.box] not in leaving
+
+
+def test_what_leaving_ranks_would_write_is_spread_over_those_that_stay() -> None:
+    boxes = [held(number, size_bytes=4 * MIB, may_spread=True) for number in range(12)]
+    small = [held(100 + number, size_bytes=1000, may_spread=True) for number in range(8)]
+
+    told = agree([Holdings.of([*boxes, *small], values={})] * 4, leaving={0, 3})[1].writers
+
+    assert sorted(told[box.box] for box in boxes) == [1] * 6 + [2] * 6
+    assert {told[box.box] for box in small} == {1, 2}
+
+
+def test_a_copy_that_a_mesh_leaves_to_another_rank_is_written_once_that_rank_leaves() -> None:
+    """And a frozen box stays where the bucket has it."""
+    shard = {"size_bytes": 4 * MIB, "may_spread": True}
+    first = [held(1, **shard), held(2, **shard, may_move=False)]
+    second = [held(1, **shard, is_spare=True), held(2, **shard, is_spare=True, may_move=False)]
+    ranks = [Holdings.of(boxes, values={}) for boxes in (first, second)]
+
+    assert [agreement.writers for agreement in agree(ranks)] == [{"t1@0": 0, "t2@0": 0}] * 2
+    assert [agreement.writers for agreement in agree(ranks, leaving={1})] == [{"t1@0": 0, "t2@0": 0}] * 2
+    assert [agreement.writers for agreement in agree(ranks, leaving={0})] == [{"t1@0": 1, "t2@0": 0}] * 2
+    assert [agreement.writers for agreement in agree(ranks, leaving={0, 1})] == [{"t1@0": 0, "t2@0": 0}] * 2

@@ -27,11 +27,11 @@ from tests.support.samples import parallel_shapes
 
 
 def save_by(
-    ranks: Ranks, store: Store, kind: str
+    ranks: Ranks, store: Store, kind: str, leaving: frozenset[int] = frozenset()
 ) -> tuple[Checkpoint, list[fsdp_training.Tensors], list[fsdp_training.Tensors]]:
     """Save what four ranks trained. Returns each rank's tensors at the save and one step after it too."""
     name = claimed(store, world_size=4, step=parallel_shapes.PROGRESS.step)
-    answers = ranks.run(parallel_shapes.save_trained, 4, kind, store.uri, name)
+    answers = ranks.run(parallel_shapes.save_trained, 4, kind, store.uri, name, leaving)
     checkpoint = committed(store, name, [answer[0] for answer in answers], progress=parallel_shapes.PROGRESS)
     return checkpoint, [answer[1] for answer in answers], [answer[2] for answer in answers]
 
@@ -56,6 +56,24 @@ def test_a_mesh_of_two_by_two_real_ranks_is_saved_once_and_restored_anywhere(fil
         assert report.restored == ("model", "optimizer", "progress", "rng")
     for restored in by_stock:
         fsdp_training.assert_same(restored, expected)
+    fsdp_training.assert_same(parallel_shapes.full(plain), expected)
+
+
+@pytest.mark.parametrize("leaving", [{0, 1}, {2, 3}])
+@pytest.mark.parametrize("kind", ["hybrid", "replicas x tensor parallel"])
+def test_a_replica_that_leaves_writes_nothing_that_the_other_one_holds(
+    files: Store, ranks: Ranks, kind: str, leaving: set[int]
+) -> None:
+    """Ranks 0 and 1 are one replica of the model, ranks 2 and 3 are the other. A rank alone holds its random state."""
+    checkpoint, (expected, *_), _ = save_by(ranks, files, kind, frozenset(leaving))
+
+    index = checkpoint.read_index(checkpoint.read_manifest())
+    chunks = [(chunk.rank, index.tensors[chunk.tensor].name, chunk.payload_size) for chunk in index.chunks]
+    by_leaving = {name for rank, name, size in chunks if rank in leaving and size}
+    assert not {name for name in by_leaving if name.startswith(("model.", "optimizer."))}
+    assert payload_bytes(checkpoint) == sum(tensor.nbytes for tensor in expected.values())
+    plain = parallel_shapes.build("plain", 1, seed=3)
+    restore_state(checkpoint, plain)
     fsdp_training.assert_same(parallel_shapes.full(plain), expected)
 
 

@@ -3,7 +3,8 @@
 The ranks of a group do this once, before their first save, and send checksums with it: replicas that differ from the
 start are a bug in the training script, and end the run before anything is uploaded. Later saves need no such exchange,
 since their reports are compared (replica_comparison.py). A box that appears after it (optimizer state of a parameter
-that had no gradient) is written by every holder, kept once, and agreed on before the next save.
+that had no gradient) is written by every holder, kept once, and agreed on before the next save. They do it again when
+nodes are about to be taken away: what the ranks there write moves to ranks that stay and have it too.
 
 Each of thousands of ranks mostly holds the same boxes as many others. So a rank sends its boxes apart from their
 checksums: ranks with equal boxes are a crowd, whose boxes are looked at once.
@@ -12,8 +13,8 @@ checksums: ranks with equal boxes are a crowd, whose boxes are looked at once.
 import json
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
@@ -31,7 +32,9 @@ class HeldBox(NamedTuple):
 
     box: the id of the box, equal on all ranks that hold it. name, dtype, shape: those of the whole tensor. sizes: the
     box's, in elements. may_spread: another holder than the first may write it. crc32: None where it is not compared,
-    as replicas may differ by nature (module buffers). is_on_host: it is not on a device. cure: see Cure.
+    as replicas may differ by nature (module buffers). is_on_host: it is not on a device. cure: see Cure. is_spare: a
+    mesh says that another rank writes the box; this one does if that rank leaves. may_move: each save writes it anew,
+    so that another rank may do so.
     """
 
     box: str
@@ -43,6 +46,8 @@ class HeldBox(NamedTuple):
     may_spread: bool
     is_on_host: bool = True
     cure: Cure = ""
+    is_spare: bool = False
+    may_move: bool = True
     crc32: int | None = None
 
 
@@ -136,9 +141,21 @@ class _Crowd:
             heappop(self.queue)
         return self.queue[0]
 
+    def add_load(self, rank: int, size_bytes: int, load: dict[int, int]) -> None:
+        """Count what a rank of this crowd, or of another one, writes. No other crowd counts what a rank of this one
+        writes."""
+        load[rank] = load.get(rank, 0) + size_bytes
+        if self.queue is not None:
+            heappush(self.queue, (load[rank], rank))
 
-def agree(ranks: Sequence[Holdings], known: DecodedBoxes | None = None) -> list[Agreement]:
-    """Find what each rank is told, from all ranks' holdings, in order of rank. known: what was decoded before.
+
+def agree(
+    ranks: Sequence[Holdings], known: DecodedBoxes | None = None, *, leaving: Collection[int] = ()
+) -> list[Agreement]:
+    """Find what each rank is told, from all ranks' holdings, in order of rank.
+
+    known: what was decoded before. leaving: the ranks that are about to be taken away, which write only what no other
+    rank has.
 
     Raises ConfigError, which names a tensor or an entry that differs between ranks and should not.
     """
@@ -153,7 +170,7 @@ def agree(ranks: Sequence[Holdings], known: DecodedBoxes | None = None) -> list[
         mine = crowds[holdings.boxes] = _Crowd(ranks=[rank], boxes=boxes, checksums=holdings.checksums)
         holders.add(mine)
         assert crowd is None, "equal boxes with other checksums have been refused"
-    writers = holders.writers()
+    writers = holders.writers(leaving)
     apart, differing = _apart(ranks), _differing(ranks)
     told = {
         boxes: Agreement(
@@ -179,6 +196,7 @@ class _Holders:
         self._first: dict[str, HeldBox] = {}
         self._crowds: dict[str, _Crowd] = {}
         self._more: dict[str, list[tuple[_Crowd, HeldBox]]] = {}
+        self._spare: dict[str, list[_Crowd]] = {}
 
     def add(self, crowd: _Crowd) -> None:
         """Add a crowd. Raises ConfigError, which names a tensor that its first rank holds otherwise than the others."""
@@ -187,6 +205,9 @@ class _Holders:
             if held.name not in self._tensors:
                 self._tensors[held.name] = rank, held
             _refuse_other_form(*self._tensors[held.name], rank, held)
+            if held.is_spare:
+                self._spare.setdefault(held.box, []).append(crowd)
+                continue
             first = self._first.setdefault(held.box, held)
             if first is held:
                 self._crowds[held.box] = crowd
@@ -201,15 +222,21 @@ class _Holders:
             ranks = (self._crowds[first.box].ranks[0], rank)
             raise ConfigError(refusal([Difference(label=f"tensor {first.name}", cure=first.cure, ranks=ranks)]))
 
-    def writers(self) -> dict[str, int]:
+    def writers(self, leaving: Collection[int]) -> dict[str, int]:
         """Return the writer of each box: its first holder, or where a large box may be spread, the least loaded one."""
         writers = {box: crowd.ranks[0] for box, crowd in self._crowds.items()}
-        if not any(held.may_spread and held.size_bytes >= SPREAD_FROM_BYTES for held in self._first.values()):
-            return writers
+        load: dict[int, int] = {}
+        if any(held.may_spread and held.size_bytes >= SPREAD_FROM_BYTES for held in self._first.values()):
+            self._spread(writers, load)
+        if leaving:
+            self._move_from(frozenset(leaving), writers, load)
+        return writers
+
+    def _spread(self, writers: dict[str, int], load: dict[int, int]) -> None:
+        """Spread large boxes over their holders. load: how many bytes of large boxes each rank writes."""
         sizes = {box: held.size_bytes for box, held in self._first.items()}
         for box, copies in self._more.items():
             sizes[box] = max(sizes[box], *(held.size_bytes for _, held in copies))
-        load: dict[int, int] = {}
         large = [box for box, size in sizes.items() if size >= SPREAD_FROM_BYTES]
         for box in sorted(large, key=lambda box: (-sizes[box], box)):
             held, crowd, writer = self._first[box], self._crowds[box], writers[box]
@@ -218,10 +245,24 @@ class _Holders:
                 crowd = min(crowds, key=lambda crowd: crowd.least_loaded(load))
                 _, writer = crowd.least_loaded(load)
             writers[box] = writer
-            load[writer] = load.get(writer, 0) + held.size_bytes
-            if crowd.queue is not None:
-                heappush(crowd.queue, (load[writer], writer))
-        return writers
+            crowd.add_load(writer, held.size_bytes, load)
+
+    def _move_from(self, leaving: frozenset[int], writers: dict[str, int], load: dict[int, int]) -> None:
+        """Have the boxes that leaving ranks would write written by the least loaded ranks that stay and have them."""
+        staying: dict[int, _Crowd] = {}  # by the first rank of the crowd of which they are a part
+        for box, held in self._first.items():
+            if writers[box] not in leaving or not (held.may_spread and held.may_move):
+                continue
+            able = []
+            for crowd in (self._crowds[box], *(more for more, _ in self._more.get(box, ())), *self._spare.get(box, ())):
+                if (first := crowd.ranks[0]) not in staying:
+                    ranks = [rank for rank in crowd.ranks if rank not in leaving]
+                    staying[first] = replace(crowd, ranks=ranks, queue=None)
+                able += [staying[first]] if staying[first].ranks else []
+            if able:
+                crowd = min(able, key=lambda crowd: crowd.least_loaded(load))
+                _, writers[box] = crowd.least_loaded(load)
+                crowd.add_load(writers[box], held.size_bytes, load)
 
 
 def _differing(ranks: Sequence[Holdings]) -> tuple[str, ...]:

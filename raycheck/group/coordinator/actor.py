@@ -464,7 +464,13 @@ class Coordinator:
             holdings.decoded(self._held)
         rendezvous.arrive(report.rank, (report, holdings))
         if rendezvous.is_complete:
-            rendezvous.decide(lambda arrivals: agree([held for _, held in arrivals], self._held))
+            rendezvous.decide(
+                lambda arrivals: agree(
+                    [held for _, held in arrivals],
+                    self._held,
+                    leaving=frozenset(rank.rank for rank, _ in arrivals if rank.leaves),
+                )
+            )
             self._held = {}
 
     async def _conclude(self, reports: dict[int, Report]) -> Outcome:

@@ -451,18 +451,18 @@ class Checkpointer:
         label: Label = NO_LABEL,
         *,
         tasks: Collection[str] = (),
-        is_by_notice: bool = False,
+        leaving: Collection[int] | None = None,
         step: int | None = None,
     ) -> SaveHandle:
         """Begin a save like `save`, for a driver that has already chosen the kind of save, its label and its tasks.
 
-        is_by_notice: the save is made because a node is about to be taken away.
+        leaving: the ranks that are about to be taken away, if that is why the save is made.
         """
         if self._is_counting_only():
             if step is not None:
                 self._counter.count_to(step)
             return SaveHandle.committed(uri=self.uri, key="", progress=self._counter.progress)
-        return self._live().save_as(kind, metrics, label, tasks=tasks, is_by_notice=is_by_notice, step=step)
+        return self._live().save_as(kind, metrics, label, tasks=tasks, leaving=leaving, step=step)
 
     def keep_rows(self, rows: Columns) -> None:
         """Take the metrics of steps that a driver has kept. The next save takes them to the history."""

@@ -168,11 +168,15 @@ class LiveAttempt:
         if self._heartbeat.take_save_request():
             self._triggers.save_soon()
         kind = self._triggers.decide_at_step(
-            self._counter.progress, is_busy=queue.is_busy, busy_s=queue.busy_s or 0.0, metrics=self._metrics
+            self._counter.progress,
+            is_busy=queue.is_busy,
+            busy_s=queue.busy_s or 0.0,
+            metrics=self._metrics,
+            has_copies=self._state.has_copies,
         )
         self._save_to_memory(kind)
         if kind:
-            self.save_as(kind, metrics, tasks=self._triggers.tasks, is_by_notice=self._triggers.is_by_notice)
+            self.save_as(kind, metrics, tasks=self._triggers.tasks, leaving=self._triggers.leaving)
         if self._triggers.must_leave:
             self._leave_node()
         self._triggers.report_to_host()
@@ -218,21 +222,20 @@ class LiveAttempt:
         label: Label = NO_LABEL,
         *,
         tasks: Collection[str] = (),
-        is_by_notice: bool = False,
+        leaving: Collection[int] | None = None,
         step: int | None = None,
     ) -> SaveHandle:
         """Begin a save, unless this step is saved already as this kind or as one that includes it, with the same label.
 
-        tasks: what follows the commit, of this save or of the one that this step has. is_by_notice: see Manifest.
-        step: that the script has counted. Returns the handle of that save.
+        tasks: what follows the commit, of this save or of the one that this step has. leaving: the ranks that are
+        about to be taken away, if that is why the save is made. step: that the script has counted. Returns the handle
+        of that save.
         """
         if step is not None:
             self._count_to(step)
         step, before = self._begun
         if step != self._counter.step or strongest(before, kind) != before or label.adds_to(self._begun_label):
-            self._save(
-                self._metrics if metrics is None else metrics, kind, label, tasks=tasks, is_by_notice=is_by_notice
-            )
+            self._save(self._metrics if metrics is None else metrics, kind, label, tasks=tasks, leaving=leaving)
         elif tasks:
             began, key = time.monotonic(), self._begun_name[1]
             if not self._group.rank:
@@ -273,7 +276,7 @@ class LiveAttempt:
         label: Label = NO_LABEL,
         *,
         tasks: Collection[str] = (),
-        is_by_notice: bool = False,
+        leaving: Collection[int] | None = None,
     ) -> None:
         queue, progress, began = self._queue, self._counter.progress, time.monotonic()
         if kind == "keep":
@@ -292,7 +295,7 @@ class LiveAttempt:
             label=label,
             trained_s=self._clock.trained_s,
             is_reported=is_reported,
-            is_by_notice=is_by_notice,
+            leaving=leaving,
             replaces=replaces,
             tasks=self._tasks.of(tasks) if not self._group.rank else None,
         )

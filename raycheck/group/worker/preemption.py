@@ -9,6 +9,8 @@ import math
 import time
 from collections.abc import Callable
 
+from raycheck.group.ports import PreemptionNotice
+
 SAFETY = 1.5
 """A save may take this many times as long as the last one, and the next step may be late by this factor."""
 MARGIN_S = 1.0
@@ -24,7 +26,7 @@ class Preemption:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._notice: float | None = None
+        self._notice: PreemptionNotice | None = None
         self._deadline = math.inf
         self._has_late_save = False
 
@@ -32,23 +34,24 @@ class Preemption:
     def is_noticed(self) -> bool:
         return self._notice is not None
 
-    def take_notice(self, notice: float | None) -> bool:
-        """Record the newest notice. Return whether it differs from the last one.
-
-        notice: unix seconds at which the node is taken away, inf when that is not known; None when there is no notice.
-        """
-        if notice is None or notice == self._notice:
+    def take_notice(self, notice: PreemptionNotice | None) -> bool:
+        """Record the newest notice. Return whether its time differs from that of the last one."""
+        if notice is None:
+            return False
+        before, self._notice = self._notice, notice
+        if before is not None and notice.at == before.at:
             return False
         # A time that has passed already comes from another clock than this one: it does not say how much time is left.
-        is_known = self._clock() < notice < math.inf
-        self._notice, self._deadline = notice, notice if is_known else self._clock() + ASSUMED_S
+        is_known = self._clock() < notice.at < math.inf
+        self._deadline = notice.at if is_known else self._clock() + ASSUMED_S
         self._has_late_save = False
         return True
 
     def can_save_in_time(self, *, save_s: float, busy_s: float) -> bool:
         """Return whether a save that begins now can end before the node is taken away.
 
-        save_s: how long the last save took. busy_s: how long the saves in progress may still take.
+        save_s: for how long the ranks on that node are needed for a save. busy_s: how long the saves in progress may
+        still take.
         """
         return self._left_s() > self._needed_s(save_s, busy_s)
 

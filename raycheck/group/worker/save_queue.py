@@ -6,7 +6,7 @@ memory, and it makes a buffer safe to reuse: a save ends only after every reques
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
@@ -122,6 +122,7 @@ class SaveQueue:
         self._reporter = reporter
         self._newest_commit: UnreportedCommit | None = None  # of this attempt
         self._has_agreed = self._has_agreed_for_memory = group.world_size == 1
+        self._is_noticed = False  # ranks are about to be taken away
         self._has_named_buffers = False
         self._must_agree_after: dict[int, bool] = {}  # by the number of a save that has ended
         self._state = state
@@ -180,25 +181,29 @@ class SaveQueue:
         label: Label = NO_LABEL,
         trained_s: float = 0.0,
         is_reported: bool = False,
-        is_by_notice: bool = False,
+        leaving: Collection[int] | None = None,
         replaces: str | None = None,
         tasks: Mapping[str, HFExport | bytes] | None = None,
     ) -> str:
         """Stage the state and start its upload, after `wait_for_buffer`. Return the checkpoint's name.
 
         When it returns, the state may change: it is copied, or the save fails. If there is still no buffer, the save
-        counts as failed, and the other ranks are told. trained_s, is_by_notice, replaces: see Manifest. is_reported:
-        this save can soon be reported to Ray. tasks: see Report.
+        counts as failed, and the other ranks are told. trained_s, replaces: see Manifest. is_reported: this save
+        can soon be reported to Ray. leaving: the ranks that are about to be taken away, if that is why the save is
+        made: then others write what they have too, from this save on. tasks: see Report.
         """
         began = time.monotonic()
         self.saves += 1  # counted even when nothing is saved: the ranks' counts must stay equal
+        if leaving is not None:
+            self._is_noticed = True
+            self._report = replace(self._report, leaves=self._group.rank in leaving)
         report = replace(
             self._report,
             save=self.saves,
             progress=progress,
             trained_s=trained_s,
             is_rolling=kind == "roll",
-            is_by_notice=is_by_notice,
+            is_by_notice=leaving is not None,
             metrics=numbers_of(metrics),
             tasks=tasks or {},
             label=label,
@@ -220,7 +225,7 @@ class SaveQueue:
 
     def _begin(self, report: Report, began: float, *, is_reported: bool) -> StagedState:
         """Stage the state and hand it to the save thread. Return what is staged."""
-        must_agree = self._take_doubt(report.save) and self._group.world_size > 1
+        must_agree = (self._take_doubt(report.save) or report.is_by_notice) and self._group.world_size > 1
         is_reported = is_reported and not any(save.is_reported for save in self._pending)
         counts = {"step": report.progress.step, "epoch": report.progress.epoch}
         commit = UnreportedCommit(key=report.checkpoint, metrics={**counts, **report.metrics})  # the user's `step` wins
@@ -415,7 +420,9 @@ class SaveQueue:
         disappear after a restart: it fails the save, when its reports are compared.
         """
         holdings = self._state.replica_checksums(
-            is_compared=report.save == 1 and not report.keeps_drift, may_spread=not report.keeps_drift
+            is_compared=report.save == 1 and not report.keeps_drift,
+            may_spread=not report.keeps_drift,
+            has_all=self._is_noticed,
         )
         deadline = time.monotonic() + timeout_s
         what = f"agreement before the save of step {report.progress.step}"

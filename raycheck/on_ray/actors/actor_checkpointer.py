@@ -311,7 +311,7 @@ class ActorCheckpointer:
             save=save,
             tasks=tuple(tasks),
             is_preempted=self._triggers.is_preempted,
-            is_by_notice=at == "step" and self._triggers.is_by_notice,
+            leaving=self._triggers.leaving if at == "step" else None,
             timeout_s=timeout_s,
             label=label,
             save_id=save_id,

@@ -70,10 +70,10 @@ class DriverDecision:
     """The driver's position in its loop, and what it has decided there, for a rank.
 
     progress: the counts now. save: the kind of save to start, None for none; tasks: the tasks after its commit.
-    is_preempted: a node of the group will be preempted; is_by_notice: that is the reason for the save. metrics, states:
-    for that save; states are those of the driver's entries. rows: the metrics of steps that the driver has kept for the
-    history. Only rank 0 gets states and rows. timeout_s: how long to wait for saves. label: the label of that save.
-    save_id: the id by which the driver's handle asks for that save; "" without a handle.
+    is_preempted: a node of the group will be preempted. leaving: the ranks on such nodes, if that is the reason for the
+    save. metrics, states: for that save; states are those of the driver's entries. rows: the metrics of steps that the
+    driver has kept for the history. Only rank 0 gets states and rows. timeout_s: how long to wait for saves. label: the
+    label of that save. save_id: the id by which the driver's handle asks for that save; "" without a handle.
     """
 
     at: Literal["step", "epoch", "save", "wait", "close"]
@@ -81,7 +81,7 @@ class DriverDecision:
     save: SaveKind | None
     tasks: tuple[str, ...] = ()
     is_preempted: bool = False
-    is_by_notice: bool = False
+    leaving: frozenset[int] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     rows: Columns = field(default_factory=dict)
     states: Mapping[str, Any] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class ActorRank:
                 decision.metrics,
                 decision.label,
                 tasks=decision.tasks,
-                is_by_notice=decision.is_by_notice,
+                leaving=decision.leaving,
                 step=decision.progress.step if decision.at == "save" else None,
             )
             if decision.save_id:

@@ -8,41 +8,44 @@ save still fits.
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from threading import Thread
 
 import ray
 import ray.train
 
+from raycheck.group.ports import PreemptionNotice
+
 NOTICE_PAUSE_S = 1.0
 
 
-def preemption_deadline() -> float | None:
-    """Return when Ray Train says that a node of this group will be preempted, in unix seconds.
+def notice_of_ray_train() -> PreemptionNotice | None:
+    """Return what Ray Train says about nodes of this group that will be preempted; None if none will.
 
-    It is inf without a time, and None without a notice. Every rank must call it equally often.
+    Every rank must call it equally often.
     """
     if not hasattr(ray.train, "get_preemption_info"):
         return None
     info = ray.train.get_preemption_info()
     if info is None:
         return None
-    return math.inf if info.deadline_ms is None else info.deadline_ms / 1000.0
+    at = math.inf if info.deadline_ms is None else info.deadline_ms / 1000.0
+    return PreemptionNotice(at=at, ranks=frozenset(info.preempted_ranks))
 
 
 class PreemptionNotices:
     """The same for a group of actors without Ray Train: asks Ray about their nodes in the background once a second.
 
-    A callable, as Group's `notice` is. nodes: their ids.
+    A callable, as Group's `notice` is. nodes: their ids, in the order of the ranks.
     """
 
     def __init__(self, nodes: Sequence[str]) -> None:
-        self._nodes = frozenset(nodes)
+        self._nodes = tuple(nodes)
         self._asked_at = float("-inf")
-        self._newest: float | None = None
+        self._newest: PreemptionNotice | None = None
         self._asking = Thread()
 
-    def __call__(self) -> float | None:
+    def __call__(self) -> PreemptionNotice | None:
         """Return the newest answer, without waiting for Ray: it does not answer while its head is down."""
         if not self._asking.is_alive() and time.monotonic() - self._asked_at > NOTICE_PAUSE_S:
             self._asked_at = time.monotonic()
@@ -51,15 +54,16 @@ class PreemptionNotices:
         return self._newest
 
     def _ask(self) -> None:
-        self._newest = _drain_deadline(self._nodes)
+        self._newest = _notice_about(self._nodes)
 
 
-def _drain_deadline(nodes: Collection[str]) -> float | None:
-    """Return when the first of these nodes will be drained, in unix seconds: inf without a time, None if none will."""
+def _notice_about(nodes: Sequence[str]) -> PreemptionNotice | None:
     try:
         from ray._private.state import state
 
         draining = state.get_draining_nodes()
     except (ImportError, AttributeError, ray.exceptions.RayError):
         return None
-    return min((ms / 1000.0 if ms else math.inf for node, ms in draining.items() if node in nodes), default=None)
+    ranks = frozenset(rank for rank, node in enumerate(nodes) if node in draining)
+    at = min((draining[nodes[rank]] / 1000.0 or math.inf for rank in ranks), default=math.inf)
+    return PreemptionNotice(at=at, ranks=ranks) if ranks else None

@@ -84,7 +84,12 @@ class LocalBox:
 
         It does not for a further replica, nor for the empty end of an uneven shard.
         """
-        return self.is_first_replica and (0 not in self.sizes or 0 in self.shape)
+        return self.is_first_replica and self.has_bytes
+
+    @property
+    def has_bytes(self) -> bool:
+        """Return whether this rank has the box, and not only the empty end of an uneven shard."""
+        return 0 not in self.sizes or 0 in self.shape
 
 
 def box_name(name: str, offsets: tuple[int, ...]) -> str:
@@ -190,7 +195,12 @@ def _nothing_of(dtype: torch.dtype) -> torch.Tensor:
 def boxes_to_write(boxes: Iterable[LocalBox], *, rank: int, writers: Mapping[str, int]) -> list[LocalBox]:
     """Return the boxes that this rank writes.
 
-    writers: the agreed writer, by the box's name. A box that is missing there is newer than the agreement: every holder
-    writes it, and the commit keeps the first.
+    writers: the agreed writer, by the box's name. A box that is missing there is written by the rank that its mesh
+    names; without one, it is newer than the agreement: every holder writes it, and the commit keeps the first.
     """
-    return [box for box in boxes if box.is_held and (box.is_unique or writers.get(box.box_name, rank) == rank)]
+
+    def is_written(box: LocalBox) -> bool:
+        writer = None if box.is_unique and not box.has_replicas else writers.get(box.box_name)
+        return box.is_first_replica if writer is None else writer == rank
+
+    return [box for box in boxes if box.has_bytes and is_written(box)]

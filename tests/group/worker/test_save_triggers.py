@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from ray import cloudpickle
 import raycheck
 from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError
+from raycheck.group.ports import PreemptionNotice
 from raycheck.group.worker.save_triggers import SaveTriggers
 from raycheck.on_ray.actors.actor_checkpointer import settings_for_actors
 from raycheck.settings import AfterCommit, HFExport, Retention, SaveSettings
@@ -102,7 +103,7 @@ def test_a_notice_too_short_for_a_save_brings_a_memory_checkpoint_as_soon_as_the
 
     def one(rank: int) -> list[tuple[int, bool, bool]]:
         """Return for each step whether it is saved to the bucket and to memory. Memory is busy up to step 5."""
-        notices = [None, None, *[time.time() + 3.0] * 10]
+        notices = [None, None, *[PreemptionNotice(at=time.time() + 3.0)] * 10]
         place = replace(group(rank, world_size, ranks.broadcast_of(rank)), notice=lambda: notices.pop(0))
         triggers = SaveTriggers(settings, place)
         triggers.committed(save_s=60.0)
@@ -122,14 +123,42 @@ def test_a_notice_too_short_for_a_save_brings_a_memory_checkpoint_as_soon_as_the
     assert [step for step, _, is_in_memory in decided[0] if is_in_memory] == [6, 10]
 
 
+@pytest.mark.parametrize(
+    ("upload_by", "leaving", "copies", "is_saved"),
+    [
+        ("node", {1}, True, True),
+        ("node", {1}, False, False),
+        ("node", {0, 1}, True, False),
+        ("rank", {1}, True, False),
+    ],
+)
+def test_a_notice_too_short_for_a_save_brings_one_that_the_others_can_complete(
+    upload_by: Literal["node", "rank"], leaving: set[int], copies: bool, is_saved: bool
+) -> None:
+    """Else only a save that every rank completes in time is begun."""
+    settings = SaveSettings(every_steps=1000, upload_by=upload_by)
+    ranks = Ranks(2)
+
+    def one(rank: int) -> tuple[str | None, frozenset[int] | None]:
+        notice = PreemptionNotice(at=time.time() + 3.0, ranks=frozenset(leaving))
+        triggers = SaveTriggers(settings, replace(group(rank, 2, ranks.broadcast_of(rank)), notice=lambda: notice))
+        triggers.committed(save_s=60.0)
+        return triggers.decide_at_step(Progress(step=1), has_copies=lambda: copies), triggers.leaving
+
+    decided = [thread.join() for thread in [InThread(lambda rank=rank: one(rank)) for rank in range(2)]]
+
+    assert decided == [("keep", frozenset(leaving)) if is_saved else (None, None)] * 2
+
+
 def test_a_memory_checkpoint_that_has_to_wait_asks_no_more_often_than_the_ranks_hear_rank_0():
     settings = SaveSettings(every_steps=100, memory_every_steps=10, upload_by="node")
     ranks, shared = Ranks(2), []
+    notice = PreemptionNotice(at=time.time() + 3600.0)
 
     def one(rank: int) -> list[int]:
         hear = ranks.broadcast_of(rank)
         broadcast = hear if rank else lambda value: (shared.append(value.step), hear(value))[1]
-        triggers = SaveTriggers(settings, replace(group(rank, 2, broadcast), notice=lambda: time.time() + 3600.0))
+        triggers = SaveTriggers(settings, replace(group(rank, 2, broadcast), notice=lambda: notice))
         found = []
         for step in range(1, 21):
             triggers.decide_at_step(Progress(step=step))

@@ -27,6 +27,7 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.group.coordinator.actor import Coordinator
 from raycheck.group.coordinator.messages import Holder, Outcome, Pending
+from raycheck.group.ports import PreemptionNotice
 from raycheck.on_ray.nodes.memory_shards import CHUNK_BYTES, CHUNKS_IN_FLIGHT, MemoryReader, send
 from raycheck.on_ray.nodes.node_uploads import NodeAgent
 from raycheck.on_ray.ray_cluster import RayCluster
@@ -140,7 +141,7 @@ def test_a_group_that_leaves_a_node_at_once_leaves_a_memory_checkpoint_of_its_la
     coordinator: Any, tmp_path: Path
 ) -> None:
     """Also when the one before is still under way, and there is too little time for a save to the bucket."""
-    notices: list[float] = []
+    notices: list[PreemptionNotice] = []
 
     def attempt(steps: range) -> tuple[Any, Averaged]:
         model = Averaged()
@@ -159,7 +160,7 @@ def test_a_group_that_leaves_a_node_at_once_leaves_a_memory_checkpoint_of_its_la
             for number in steps:
                 model.step(number)
                 if number == 5:
-                    notices.append(time.time() + 0.02)
+                    notices.append(PreemptionNotice(at=time.time() + 0.02))
                 ckpt.end_step()
                 if number == 2:
                     ckpt.wait()

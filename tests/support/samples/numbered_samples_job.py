@@ -1,4 +1,4 @@
-"""The training function of the matrix: FSDP2 on numbered samples. Each rank writes, step by step, which samples it was given."""
+"""The training function of the matrix: FSDP2 or DDP on numbered samples. Each rank writes, step by step, which samples it was given."""
 
 import json
 import os
@@ -30,13 +30,18 @@ class Numbered(Dataset[tuple[torch.Tensor, int]]):
 
 
 def train(config: dict[str, Any]) -> None:
-    """Options: folder, steps, pause_s, settings; hurt=(kind, rank, step): how a rank fails in the first attempt."""
+    """Options: folder, steps, pause_s, settings; hurt=(kind, rank, step): how a rank fails in the first attempt;
+    replicated_width: DDP, with a layer of that width."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
-    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
-    fully_shard(model)
+    width = config.get("replicated_width")
+    wide = [torch.nn.Linear(width, width)] if width else []
+    model: Any = torch.nn.Sequential(
+        torch.nn.Linear(4, width or 64), *wide, torch.nn.Tanh(), torch.nn.Linear(width or 64, 1)
+    )
+    model = ray.train.torch.prepare_model(model) if width else fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = raycheck.Batches(Numbered(), global_batch=BATCH, seed=SEED)
     state = {"model": model, "optimizer": optimizer, "data": data}

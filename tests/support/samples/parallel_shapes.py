@@ -85,20 +85,22 @@ def full(state: State) -> Tensors:
     }
 
 
-def settled(state: State, rank: int, world_size: int) -> TrainState:
-    """This rank's state after all ranks agreed on who writes what."""
+def settled(state: State, rank: int, world_size: int, *, leaving: frozenset[int] = frozenset()) -> TrainState:
+    """This rank's state after all ranks agreed on who writes what. leaving: as after a notice."""
     saver = TrainState(state, rank=rank, world_size=world_size)
     holdings: list[Any] = [None] * world_size
-    dist.all_gather_object(holdings, saver.replica_checksums())
-    saver.use_agreement(agree(holdings)[rank])
+    dist.all_gather_object(holdings, saver.replica_checksums(has_all=bool(leaving)))
+    saver.use_agreement(agree(holdings, leaving=leaving)[rank])
     return saver
 
 
-def save_trained(rank: int, world_size: int, kind: str, uri: str, name: str) -> tuple[Uploaded, Tensors, Tensors]:
+def save_trained(
+    rank: int, world_size: int, kind: str, uri: str, name: str, leaving: frozenset[int] = frozenset()
+) -> tuple[Uploaded, Tensors, Tensors]:
     """Returns the tensors that were saved, and those after one more step."""
     state = build(kind, world_size, seed=1)
     train(state, PROGRESS.step)
-    staged = settled(state, rank, world_size).stage(PROGRESS)
+    staged = settled(state, rank, world_size, leaving=leaving).stage(PROGRESS)
     saved = full(state)
     train(state, 1, start=PROGRESS.step)
     return upload(open_store(uri), staged, name=name), saved, full(state)
