@@ -1,16 +1,19 @@
 """Fails a Ray Train run in every way: checks how many steps that costs, in what order samples come, and how soon training
 goes on."""
 
+import math
 import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
 import raycheck
 from raycheck.bucket.attempt_records import read_resumes
+from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from tests.support.histories.invariants import assert_invariants
@@ -178,7 +181,7 @@ def test_three_seconds_of_notice_lose_nothing_that_another_node_has_although_a_s
         last = driver.story.attempts[1].last_step
         wait_for(lambda: len(read_latest(store).live) > 1, within_s=BOUND_S, why="the save by notice")
         committed_s = time.monotonic() - since
-        proxy.throttle(bytes_per_s=0)
+        proxy.throttle(bytes_per_s=math.inf)
         driver.reaches(last + 1, attempt=2, within_s=BOUND_S)
 
         at = driver.story.attempts[2].start["step"]
