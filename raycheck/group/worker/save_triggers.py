@@ -325,12 +325,12 @@ class SaveTriggers:
         """Decide, on rank 0, whether to save now because a node is about to be taken away."""
         if not self._preemption.is_noticed:
             return False
-        save_s = self._save_s
-        if self._can_outlive(has_copies):
-            save_s = min(save_s, self._blocked_s + LAST_SHARD_S)
+        can_outlive = self._can_outlive(has_copies)
         if not is_new_notice:
+            save_s = min(self._save_s, self._blocked_s + LAST_SHARD_S) if can_outlive else self._save_s
             return self._preemption.take_last_chance(save_s=save_s, busy_s=busy_s, again_s=self._broadcast.again_s)
-        can_save = self._preemption.can_save_in_time(save_s=save_s, busy_s=busy_s)
+        # A save that the others can complete may fail, and costs nothing: without it, these steps are lost anyway.
+        can_save = self._preemption.can_save_in_time(save_s=0.0 if can_outlive else self._save_s, busy_s=busy_s)
         then = "saving" if can_save else "too little time for another save; one in progress continues"
         logger.warning(event(f"a node of this group is about to be taken away: {then}", step=step, run=self._group.uri))
         return can_save
