@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from raycheck.data.data_stream import DataStream
     from raycheck.data.proof_agreement import SourceProof
     from raycheck.group.group import Group
+    from raycheck.group.ports import PreemptionNotice
     from raycheck.group.served_group import torchrun_group
     from raycheck.group.worker.checkpointer import Checkpointer
     from raycheck.group.worker.group_restore import RestoreResult
@@ -34,6 +35,7 @@ __all__ = [
     "Part",
     "PerRank",
     "Periodic",
+    "PreemptionNotice",
     "RankZero",
     "RayGroup",
     "RestoreResult",
@@ -56,6 +58,7 @@ __getattr__, __dir__ = on_first_use(
         "raycheck.data.proof_agreement": ("SourceProof",),
         "raycheck.group.group": ("Group",),
         "raycheck.on_ray.ray_group": ("RayGroup", "start_coordinator"),
+        "raycheck.group.ports": ("PreemptionNotice",),
         "raycheck.group.served_group": ("torchrun_group",),
         "raycheck.group.worker.checkpointer": ("Checkpointer",),
         "raycheck.group.worker.group_restore": ("RestoreResult",),

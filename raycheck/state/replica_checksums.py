@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from raycheck.bucket.assembly.replica_agreement import Agreement, HeldBox, Holdings, ValueChecksums
+from raycheck.bucket.assembly.replica_agreement import Agreement, ByMesh, HeldBox, Holdings, ValueChecksums
 from raycheck.bucket.assembly.replica_comparison import Replica
 from raycheck.bucket.format.checksum import crc32
 from raycheck.state.entries.state_entry import GatheredEntry, StateEntry
@@ -32,19 +32,19 @@ def checksums_of(
     *,
     is_compared: bool,
     may_spread: bool,
-    has_all: bool = False,
+    with_spares: bool = False,
 ) -> Holdings:
     """Return this rank's side of the agreement.
 
     boxes: the boxes of what was gathered from the entries, with tied ones merged. is_compared: include checksums.
-    may_spread: False if the first holder of each box has to write it. has_all: include copies of which a mesh says that
-    another rank writes them.
+    may_spread: False if the first holder of each box has to write it. with_spares: include what a mesh of all ranks
+    places, and the copies that it leaves to other ranks.
     """
     owners = entry_of(entries, gathered)
     held = [
         found
         for box in boxes
-        if (box.has_bytes and box.has_replicas if has_all else box.is_held and not box.is_unique)
+        if (box.has_bytes and box.has_replicas if with_spares else box.is_held and not box.is_unique)
         for found in _held(box, owners, is_compared)
     ]
     return Holdings.of(
@@ -59,7 +59,13 @@ def checksums_of(
             for entry, found in zip(entries, gathered, strict=True)
             if not entry.is_per_rank
         },
+        alone_bytes=sum(box.size_bytes for box in boxes if box.component == TRAIN and _is_alone(box)),
     )
+
+
+def _is_alone(box: LocalBox) -> bool:
+    """Return whether the rank alone holds a box, as far as it knows."""
+    return box.is_held and box.is_unique and not box.has_replicas
 
 
 def shared_boxes(
@@ -101,7 +107,8 @@ def _names(box: LocalBox) -> tuple[str, ...]:
 def _held(box: LocalBox, owners: EntryOf, is_compared: bool) -> list[HeldBox]:
     """Return the box under each of its names, since another rank may have only one of them. Its bytes count once."""
     names = _names(box)
-    compared = {name for name in names if is_compared and owners[name].is_compared(name)}
+    by_mesh: ByMesh = "spare" if not box.is_first_replica else "writer" if box.is_unique else ""
+    compared = {name for name in names if is_compared and not by_mesh and owners[name].is_compared(name)}
     crc = crc32_of_tensor(box.local) if compared else None
     return [
         HeldBox(
@@ -115,7 +122,7 @@ def _held(box: LocalBox, owners: EntryOf, is_compared: bool) -> list[HeldBox]:
             crc32=crc if name in compared else None,
             is_on_host=box.local.device.type == "cpu",
             cure=owners[name].cure,
-            is_spare=not box.is_first_replica,
+            by_mesh=by_mesh,
             may_move=box.component == TRAIN,
         )
         for name in names

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from raycheck.bucket.assembly.replica_agreement import SPREAD_FROM_BYTES, Agreement, Holdings
+from raycheck.bucket.assembly.replica_agreement import Agreement, Holdings
 from raycheck.bucket.assembly.role import RankPlace, Role, is_under
 from raycheck.bucket.format.index import Index
 from raycheck.bucket.format.manifest import Manifest
@@ -147,27 +147,24 @@ class TrainState:
         boxes = by_component(self._boxes(self._gather()))
         return {name: own for name, own in boxes.items() if name != TRAIN}
 
-    def has_copies(self) -> bool:
-        """Return whether other ranks may have everything large that training changes here."""
-        return all(
-            box.has_replicas or box.size_bytes < SPREAD_FROM_BYTES
-            for box in self._boxes(self._gather())
-            if box.component == TRAIN
-        )
+    @property
+    def alone_bytes(self) -> int | None:
+        """Return how much only one rank can write; see Agreement."""
+        return self._agreement.alone_bytes
 
     def replica_checksums(
-        self, *, is_compared: bool = True, may_spread: bool = True, has_all: bool = False
+        self, *, is_compared: bool = True, may_spread: bool = True, with_spares: bool = False
     ) -> Holdings:
         """Return everything on this rank that others may have too, for replica_agreement.agree.
 
         is_compared: include checksums, so that differences are refused. may_spread: a large box may be written by a
-        rank other than its first holder. has_all: include what a mesh says that another rank writes, since that rank
-        may be about to be taken away.
+        rank other than its first holder. with_spares: include what a mesh places on some of its ranks, since a rank
+        that writes it may be about to be taken away.
         """
         gathered = self._gather()
         boxes = self._boxes(gathered)
         holdings = checksums_of(
-            self._entries, gathered, boxes, is_compared=is_compared, may_spread=may_spread, has_all=has_all
+            self._entries, gathered, boxes, is_compared=is_compared, may_spread=may_spread, with_spares=with_spares
         )
         buffers = buffer_checksums(self.objects, self._entries, gathered)
         return replace(holdings, buffers=buffers, other_roles=self._role.others)

@@ -366,7 +366,7 @@ def test_leaving_ranks_write_nothing_that_others_have_and_may_write_and_the_othe
             assert after[box.box] in holders
             if before[box.box] not in leaving or not box.may_spread:
                 assert after[box.box] == before[box.box]
-            elif holders - leaving:
+            elif holders - leaving and box.size_bytes:
                 assert after[box.box] not in leaving
 
 
@@ -377,17 +377,70 @@ def test_what_leaving_ranks_would_write_is_spread_over_those_that_stay() -> None
     told = agree([Holdings.of([*boxes, *small], values={})] * 4, leaving={0, 3})[1].writers
 
     assert sorted(told[box.box] for box in boxes) == [1] * 6 + [2] * 6
-    assert {told[box.box] for box in small} == {1, 2}
+    assert {told[box.box] for box in small} == {1}, "each other rank would be one more object for every reader"
 
 
 def test_a_copy_that_a_mesh_leaves_to_another_rank_is_written_once_that_rank_leaves() -> None:
     """And a frozen box stays where the bucket has it."""
     shard = {"size_bytes": 4 * MIB, "may_spread": True}
-    first = [held(1, **shard), held(2, **shard, may_move=False)]
-    second = [held(1, **shard, is_spare=True), held(2, **shard, is_spare=True, may_move=False)]
+    first = [held(1, **shard, by_mesh="writer"), held(2, **shard, by_mesh="writer", may_move=False)]
+    second = [held(1, **shard, by_mesh="spare"), held(2, **shard, by_mesh="spare", may_move=False)]
     ranks = [Holdings.of(boxes, values={}) for boxes in (first, second)]
 
     assert [agreement.writers for agreement in agree(ranks)] == [{"t1@0": 0, "t2@0": 0}] * 2
     assert [agreement.writers for agreement in agree(ranks, leaving={1})] == [{"t1@0": 0, "t2@0": 0}] * 2
     assert [agreement.writers for agreement in agree(ranks, leaving={0})] == [{"t1@0": 1, "t2@0": 0}] * 2
     assert [agreement.writers for agreement in agree(ranks, leaving={0, 1})] == [{"t1@0": 0, "t2@0": 0}] * 2
+
+
+def test_what_a_mesh_places_changes_no_other_writer() -> None:
+    """Or frozen boxes would be uploaded again by others."""
+    plain = [held(number, size_bytes=4 * MIB, may_spread=True, may_move=False) for number in range(8)]
+    placed = [held(100 + rank, size_bytes=9 * MIB, may_spread=True, by_mesh="writer") for rank in range(2)]
+    spare = [box._replace(by_mesh="spare") for box in placed]
+
+    before = writers_of([Holdings.of(plain, values={})] * 4)
+    ranks = [Holdings.of([*plain, box], values={}) for box in (*placed, *spare)]
+    after = agree(ranks, leaving={0})
+
+    assert {box.box: after[3].writers[box.box] for box in plain} == before
+    assert [after[rank].writers[f"t{100 + rank % 2}@0"] for rank in range(4)] == [2, 1, 2, 1]
+
+
+def test_a_copy_whose_writer_is_missing_has_no_writer() -> None:
+    """Its rank does not write it, and the commit fails by its name."""
+    lonely = held(1, size_bytes=5, may_spread=True, by_mesh="spare")
+
+    assert agree([Holdings.of([lonely], values={}), Holdings.of([], values={})], leaving={1})[0].writers == {}
+
+
+def test_the_ranks_learn_how_much_only_one_of_them_can_write() -> None:
+    shared = held(1, size_bytes=4 * MIB, may_spread=True)
+    buffer = held(2, size_bytes=3 * MIB, may_spread=False)
+    own = held(3, size_bytes=2 * MIB, may_spread=True)
+    frozen = held(4, size_bytes=64 * MIB, may_spread=True, may_move=False)
+
+    def alone(*ranks: list[HeldBox], sharded: int = 0) -> list[int | None]:
+        told = agree([Holdings.of(boxes, values={}, alone_bytes=sharded) for boxes in ranks])
+        return [agreement.alone_bytes for agreement in told]
+
+    assert alone([shared], [shared]) == [0, 0]
+    assert alone([shared, frozen], [shared]) == [0, 0]
+    assert alone([shared, own], [shared]) == [2 * MIB] * 2
+    assert alone([shared, buffer], [shared, buffer]) == [3 * MIB] * 2, "the first rank's counts"
+    assert alone([shared], [shared], sharded=MIB) == [MIB] * 2
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_sharded_state_has_no_copies_and_a_replicated_one_has_some(is_sharded: bool) -> None:
+    ranks = []
+    for rank in range(2):
+        torch.manual_seed(1)
+        weight = torch.ones(600, 600)
+        value = PerRank(weight) if is_sharded else weight
+        ranks.append(TrainState({"model": nn.Linear(2, 2), "more": {"weight": value}}, rank=rank, world_size=2))
+
+    (found, _) = agree([rank.replica_checksums() for rank in ranks])
+
+    assert (found.alone_bytes == 600 * 600 * 4) == is_sharded
+    assert is_sharded or found.alone_bytes == 0

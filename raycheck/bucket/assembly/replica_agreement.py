@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from raycheck.bucket.assembly.replica_comparison import Cure, Difference, refusal
 from raycheck.bucket.assembly.role import is_under
@@ -27,14 +27,17 @@ SPREAD_FROM_BYTES = 1 << 20
 holder, since every tensor that is elsewhere costs each reader one more object to open."""
 
 
+ByMesh = Literal["", "writer", "spare"]
+
+
 class HeldBox(NamedTuple):
     """A box of a tensor that other ranks may hold too.
 
     box: the id of the box, equal on all ranks that hold it. name, dtype, shape: those of the whole tensor. sizes: the
     box's, in elements. may_spread: another holder than the first may write it. crc32: None where it is not compared,
-    as replicas may differ by nature (module buffers). is_on_host: it is not on a device. cure: see Cure. is_spare: a
-    mesh says that another rank writes the box; this one does if that rank leaves. may_move: each save writes it anew,
-    so that another rank may do so.
+    as replicas may differ by nature (module buffers). is_on_host: it is not on a device. cure: see Cure. by_mesh: a
+    mesh of all ranks says that this rank writes it ("writer"), or a mesh leaves it to another rank ("spare"). may_move:
+    each save uploads it, so that another rank may do so.
     """
 
     box: str
@@ -46,7 +49,7 @@ class HeldBox(NamedTuple):
     may_spread: bool
     is_on_host: bool = True
     cure: Cure = ""
-    is_spare: bool = False
+    by_mesh: ByMesh = ""
     may_move: bool = True
     crc32: int | None = None
 
@@ -72,7 +75,8 @@ class Holdings:
 
     boxes: its boxes without checksums, encoded; equal bytes on ranks that hold equal boxes. checksums: the CRC-32 of
     each, in 64 bits, -1 for None. values: by entry. buffers: checksums of module buffers and extra state, which may
-    differ, by name. other_roles: the entries of other roles, which this rank does not have.
+    differ, by name. other_roles: the entries of other roles, which this rank does not have. alone_bytes: how much of
+    `train` the rank writes that is not among the boxes, since no other rank has it.
     """
 
     boxes: bytes
@@ -80,12 +84,14 @@ class Holdings:
     values: Mapping[str, ValueChecksums]
     buffers: Mapping[str, int] = field(default_factory=dict)
     other_roles: frozenset[str] = frozenset()
+    alone_bytes: int = 0
 
     @classmethod
-    def of(cls, held: Sequence[HeldBox], values: Mapping[str, ValueChecksums]) -> "Holdings":
+    def of(cls, held: Sequence[HeldBox], values: Mapping[str, ValueChecksums], *, alone_bytes: int = 0) -> "Holdings":
         rows = [item[:-1] for item in held]
         checksums = array("q", (-1 if item.crc32 is None else item.crc32 for item in held))
-        return cls(boxes=zlib.compress(json.dumps(rows).encode(), 1), checksums=checksums.tobytes(), values=values)
+        boxes = zlib.compress(json.dumps(rows).encode(), 1)
+        return cls(boxes=boxes, checksums=checksums.tobytes(), values=values, alone_bytes=alone_bytes)
 
     @property
     def held(self) -> list[HeldBox]:
@@ -112,13 +118,15 @@ class Agreement:
     writers: the rank that writes each box that this rank holds. apart: the entries of which ranks hold different parts,
     so that each rank keeps its own values. differing: names of module buffers and extra state that are not equal on all
     ranks. by_crc: this rank's boxes that some ranks have in host memory and others on a device; they are compared
-    by the CRC-32 of their bytes.
+    by the CRC-32 of their bytes. alone_bytes: how much of `train` no other rank may write, on the rank with the most;
+    None without an agreement.
     """
 
     writers: Mapping[str, int]
     apart: frozenset[str] = frozenset()
     differing: tuple[str, ...] = ()
     by_crc: frozenset[str] = frozenset()
+    alone_bytes: int | None = None
 
 
 @dataclass(slots=True)
@@ -142,8 +150,7 @@ class _Crowd:
         return self.queue[0]
 
     def add_load(self, rank: int, size_bytes: int, load: dict[int, int]) -> None:
-        """Count what a rank of this crowd, or of another one, writes. No other crowd counts what a rank of this one
-        writes."""
+        """Count what a rank writes. One of this crowd is counted here only."""
         load[rank] = load.get(rank, 0) + size_bytes
         if self.queue is not None:
             heappush(self.queue, (load[rank], rank))
@@ -154,8 +161,8 @@ def agree(
 ) -> list[Agreement]:
     """Find what each rank is told, from all ranks' holdings, in order of rank.
 
-    known: what was decoded before. leaving: the ranks that are about to be taken away, which write only what no other
-    rank has.
+    known: what was decoded before. leaving: the ranks that are about to be taken away. What another rank may write is
+    not theirs to write.
 
     Raises ConfigError, which names a tensor or an entry that differs between ranks and should not.
     """
@@ -172,12 +179,15 @@ def agree(
         assert crowd is None, "equal boxes with other checksums have been refused"
     writers = holders.writers(leaving)
     apart, differing = _apart(ranks), _differing(ranks)
+    alone = holders.alone_bytes()
+    alone_bytes = max(holdings.alone_bytes + alone.get(rank, 0) for rank, holdings in enumerate(ranks))
     told = {
         boxes: Agreement(
-            writers={held.box: writers[held.box] for held in crowd.boxes},
+            writers={held.box: writers[held.box] for held in crowd.boxes if held.box in writers},
             apart=apart,
             differing=differing,
             by_crc=frozenset(held.box for held in crowd.boxes if held.box in holders.by_crc),
+            alone_bytes=alone_bytes,
         )
         for boxes, crowd in crowds.items()
     }
@@ -205,7 +215,7 @@ class _Holders:
             if held.name not in self._tensors:
                 self._tensors[held.name] = rank, held
             _refuse_other_form(*self._tensors[held.name], rank, held)
-            if held.is_spare:
+            if held.by_mesh == "spare":
                 self._spare.setdefault(held.box, []).append(crowd)
                 continue
             first = self._first.setdefault(held.box, held)
@@ -222,6 +232,16 @@ class _Holders:
             ranks = (self._crowds[first.box].ranks[0], rank)
             raise ConfigError(refusal([Difference(label=f"tensor {first.name}", cure=first.cure, ranks=ranks)]))
 
+    def alone_bytes(self) -> dict[int, int]:
+        """Return how much of the boxes each rank has to write since no other one may, by rank."""
+        found: dict[int, int] = {}
+        for box, held in self._first.items():
+            ranks = self._crowds[box].ranks
+            has_copies = len(ranks) > 1 or box in self._more or box in self._spare or held.by_mesh == "writer"
+            if held.may_move and not (has_copies and held.may_spread):
+                found[ranks[0]] = found.get(ranks[0], 0) + held.size_bytes
+        return found
+
     def writers(self, leaving: Collection[int]) -> dict[str, int]:
         """Return the writer of each box: its first holder, or where a large box may be spread, the least loaded one."""
         writers = {box: crowd.ranks[0] for box, crowd in self._crowds.items()}
@@ -237,7 +257,8 @@ class _Holders:
         sizes = {box: held.size_bytes for box, held in self._first.items()}
         for box, copies in self._more.items():
             sizes[box] = max(sizes[box], *(held.size_bytes for _, held in copies))
-        large = [box for box, size in sizes.items() if size >= SPREAD_FROM_BYTES]
+        placed = {box for box, held in self._first.items() if held.by_mesh}
+        large = [box for box, size in sizes.items() if size >= SPREAD_FROM_BYTES and box not in placed]
         for box in sorted(large, key=lambda box: (-sizes[box], box)):
             held, crowd, writer = self._first[box], self._crowds[box], writers[box]
             if held.may_spread and held.size_bytes >= SPREAD_FROM_BYTES:
@@ -248,10 +269,11 @@ class _Holders:
             crowd.add_load(writer, held.size_bytes, load)
 
     def _move_from(self, leaving: frozenset[int], writers: dict[str, int], load: dict[int, int]) -> None:
-        """Have the boxes that leaving ranks would write written by the least loaded ranks that stay and have them."""
+        """Have ranks that stay write what leaving ranks would write: of a large box the least loaded of those that have
+        it, of a small one the first. Further names of a box are not written."""
         staying: dict[int, _Crowd] = {}  # by the first rank of the crowd of which they are a part
         for box, held in self._first.items():
-            if writers[box] not in leaving or not (held.may_spread and held.may_move):
+            if writers[box] not in leaving or not (held.may_spread and held.may_move and held.size_bytes):
                 continue
             able = []
             for crowd in (self._crowds[box], *(more for more, _ in self._more.get(box, ())), *self._spare.get(box, ())):
@@ -259,7 +281,9 @@ class _Holders:
                     ranks = [rank for rank in crowd.ranks if rank not in leaving]
                     staying[first] = replace(crowd, ranks=ranks, queue=None)
                 able += [staying[first]] if staying[first].ranks else []
-            if able:
+            if able and held.size_bytes < SPREAD_FROM_BYTES:
+                writers[box] = min(crowd.ranks[0] for crowd in able)
+            elif able:
                 crowd = min(able, key=lambda crowd: crowd.least_loaded(load))
                 _, writers[box] = crowd.least_loaded(load)
                 crowd.add_load(writers[box], held.size_bytes, load)

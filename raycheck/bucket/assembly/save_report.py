@@ -37,9 +37,9 @@ class Report:
     restored_from, partial, trained_s, began_at, is_rolling, is_by_notice, settings, replaces: see Manifest.
     is_in_memory: the shards are in the node's memory, for a memory checkpoint. label: the name, the note and the expiry
     that the save gives its checkpoint. keeps_drift: replicas that differ do not fail the save, as the first holder's
-    are written. leaves: the rank is about to be taken away. rows: in rank 0's report, the metrics of the steps since
-    its last one: steps and values of each, and under "" the times of the steps by the host's clock. sent_at: when it
-    was sent, by that clock.
+    are written. leaves: the rank is about to be taken away; None before any notice. rows: in rank 0's report, the
+    metrics of the steps since its last one: steps and values of each, and under "" the times of the steps by the host's
+    clock. sent_at: when it was sent, by that clock.
     """
 
     group: str
@@ -70,7 +70,7 @@ class Report:
     node: str = ""
     is_in_memory: bool = False
     keeps_drift: bool = False
-    leaves: bool = False
+    leaves: bool | None = None
     rows: Mapping[str, tuple[Sequence[int], Sequence[float]]] = field(default_factory=dict)
     sent_at: float = 0.0
 

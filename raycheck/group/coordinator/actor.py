@@ -468,7 +468,7 @@ class Coordinator:
                 lambda arrivals: agree(
                     [held for _, held in arrivals],
                     self._held,
-                    leaving=frozenset(rank.rank for rank, _ in arrivals if rank.leaves),
+                    leaving=frozenset(report.rank for report, _ in arrivals if report.leaves),
                 )
             )
             self._held = {}

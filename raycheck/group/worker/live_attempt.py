@@ -172,7 +172,7 @@ class LiveAttempt:
             is_busy=queue.is_busy,
             busy_s=queue.busy_s or 0.0,
             metrics=self._metrics,
-            has_copies=self._state.has_copies,
+            alone_bytes=self._state.alone_bytes,
         )
         self._save_to_memory(kind)
         if kind:

@@ -2,7 +2,7 @@
 
 It saves at once, because nodes have disappeared before their announced time. A final save starts as late as possible
 while still finishing before the deadline, so that little of the work since then is lost. It begins no save that cannot
-end in time, since that would only cost steps.
+end in time, since that would only cost steps, unless ranks on other nodes can complete it.
 """
 
 import math

@@ -122,7 +122,6 @@ class SaveQueue:
         self._reporter = reporter
         self._newest_commit: UnreportedCommit | None = None  # of this attempt
         self._has_agreed = self._has_agreed_for_memory = group.world_size == 1
-        self._is_noticed = False  # ranks are about to be taken away
         self._has_named_buffers = False
         self._must_agree_after: dict[int, bool] = {}  # by the number of a save that has ended
         self._state = state
@@ -190,12 +189,11 @@ class SaveQueue:
         When it returns, the state may change: it is copied, or the save fails. If there is still no buffer, the save
         counts as failed, and the other ranks are told. trained_s, replaces: see Manifest. is_reported: this save
         can soon be reported to Ray. leaving: the ranks that are about to be taken away, if that is why the save is
-        made: then others write what they have too, from this save on. tasks: see Report.
+        made; from this save on, ranks that stay write what both have. tasks: see Report.
         """
         began = time.monotonic()
         self.saves += 1  # counted even when nothing is saved: the ranks' counts must stay equal
         if leaving is not None:
-            self._is_noticed = True
             self._report = replace(self._report, leaves=self._group.rank in leaving)
         report = replace(
             self._report,
@@ -422,7 +420,7 @@ class SaveQueue:
         holdings = self._state.replica_checksums(
             is_compared=report.save == 1 and not report.keeps_drift,
             may_spread=not report.keeps_drift,
-            has_all=self._is_noticed,
+            with_spares=report.leaves is not None,
         )
         deadline = time.monotonic() + timeout_s
         what = f"agreement before the save of step {report.progress.step}"

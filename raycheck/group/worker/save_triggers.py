@@ -6,12 +6,13 @@ one is still in progress.
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError
 from raycheck.group.group import Group
+from raycheck.group.ports import PreemptionNotice
 from raycheck.group.worker.preemption import Preemption
 from raycheck.group.worker.rank_zero_decision import DecisionBroadcast, RankZeroDecision
 from raycheck.group.worker.save_kind import SaveKind, strongest
@@ -19,8 +20,8 @@ from raycheck.group.worker.young_daly import Interval
 from raycheck.log import event, logger
 from raycheck.settings import SaveSettings, function_name
 
-LAST_SHARD_S = 0.5
-"""How long a rank that leaves needs to upload and report what no other rank has, if others have all large tensors."""
+SMALL_BYTES = 8 << 20
+"""A rank that leaves is assumed to upload this much in however short a time."""
 
 
 class SaveTriggers:
@@ -45,9 +46,10 @@ class SaveTriggers:
         self.tasks: tuple[str, ...] = ()
         self._started_at, self.clock_s = self._saved_at, 0.0
         self._saved_tokens = self._tokens = self._epoch = 0
-        self._save_s = self._blocked_s = 0.0
+        self._save_s = 0.0
         self._preemption = Preemption()
         self._leaving: frozenset[int] = frozenset()
+        self._alone_bytes: int | None = None
         self._interval = Interval(settings.overhead, at_most_s=settings.every_s) if settings.overhead else None
         self.skipped = 0
         self._skipped_step = -1
@@ -101,7 +103,6 @@ class SaveTriggers:
         tasks: what follows its commit.
         """
         self._is_wanted = False
-        self._blocked_s = blocked_s
         self._rolled_at = began
         self.tasks_begun(tasks, began=began)
         if kind != "roll":
@@ -138,19 +139,18 @@ class SaveTriggers:
         is_busy: bool = False,
         busy_s: float = 0.0,
         metrics: Mapping[str, object] | None = None,
-        has_copies: Callable[[], bool] = lambda: False,
+        alone_bytes: int | None = None,
     ) -> SaveKind | None:
         """Decide, together with all ranks, whether to save at the end of this step, and as what.
 
         progress: rank 0's token count is used. is_busy: the next save would wait for one of this rank. busy_s: how long
-        the saves in progress may still take. metrics: the step's. has_copies: called when a node is about to be taken
-        away; returns whether other ranks have the large tensors of this one. Raises ConfigError, on all ranks, for what
-        the user's own function raised.
+        the saves in progress may still take. metrics: the step's. alone_bytes: see Agreement. Raises ConfigError, on
+        all ranks, for what the user's own function raised.
         """
         self._decision, self.tasks = RankZeroDecision(step=None), ()
-        step, self._tokens = progress.step, progress.tokens
+        step, self._tokens, self._alone_bytes = progress.step, progress.tokens, alone_bytes
         if self._broadcast.is_due(step):
-            self._hear_rank_zero(step, is_busy=is_busy, busy_s=busy_s, metrics=metrics or {}, has_copies=has_copies)
+            self._hear_rank_zero(step, is_busy=is_busy, busy_s=busy_s, metrics=metrics or {})
         due = dict.fromkeys((*self._tasks_at_epoch(progress.epoch), *self._tasks_at_step(step), *self._decision.tasks))
         kind = strongest(self._kind_at_epoch(progress.epoch), self._kind_at_step(step), "keep" if due else None)
         self._epoch = progress.epoch
@@ -230,15 +230,7 @@ class SaveTriggers:
         if self._group.rank == 0:
             logger.warning(event("skipped a save: the previous one is in progress", step=step, run=self._group.uri))
 
-    def _hear_rank_zero(
-        self,
-        step: int,
-        *,
-        is_busy: bool,
-        busy_s: float,
-        metrics: Mapping[str, object],
-        has_copies: Callable[[], bool],
-    ) -> None:
+    def _hear_rank_zero(self, step: int, *, is_busy: bool, busy_s: float, metrics: Mapping[str, object]) -> None:
         began = time.monotonic()
         notice = self._group.notice() if self._group.notice is not None else None
         if notice is not None:
@@ -251,18 +243,7 @@ class SaveTriggers:
                 asked = self._ask_user(step, metrics, is_busy=is_busy)
             except ConfigError as error:
                 problem = error  # the other ranks wait for a decision, and are told this one
-            is_new_notice = self._preemption.take_notice(notice)
-            saves_before_loss = self._decide_at_preemption(
-                step, is_new_notice=is_new_notice, busy_s=busy_s, has_copies=has_copies
-            )
-            decision = self._decide(
-                step,
-                asked,
-                is_new_notice=is_new_notice,
-                saves_before_loss=saves_before_loss,
-                is_busy=is_busy,
-                began=began,
-            )
+            decision = self._decide(step, asked, notice, is_busy=is_busy, busy_s=busy_s, began=began)
             decision = replace(decision, problem=str(problem or ""))
         self._decision = self._broadcast.share(decision, step=step)
         if self._decision.problem:
@@ -275,14 +256,16 @@ class SaveTriggers:
         self,
         step: int,
         asked: SaveKind | None,
+        notice: PreemptionNotice | None,
         *,
-        is_new_notice: bool,
-        saves_before_loss: bool,
         is_busy: bool,
+        busy_s: float,
         began: float,
     ) -> RankZeroDecision:
         """Make rank 0's decision. asked: the kind of save that the user's function asks for."""
+        is_new_notice = self._preemption.take_notice(notice)
         is_preempted = self._preemption.is_noticed
+        saves_before_loss = self._decide_at_preemption(step, is_new_notice=is_new_notice, busy_s=busy_s)
         tasks = () if saves_before_loss else self._tasks_by_time(is_busy=is_busy)
         commit = self.reporter.choose(began)
         return RankZeroDecision(
@@ -319,27 +302,24 @@ class SaveTriggers:
             return None
         return "keep" if answer else None
 
-    def _decide_at_preemption(
-        self, step: int, *, is_new_notice: bool, busy_s: float, has_copies: Callable[[], bool]
-    ) -> bool:
+    def _decide_at_preemption(self, step: int, *, is_new_notice: bool, busy_s: float) -> bool:
         """Decide, on rank 0, whether to save now because a node is about to be taken away."""
-        if not self._preemption.is_noticed:
-            return False
-        can_outlive = self._can_outlive(has_copies)
         if not is_new_notice:
-            save_s = min(self._save_s, self._blocked_s + LAST_SHARD_S) if can_outlive else self._save_s
-            return self._preemption.take_last_chance(save_s=save_s, busy_s=busy_s, again_s=self._broadcast.again_s)
-        # A save that the others can complete may fail, and costs nothing: without it, these steps are lost anyway.
-        can_save = self._preemption.can_save_in_time(save_s=0.0 if can_outlive else self._save_s, busy_s=busy_s)
+            return self._preemption.is_noticed and self._preemption.take_last_chance(
+                save_s=self._save_s, busy_s=busy_s, again_s=self._broadcast.again_s
+            )
+        # If others can complete a save that is late, it costs nothing: without it, these steps are lost anyway.
+        save_s = 0.0 if self._can_outlive() else self._save_s
+        can_save = self._preemption.can_save_in_time(save_s=save_s, busy_s=busy_s)
         then = "saving" if can_save else "too little time for another save; one in progress continues"
         logger.warning(event(f"a node of this group is about to be taken away: {then}", step=step, run=self._group.uri))
         return can_save
 
-    def _can_outlive(self, has_copies: Callable[[], bool]) -> bool:
+    def _can_outlive(self) -> bool:
         """Return whether a save can be completed without the ranks that leave, once they have reported: other ranks
-        write what they have too, and actors on the nodes that stay upload that even when Ray ends the group."""
-        stay = self._group.world_size - len(self._leaving)
-        return self._settings.upload_by == "node" and stay > 0 and has_copies()
+        have what is large, and actors on the nodes that stay upload that even when Ray ends the group."""
+        is_covered = self._alone_bytes is not None and self._alone_bytes <= SMALL_BYTES
+        return self._settings.upload_by == "node" and is_covered and 0 < len(self._leaving) < self._group.world_size
 
     def _tasks_by_time(self, *, is_busy: bool) -> tuple[str, ...]:
         """Return the tasks that are due by time. Rank 0 decides by it."""

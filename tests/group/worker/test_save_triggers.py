@@ -124,30 +124,36 @@ def test_a_notice_too_short_for_a_save_brings_a_memory_checkpoint_as_soon_as_the
 
 
 @pytest.mark.parametrize(
-    ("upload_by", "leaving", "copies", "is_saved"),
+    ("upload_by", "leaving", "alone_bytes", "is_saved"),
     [
-        ("node", {1}, True, True),
-        ("node", {1}, False, False),
-        ("node", {0, 1}, True, False),
-        ("rank", {1}, True, False),
+        ("node", {1}, 1000, True),
+        ("node", {1}, 100_000_000, False),
+        ("node", {1}, None, False),
+        ("node", set(), 1000, False),
+        ("node", {0, 1}, 1000, False),
+        ("rank", {1}, 1000, False),
     ],
 )
 def test_a_notice_too_short_for_a_save_brings_one_that_the_others_can_complete(
-    upload_by: Literal["node", "rank"], leaving: set[int], copies: bool, is_saved: bool
+    upload_by: Literal["node", "rank"], leaving: set[int], alone_bytes: int | None, is_saved: bool
 ) -> None:
-    """Else only a save that every rank completes in time is begun."""
+    """Else only a save that every rank completes in time is begun. The last save is always one of these."""
     settings = SaveSettings(every_steps=1000, upload_by=upload_by)
     ranks = Ranks(2)
 
-    def one(rank: int) -> tuple[str | None, frozenset[int] | None]:
+    def one(rank: int) -> list[tuple[str | None, frozenset[int] | None]]:
         notice = PreemptionNotice(at=time.time() + 3.0, ranks=frozenset(leaving))
         triggers = SaveTriggers(settings, replace(group(rank, 2, ranks.broadcast_of(rank)), notice=lambda: notice))
         triggers.committed(save_s=60.0)
-        return triggers.decide_at_step(Progress(step=1), has_copies=lambda: copies), triggers.leaving
+        return [
+            (triggers.decide_at_step(Progress(step=step), alone_bytes=alone_bytes), triggers.leaving)
+            for step in range(1, 10)
+        ]
 
     decided = [thread.join() for thread in [InThread(lambda rank=rank: one(rank)) for rank in range(2)]]
 
-    assert decided == [("keep", frozenset(leaving)) if is_saved else (None, None)] * 2
+    first = ("keep", frozenset(leaving)) if is_saved else (None, None)
+    assert decided == [[first, *[(None, None)] * 8]] * 2
 
 
 def test_a_memory_checkpoint_that_has_to_wait_asks_no_more_often_than_the_ranks_hear_rank_0():

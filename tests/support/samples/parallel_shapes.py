@@ -89,7 +89,7 @@ def settled(state: State, rank: int, world_size: int, *, leaving: frozenset[int]
     """This rank's state after all ranks agreed on who writes what. leaving: as after a notice."""
     saver = TrainState(state, rank=rank, world_size=world_size)
     holdings: list[Any] = [None] * world_size
-    dist.all_gather_object(holdings, saver.replica_checksums(has_all=bool(leaving)))
+    dist.all_gather_object(holdings, saver.replica_checksums(with_spares=bool(leaving)))
     saver.use_agreement(agree(holdings, leaving=leaving)[rank])
     return saver
 
