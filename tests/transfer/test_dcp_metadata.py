@@ -1,5 +1,6 @@
 """`.metadata` is written without torch: stock torch says whether it is what torch itself would have written."""
 
+import io
 import pickle
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from raycheck.bucket.assembly.dcp_metadata import dcp_metadata
+from raycheck.bucket.assembly.dcp_metadata import _plain, dcp_metadata
 from raycheck.bucket.format.index import Chunk, Index, Leaf, Tensor, index_of
 from raycheck.bucket.format.object_keys import shard_file
 from tests.bucket.format.test_documents import indexes
@@ -137,3 +138,16 @@ def test_a_coordinator_starts_without_torch() -> None:
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
 
     assert found.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "\ud800 and more", "é" * 300, 0, 255, 256, 65535, 65536, 2**31 - 1, 2**31, -1, (), ("a", 1), (1, 2, 3, "b")],
+)
+def test_plain_data_is_written_as_pickle_writes_it(value: object) -> None:
+    sink = io.BytesIO()
+    pickler = pickle.Pickler(sink, protocol=3)
+    pickler.fast = True  # without memo
+    pickler.dump(value)
+
+    assert b"\x80\x03" + _plain(value) + b"." == sink.getvalue()

@@ -12,10 +12,14 @@ import struct
 from array import array
 from collections.abc import Sequence
 from itertools import repeat
+from typing import TYPE_CHECKING
 
 from raycheck.bucket.assembly.numbers import FEW_BOXES, column_of, numbers_of
-from raycheck.bucket.format.index import Column, Leaf, Plan, Tensor
+from raycheck.bucket.format.index import Column, Plan, Tensor
 from raycheck.bucket.format.object_keys import shard_file
+
+if TYPE_CHECKING:
+    from raycheck.bucket.assembly.numbers import Numbers
 
 _METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _MODULES = {
@@ -39,39 +43,53 @@ def dcp_metadata(plan: Plan, component: str) -> bytes:
 
     out = _Pickle()
     own = [item.component == component for item in plan.objects]
-    files = {number: out.keep(_plain(shard_file(item.rank))) for number, item in enumerate(plan.objects) if own[number]}
     spans = [(tensor, *span) for tensor, span in zip(plan.tensors, plan.rows(), strict=True)]
     found = [(tensor, rows) for tensor, first, end in spans if (rows := _rows(plan, first, end, own))]
-    leaves = [leaf for leaf in plan.leaves if leaf.component == component]
+    leaves = [(leaf, _plain(leaf.name)) for leaf in plan.leaves if leaf.component == component]
+    ranks = {item.rank for item in plan.objects} | {leaf.rank for leaf, _ in leaves}
+    files = {rank: _plain(shard_file(rank)) for rank in ranks}
+    kept = np.array(
+        [out.keep(files[item.rank]) if is_own else -1 for item, is_own in zip(plan.objects, own, strict=True)], np.int64
+    )
     out.write(out["Metadata"], _DICT)
     names = [_write_tensor(out, plan, tensor, rows) for tensor, rows in found]
-    for leaf in leaves:
-        out.write(_plain(leaf.name), out["BytesStorageMetadata"], _ARGS[0], _CALL)
+    storage = out["BytesStorageMetadata"] + _ARGS[0] + _CALL
+    out.write(*(name + storage for _, name in leaves))
     out.write(b"u", _DICT)
-    things: list[Tensor | Leaf] = [*(tensor for tensor, _ in found), *leaves]
-    for thing in things:
-        out.write(_plain(thing.name), _plain(thing.path))
+    out.write(*(_plain(tensor.name) + _plain(tensor.path) for tensor, _ in found))
+    out.write(*(name + _plain(leaf.path) for leaf, name in leaves))
     out.write(b"u", _DICT)
-    record_size = column_of(numbers_of(plan.payload_size) + numbers_of(plan.frame))
-    in_file = column_of(
-        np.array([files.get(number, -1) for number in range(len(own))], np.int64)[numbers_of(plan.object)]
-    )
-    for (_, rows), known_as in zip(found, names, strict=True):
-        row = _Row(len(rows))
-        row.constant(out["MetadataIndex"] + _reference(known_as))
-        row.references(range(known_as + 1, known_as + 1 + len(rows)))
-        row.integers(range(len(rows)))
-        row.constant(_ARGS[3] + _CALL + out["_StorageInfo"])
-        row.references(_taken(in_file, rows))
-        row.integers(_taken(plan.record_offset, rows))
-        row.integers(_taken(record_size, rows))
-        row.constant(_ARGS[3] + _CALL)
-        out.write_rows(row, memoized=0)
-    for leaf in leaves:
-        out.write(out["MetadataIndex"], _plain(leaf.name), _ARGS[1], _CALL, out["_StorageInfo"])
-        out.write(*map(_plain, (shard_file(leaf.rank), leaf.record_offset, leaf.record_size)), _ARGS[3], _CALL)
+    if found:
+        _write_places(out, plan, [rows for _, rows in found], names, kept)
+    of, at = out["MetadataIndex"], _ARGS[1] + _CALL + out["_StorageInfo"]
+    for leaf, name in leaves:
+        place = files[leaf.rank] + _plain(leaf.record_offset) + _plain(leaf.record_size)
+        out.write(of + name + at + place + _ARGS[3] + _CALL)
     out.write(b"u", _ARGS[3], _CALL, b".")
     return out.data()
+
+
+def _write_places(
+    out: "_Pickle", plan: Plan, rows_of: Sequence[Sequence[int]], names: Sequence[int], files: "Numbers"
+) -> None:
+    """Write where each box is. rows_of: by tensor. names: see _write_tensor. files: the memo's numbers of the files."""
+    import numpy as np
+
+    counts = np.array([len(rows) for rows in rows_of])
+    rows = np.concatenate([numbers_of(rows) for rows in rows_of])
+    known_as = np.repeat(np.array(names), counts)
+    number = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    row = _Row(len(rows))
+    row.constant(out["MetadataIndex"])
+    row.references(column_of(known_as))
+    row.references(column_of(known_as + 1 + number))
+    row.integers(column_of(number))
+    row.constant(_ARGS[3] + _CALL + out["_StorageInfo"])
+    row.references(column_of(files[numbers_of(plan.object)[rows]]))
+    row.integers(column_of(numbers_of(plan.record_offset)[rows]))
+    row.integers(column_of((numbers_of(plan.payload_size) + numbers_of(plan.frame))[rows]))
+    row.constant(_ARGS[3] + _CALL)
+    out.write(row.data())
 
 
 def _rows(plan: Plan, first: int, end: int, own: Sequence[bool]) -> Sequence[int]:
@@ -85,30 +103,50 @@ def _write_tensor(out: "_Pickle", plan: Plan, tensor: Tensor, rows: Sequence[int
     Returns the number of the name in the memo. Those of its chunks' offsets come next.
     """
     dims = len(tensor.shape)
-    columns = [_taken(column, rows) for column in plan.sizes[:dims]]
-    is_even = all(_is_even(column) for column in columns)
-    sizes = [tuple(column[0] for column in columns)] if is_even else list(zip(*columns, strict=True))
+    sizes = [_taken(column, rows) for column in plan.sizes[:dims]]
+    offsets = [_taken(column, rows) for column in plan.offsets[:dims]]
+    form: tuple[object, ...] | None = None
+    if len(rows) <= FEW_BOXES:  # many tensors have the same
+        form = (tensor.dtype, tensor.shape, *(column.tobytes() for column in (*sizes, *offsets)))
+    known = out.properties.get(form) if form else None
+    if known is None:
+        known = _properties(out, tensor, len(rows), sizes, offsets)
+    if form:
+        out.properties[form] = known
+    name = out.memoize(_plain(tensor.name))
+    out.write_memoizing(known, len(rows))
+    return name
+
+
+def _properties(
+    out: "_Pickle",
+    tensor: Tensor,
+    count: int,
+    size_columns: Sequence["Column[int]"],
+    offset_columns: Sequence["Column[int]"],
+) -> bytes:
+    """Return the opcodes of what stock torch knows of a tensor. They memoize the offsets of each of its chunks."""
+    dims = len(tensor.shape)
+    is_even = all(_is_even(column) for column in size_columns)
+    sizes = [tuple(column[0] for column in size_columns)] if is_even else list(zip(*size_columns, strict=True))
     for size in dict.fromkeys(sizes):
         if size not in out.sizes:
             out.sizes[size] = out.keep(out["Size"] + _plain(size) + _ARGS[1] + _CALL)
     dtype = out.dtype(tensor.dtype)
-    name = out.memoize(_plain(tensor.name))
-    out.write(out["TensorStorageMetadata"], out["TensorProperties"], dtype, _ARGS[1], _CALL)
-    out.write(out["Size"], _plain(tensor.shape), _ARGS[1], _CALL, b"](")
     opened, closed = (b"", _ARGS[dims]) if dims < len(_ARGS) else (b"(", b"t")
-    row = _Row(len(rows))
+    row = _Row(count)
     row.constant(out["ChunkStorageMetadata"] + out["Size"] + opened)
-    for column in plan.offsets[:dims]:
-        row.integers(_taken(column, rows))
+    for column in offset_columns:
+        row.integers(column)
     row.constant(closed + _ARGS[1] + _CALL + _MEMOIZE)
     if is_even:
         row.constant(b"j" + struct.pack("<I", out.sizes[sizes[0]]))
     else:
         row.references([out.sizes[size] for size in sizes])
     row.constant(_ARGS[2] + _CALL)
-    out.write_rows(row, memoized=len(rows))
-    out.write(b"e", _ARGS[3], _CALL)
-    return name
+    before = out["TensorStorageMetadata"] + out["TensorProperties"] + dtype + _ARGS[1] + _CALL
+    shape = out["Size"] + _plain(tensor.shape) + _ARGS[1] + _CALL
+    return before + shape + b"](" + row.data() + b"e" + _ARGS[3] + _CALL
 
 
 def _taken(column: "Column[int]", rows: Sequence[int]) -> "Column[int]":
@@ -171,7 +209,7 @@ def _width(part: bytes | tuple[str, Sequence[int]]) -> int:
 class _Pickle:
     """A pickle being written. Its memo numbers things in the order in which they were memoized.
 
-    sizes: the memo's numbers of the chunks' sizes.
+    sizes: the memo's numbers of the chunks' sizes. properties: what was written of tensors of few boxes, by their form.
     """
 
     def __init__(self) -> None:
@@ -180,6 +218,7 @@ class _Pickle:
         self._names: dict[str, int] = {}
         self._dtypes: dict[str, int] = {}
         self.sizes: dict[tuple[int, ...], int] = {}
+        self.properties: dict[tuple[object, ...], bytes] = {}
         for name, module in _MODULES.items():
             self._names[name] = self.keep(_global(module, name))
 
@@ -198,9 +237,10 @@ class _Pickle:
         self.write(_POP)
         return number
 
-    def write_rows(self, row: _Row, *, memoized: int) -> None:
-        self.write(row.data())
-        self._memoized += memoized
+    def write_memoizing(self, opcodes: bytes, count: int) -> None:
+        """Write opcodes that memoize so many things."""
+        self.write(opcodes)
+        self._memoized += count
 
     def __getitem__(self, name: str) -> bytes:
         """Return the opcodes that refer to a class of torch."""
@@ -224,7 +264,16 @@ def _global(module: str, name: str) -> bytes:
 
 
 def _plain(value: object) -> bytes:
-    """Return the opcodes for plain data, without memo, frame and ends."""
+    """Return the opcodes for plain data, without memo, frame and ends. They are those that `pickle` writes."""
+    if type(value) is str:
+        text = value.encode("utf-8", "surrogatepass")
+        return b"X" + len(text).to_bytes(4, "little") + text
+    if type(value) is int and 0 <= value < 1 << 31:
+        code, size = (b"K", 1) if value < 1 << 8 else (b"M", 2) if value < 1 << 16 else (b"J", 4)
+        return code + value.to_bytes(size, "little")
+    if type(value) is tuple:
+        items = b"".join(map(_plain, value))
+        return items + _ARGS[len(value)] if len(value) < len(_ARGS) else b"(" + items + b"t"
     sink = io.BytesIO()
     pickler = pickle.Pickler(sink, protocol=3)
     pickler.fast = True
