@@ -2,12 +2,10 @@
 
 It is written opcode by opcode and without torch: a coordinator needs torch for nothing else, and a million boxes as
 objects would cost it half a minute. Only a few integers vary from box to box; numpy, or `struct` for a few boxes, puts
-them between bytes that are equal for a whole tensor. Objects are made by calls of their classes with the arguments that
+them between bytes that are equal for all. Objects are made by calls of their classes with the arguments that
 every torch since 2.6 takes; fields that a newer one adds get its defaults.
 """
 
-import io
-import pickle
 import struct
 from array import array
 from collections.abc import Sequence
@@ -48,7 +46,7 @@ def dcp_metadata(plan: Plan, component: str) -> bytes:
     leaves = [(leaf, _plain(leaf.name)) for leaf in plan.leaves if leaf.component == component]
     ranks = {item.rank for item in plan.objects} | {leaf.rank for leaf, _ in leaves}
     files = {rank: _plain(shard_file(rank)) for rank in ranks}
-    kept = np.array(
+    file_numbers = np.array(
         [out.keep(files[item.rank]) if is_own else -1 for item, is_own in zip(plan.objects, own, strict=True)], np.int64
     )
     out.write(out["Metadata"], _DICT)
@@ -60,19 +58,19 @@ def dcp_metadata(plan: Plan, component: str) -> bytes:
     out.write(*(name + _plain(leaf.path) for leaf, name in leaves))
     out.write(b"u", _DICT)
     if found:
-        _write_places(out, plan, [rows for _, rows in found], names, kept)
-    of, at = out["MetadataIndex"], _ARGS[1] + _CALL + out["_StorageInfo"]
+        _write_places(out, plan, [rows for _, rows in found], names, file_numbers)
+    before, between, after = out["MetadataIndex"], _ARGS[1] + _CALL + out["_StorageInfo"], _ARGS[3] + _CALL
     for leaf, name in leaves:
         place = files[leaf.rank] + _plain(leaf.record_offset) + _plain(leaf.record_size)
-        out.write(of + name + at + place + _ARGS[3] + _CALL)
+        out.write(before + name + between + place + after)
     out.write(b"u", _ARGS[3], _CALL, b".")
     return out.data()
 
 
 def _write_places(
-    out: "_Pickle", plan: Plan, rows_of: Sequence[Sequence[int]], names: Sequence[int], files: "Numbers"
+    out: "_Pickle", plan: Plan, rows_of: Sequence[Sequence[int]], names: Sequence[int], file_numbers: "Numbers"
 ) -> None:
-    """Write where each box is. rows_of: by tensor. names: see _write_tensor. files: the memo's numbers of the files."""
+    """Write where each box is. rows_of: by tensor. names: see _write_tensor. file_numbers: the memo's, by object."""
     import numpy as np
 
     counts = np.array([len(rows) for rows in rows_of])
@@ -85,7 +83,7 @@ def _write_places(
     row.references(column_of(known_as + 1 + number))
     row.integers(column_of(number))
     row.constant(_ARGS[3] + _CALL + out["_StorageInfo"])
-    row.references(column_of(files[numbers_of(plan.object)[rows]]))
+    row.references(column_of(file_numbers[numbers_of(plan.object)[rows]]))
     row.integers(column_of(numbers_of(plan.record_offset)[rows]))
     row.integers(column_of((numbers_of(plan.payload_size) + numbers_of(plan.frame))[rows]))
     row.constant(_ARGS[3] + _CALL)
@@ -107,7 +105,7 @@ def _write_tensor(out: "_Pickle", plan: Plan, tensor: Tensor, rows: Sequence[int
     offsets = [_taken(column, rows) for column in plan.offsets[:dims]]
     form: tuple[object, ...] | None = None
     if len(rows) <= FEW_BOXES:  # many tensors have the same
-        form = (tensor.dtype, tensor.shape, *(column.tobytes() for column in (*sizes, *offsets)))
+        form = (len(rows), tensor.dtype, tensor.shape, *(column.tobytes() for column in (*sizes, *offsets)))
     known = out.properties.get(form) if form else None
     if known is None:
         known = _properties(out, tensor, len(rows), sizes, offsets)
@@ -264,18 +262,13 @@ def _global(module: str, name: str) -> bytes:
 
 
 def _plain(value: object) -> bytes:
-    """Return the opcodes for plain data, without memo, frame and ends. They are those that `pickle` writes."""
-    if type(value) is str:
+    """Return the opcodes for a text, an integer of at most 64 bits, or a tuple of these, without memo and frame."""
+    if isinstance(value, str):
         text = value.encode("utf-8", "surrogatepass")
         return b"X" + len(text).to_bytes(4, "little") + text
-    if type(value) is int and 0 <= value < 1 << 31:
-        code, size = (b"K", 1) if value < 1 << 8 else (b"M", 2) if value < 1 << 16 else (b"J", 4)
-        return code + value.to_bytes(size, "little")
-    if type(value) is tuple:
-        items = b"".join(map(_plain, value))
-        return items + _ARGS[len(value)] if len(value) < len(_ARGS) else b"(" + items + b"t"
-    sink = io.BytesIO()
-    pickler = pickle.Pickler(sink, protocol=3)
-    pickler.fast = True
-    pickler.dump(value)
-    return sink.getvalue()[2:-1]
+    if isinstance(value, int):
+        is_long = not -1 << 31 <= value < 1 << 31
+        return b"\x8a\x08" + value.to_bytes(8, "little", signed=True) if is_long else b"J" + struct.pack("<i", value)
+    assert isinstance(value, tuple), "the plan has nothing else"
+    items = b"".join(map(_plain, value))
+    return items + _ARGS[len(value)] if len(value) < len(_ARGS) else b"(" + items + b"t"
