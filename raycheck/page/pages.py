@@ -133,6 +133,7 @@ def runs_view(place: PageScope) -> dict[str, Any]:
         "metrics": columns_of([run.metrics for run in found]),
         "total_bytes": total,
         "total_cost": monthly_cost(total, place.price),
+        "old_s": None,
     }
 
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -22,6 +24,8 @@ from raycheck.page.view_threads import AT_ONCE, BusyError, LiveAnswers, ViewThre
 
 TIMEOUT_S = 60.0
 """How long one view may read from the bucket."""
+QUICK_S = 1.0
+"""A list of runs that takes longer to read is shown as it was last read, until it has been read again."""
 LIMITS = HttpLimits()
 STATIC = {"page.css": "text/css", "page.js": "text/javascript"}
 
@@ -80,6 +84,15 @@ def serve(
         asyncio.run(until_interrupted())
 
 
+@dataclass(frozen=True, slots=True)
+class _RunsRead:
+    """The list of runs as it was last read. at: when reading it began, by time.monotonic. took_s: how long it took."""
+
+    found: dict[str, Any]
+    at: float
+    took_s: float
+
+
 class _Views:
     """The handlers, one per view."""
 
@@ -88,14 +101,33 @@ class _Views:
         self._acts = BackgroundActs()
         self._threads = ViewThreads(timeout_s=TIMEOUT_S)
         self._live = LiveAnswers(lambda name: self._read(pages.live_version, name))
+        self._newest_runs = LiveAnswers(self._read_runs, every_s=0.0)
+        self._runs: _RunsRead | None = None
+        self._reading: asyncio.Future[Any] | None = None  # held here, since asyncio does not hold it
 
     async def close(self, app: web.Application) -> None:
         del app
         self._threads.close()
 
     async def runs(self, request: web.Request) -> web.Response:
-        del request
-        return await self._shown("runs.html", pages.runs_view)
+        """Respond with the list of runs.
+
+        One that takes long to read is shown as it was last, and read again meanwhile: static/page.js asks for that.
+        """
+        known = self._runs
+        if known is None or known.took_s < QUICK_S or _asked(request, "newest"):
+            status, found = await self._newest_runs.get("")
+            return self._response("runs.html", status, found)
+        self._reading = asyncio.ensure_future(self._newest_runs.get(""))
+        return self._response("runs.html", 200, known.found | {"old_s": time.monotonic() - known.at})
+
+    async def _read_runs(self, name: str) -> tuple[int, Any]:
+        del name
+        began = time.monotonic()
+        status, found = await self._read(pages.runs_view)
+        if status == 200:
+            self._runs = _RunsRead(found, began, time.monotonic() - began)
+        return status, found
 
     async def run(self, request: web.Request) -> web.Response:
         """Respond with the view of a run, or with one that waits for the run to start."""

@@ -139,8 +139,8 @@ const equalTo = (element) => {
   return [...document.querySelectorAll(FOCUSABLE)].filter((item) => told(item) === told(element));
 };
 
-async function update() {
-  const page = await fetch(location.href).catch(() => null);
+async function update(address = location.href) {
+  const page = await fetch(address).catch(() => null);
   if (!page || (!page.ok && page.status !== 404)) return; // a store that fails for a moment changes nothing
   const fresh = new DOMParser().parseFromString(await page.text(), "text/html").getElementById("main");
   if (!fresh) return;
@@ -151,6 +151,13 @@ async function update() {
   enhance();
   if (number >= 0) equalTo(focused)[number]?.focus({ preventScroll: true });
   window.scrollTo(0, place);
+}
+
+// A list that takes long to read is first shown as it was.
+if (document.getElementById("older")) {
+  const newest = new URL(location.href);
+  newest.searchParams.set("newest", "1");
+  void update(newest);
 }
 
 // A live view is updated when `latest` was written again. A view that waits for a first run has no version.
