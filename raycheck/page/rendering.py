@@ -69,11 +69,18 @@ def _age(at: float, now: float, text: str) -> Markup:
     return form.format(time_of(at), now - at, text)
 
 
-def moving(text: str, at: float, now: float) -> Markup:
-    """Return a sentence whose first mention of how long ago `at` was is kept current."""
+def moving(text: str, at: float, now: float, *, later_s: float = 0.0) -> Markup:
+    """Return a sentence whose first mention of how long before `now` something was is kept current.
+
+    later_s: how much later than `now` the sentence is shown.
+    """
     said = age(at, now).removesuffix(" ago")
     before, found, after = _fit(text).partition(said)
-    return escape(before) + _age(at, now, said) + after if found and at <= now else escape(_fit(text))
+    if not found or at > now:
+        return escape(_fit(text))
+    shown = age(at, now + later_s).removesuffix(" ago")
+    sentence: Markup = escape(before) + _age(at, now + later_s, shown) + after
+    return sentence
 
 
 def told(state: str, text: str) -> str:

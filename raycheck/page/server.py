@@ -101,9 +101,8 @@ class _Views:
         self._acts = BackgroundActs()
         self._threads = ViewThreads(timeout_s=TIMEOUT_S)
         self._live = LiveAnswers(lambda name: self._read(pages.live_version, name))
-        self._newest_runs = LiveAnswers(self._read_runs, every_s=0.0)
         self._runs: _RunsRead | None = None
-        self._reading: asyncio.Future[Any] | None = None  # held here, since asyncio does not hold it
+        self._reading: asyncio.Future[tuple[int, Any]] | None = None
 
     async def close(self, app: web.Application) -> None:
         del app
@@ -114,20 +113,23 @@ class _Views:
 
         One that takes long to read is shown as it was last, and read again meanwhile: static/page.js asks for that.
         """
-        known = self._runs
+        known, reading = self._runs, self._reading
+        if reading is None or reading.done():
+            reading = self._reading = asyncio.ensure_future(self._read_runs())
         if known is None or known.took_s < QUICK_S or _asked(request, "newest"):
-            status, found = await self._newest_runs.get("")
+            status, found = await asyncio.shield(reading)  # another tab may be waiting for it too
             return self._response("runs.html", status, found)
-        self._reading = asyncio.ensure_future(self._newest_runs.get(""))
         return self._response("runs.html", 200, known.found | {"old_s": time.monotonic() - known.at})
 
-    async def _read_runs(self, name: str) -> tuple[int, Any]:
-        del name
+    async def _read_runs(self) -> tuple[int, Any]:
         began = time.monotonic()
         status, found = await self._read(pages.runs_view)
-        if status == 200:
-            self._runs = _RunsRead(found, began, time.monotonic() - began)
+        self._runs = _RunsRead(found, began, time.monotonic() - began) if status == 200 else None
         return status, found
+
+    def _forget_runs(self) -> None:
+        """Read the list of runs again at the next look, since an action has changed it."""
+        self._runs = self._reading = None
 
     async def run(self, request: web.Request) -> web.Response:
         """Respond with the view of a run, or with one that waits for the run to start."""
@@ -193,6 +195,7 @@ class _Views:
             return {"text": act.do(target, lambda _: None)}
 
         status, found = await self._answered(self._threads.do(partial(do, self._place)))
+        self._forget_runs()
         if status == 504:
             found = f"{found}; the action may have succeeded anyway, so look at the run before you try again"
         return web.json_response(found if status == 200 else {"error": found}, status=status)
@@ -202,6 +205,8 @@ class _Views:
         act = self._acts.get(_asked(request, "id"))
         if act is None:
             return web.json_response({"error": "the page's server was restarted in the meantime"}, status=404)
+        if act.is_done:
+            self._forget_runs()
         text = without_settings(act.text)
         return web.json_response({"text": text, "is_done": act.is_done, "has_failed": act.has_failed})
 

@@ -1,4 +1,4 @@
-"""Reads from the bucket in threads, limited in number and time, and reads what many tabs show once for all of them."""
+"""Reads from the bucket in threads, limited in number and time, and reads a live run once for all its tabs."""
 
 import asyncio
 import threading
@@ -73,10 +73,7 @@ class _Answer:
 
 
 class LiveAnswers:
-    """A cache that reads something at most once per LIVE_EVERY_S, and not twice at a time, however many tabs show it.
-
-    Use it on one event loop.
-    """
+    """A cache that reads a run at most once per LIVE_EVERY_S, however many tabs show it. Use it on one event loop."""
 
     def __init__(
         self,
@@ -91,10 +88,10 @@ class LiveAnswers:
         self._answers: dict[str, _Answer] = {}
 
     async def get(self, name: str) -> Any:
-        """Return the answer for `name`, at most every_s seconds old unless it takes longer to read."""
+        """Return the answer for the run `name`, at most every_s seconds old."""
         now = self._clock()
         known = self._answers.get(name)
-        if known is None or (known.told.done() and now - known.at >= self._every_s):
+        if known is None or now - known.at >= self._every_s:
             self._forget(before=now - self._every_s)
             known = self._answers[name] = _Answer(now, asyncio.ensure_future(self._asked(name)))
         return await asyncio.shield(known.told)  # another tab may be waiting for it too
@@ -104,5 +101,5 @@ class LiveAnswers:
 
     def _forget(self, *, before: float) -> None:
         """Drop old answers, and the oldest ones beyond MAX_LIVE, because names come from URLs that anyone may type."""
-        fresh = {name: it for name, it in self._answers.items() if it.at > before or not it.told.done()}
+        fresh = {name: answer for name, answer in self._answers.items() if answer.at > before}
         self._answers = dict(list(fresh.items())[-MAX_LIVE + 1 :])

@@ -139,26 +139,27 @@ const equalTo = (element) => {
   return [...document.querySelectorAll(FOCUSABLE)].filter((item) => told(item) === told(element));
 };
 
-async function update(address = location.href) {
+async function update() {
+  const address = new URL(location.href);
+  address.searchParams.set("newest", "1"); // a list that takes long to read is first shown as it was
   const page = await fetch(address).catch(() => null);
+  const older = document.getElementById("older");
+  if (older && !page?.ok) older.append(" That has failed; reload the page.");
   if (!page || (!page.ok && page.status !== 404)) return; // a store that fails for a moment changes nothing
   const fresh = new DOMParser().parseFromString(await page.text(), "text/html").getElementById("main");
   if (!fresh) return;
   const focused = document.activeElement?.closest("main *");
   const number = focused ? equalTo(focused).indexOf(focused) : -1;
   const place = window.scrollY;
+  const ticked = new Set([...document.querySelectorAll("main input:checked")].map(({ value }) => value));
   document.getElementById("main").replaceChildren(...fresh.childNodes);
+  for (const box of document.querySelectorAll("main input[type=checkbox][form]")) box.checked ||= ticked.has(box.value);
   enhance();
   if (number >= 0) equalTo(focused)[number]?.focus({ preventScroll: true });
   window.scrollTo(0, place);
 }
 
-// A list that takes long to read is first shown as it was.
-if (document.getElementById("older")) {
-  const newest = new URL(location.href);
-  newest.searchParams.set("newest", "1");
-  void update(newest);
-}
+if (document.getElementById("older")) void update();
 
 // A live view is updated when `latest` was written again. A view that waits for a first run has no version.
 let polls = 0;
