@@ -27,6 +27,7 @@ from raycheck.bucket.store.address import join_uri
 from raycheck.errors import ConfigError
 from raycheck.group.coordinator.commit_tasks import CommitTasks, TaskRun
 from raycheck.group.coordinator.export_task import ExportTask, Note
+from raycheck.group.ports import PreemptionNotice
 from raycheck.group.worker.save_triggers import SaveTriggers
 from raycheck.on_ray.ray_tasks import _dealt, _spread
 from raycheck.settings import AfterCommit, HFExport, Retention, SaveSettings
@@ -305,7 +306,7 @@ def test_who_leaves_a_node_is_told_not_to_wait_for_exports() -> None:
 
     triggers.decide_at_step(Progress(step=1))
     before = triggers.is_preempted
-    triggers._preemption.take_notice(time.time() + 60)
+    triggers._preemption.take_notice(PreemptionNotice(at=time.time() + 60))
     triggers.decide_at_step(Progress(step=2))
 
     assert (before, triggers.is_preempted) == (False, True)
