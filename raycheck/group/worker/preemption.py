@@ -28,7 +28,7 @@ class Preemption:
         self._clock = clock
         self._notice: PreemptionNotice | None = None
         self._deadline = math.inf
-        self._has_late_save = False
+        self._late_needed_s = math.inf  # how long the newest late save was expected to take
 
     @property
     def is_noticed(self) -> bool:
@@ -44,7 +44,7 @@ class Preemption:
         # A time that has passed already comes from another clock than this one: it does not say how much time is left.
         is_known = self._clock() < notice.at < math.inf
         self._deadline = notice.at if is_known else self._clock() + ASSUMED_S
-        self._has_late_save = False
+        self._late_needed_s = math.inf
         return True
 
     def can_save_in_time(self, *, save_s: float, busy_s: float) -> bool:
@@ -56,11 +56,16 @@ class Preemption:
         return self._left_s() > self._needed_s(save_s, busy_s)
 
     def take_last_chance(self, *, save_s: float, busy_s: float, again_s: float) -> bool:
-        """Return True, once per notice, when a save fits now and would not fit at the next call, again_s later."""
-        is_too_late_then = self._left_s() - SAFETY * again_s - MARGIN_S <= self._needed_s(save_s, busy_s)
-        if self._has_late_save or not is_too_late_then:
+        """Return True when a save fits now and would not fit at the next call, again_s later.
+
+        It does so once per notice, and again if a save turns out to take less than half as long: the first save of a
+        group takes much longer than the others.
+        """
+        needed_s = self._needed_s(save_s, busy_s)
+        is_too_late_then = self._left_s() - SAFETY * again_s - MARGIN_S <= needed_s
+        if needed_s > self._late_needed_s / 2 or not is_too_late_then:
             return False
-        self._has_late_save = True
+        self._late_needed_s = needed_s
         return self.can_save_in_time(save_s=save_s, busy_s=busy_s)
 
     def _needed_s(self, save_s: float, busy_s: float) -> float:

@@ -56,6 +56,22 @@ def test_long_steps_have_their_save_too() -> None:
     assert saves(notice_s=30.0, save_s=4.0, again_s=20.0)[0] == 0.0
 
 
+def test_a_late_save_that_took_much_less_than_the_first_one_is_followed_by_a_later_one() -> None:
+    clock = Clock(0.0)
+    preemption = Preemption(clock)
+    preemption.take_notice(PreemptionNotice(at=30.0))
+    save_s, begun = 10.0, []
+    while clock.now < 30.0:
+        if preemption.take_last_chance(save_s=save_s, busy_s=0.0, again_s=0.5):
+            begun.append(clock.now)
+            save_s = 1.0
+        clock.now += 0.5
+
+    early, late = begun
+    assert 12.0 < early < 15.0
+    assert 26.0 < late < 28.5
+
+
 def test_a_save_that_cannot_end_in_time_is_not_begun() -> None:
     assert saves(notice_s=10.0, save_s=8.0) == []
 
