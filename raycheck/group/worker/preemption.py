@@ -63,10 +63,11 @@ class Preemption:
         """
         needed_s = self._needed_s(save_s, busy_s)
         is_too_late_then = self._left_s() - SAFETY * again_s - MARGIN_S <= needed_s
-        if needed_s > self._late_needed_s / 2 or not is_too_late_then:
+        can_save = self.can_save_in_time(save_s=save_s, busy_s=busy_s)
+        if needed_s > self._late_needed_s / 2 or not (is_too_late_then and can_save):
             return False
         self._late_needed_s = needed_s
-        return self.can_save_in_time(save_s=save_s, busy_s=busy_s)
+        return True
 
     def _needed_s(self, save_s: float, busy_s: float) -> float:
         return busy_s + SAFETY * save_s

@@ -22,6 +22,8 @@ from raycheck.settings import SaveSettings, function_name
 
 SMALL_BYTES = 8 << 20
 """A rank that leaves is assumed to upload this much in however short a time."""
+LAST_S = 2.0
+"""For how long a rank that leaves is needed for the last save, if others can complete it."""
 
 
 class SaveTriggers:
@@ -306,7 +308,9 @@ class SaveTriggers:
         """Decide, on rank 0, whether to save now because a node is about to be taken away."""
         if not is_new_notice:
             return self._preemption.is_noticed and self._preemption.take_last_chance(
-                save_s=self._save_s, busy_s=busy_s, again_s=self._broadcast.again_s
+                save_s=min(self._save_s, LAST_S) if self._can_outlive() else self._save_s,
+                busy_s=busy_s,
+                again_s=self._broadcast.again_s,
             )
         # If others can complete a save that is late, it costs nothing: without it, these steps are lost anyway.
         save_s = 0.0 if self._can_outlive() else self._save_s
