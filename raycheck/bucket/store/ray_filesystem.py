@@ -3,12 +3,13 @@
 Ray receives the URI itself wherever pyarrow understands all of it. Otherwise it receives an fsspec file system that
 consists only of the URI: pickled it carries no secret, and equal URIs are equal file systems, which Ray compares.
 
-`main` runs in a separate process and uses Ray's file system as Ray would. The caller ends that process if it hangs:
+`main` runs in a separate process and uses Ray's file system as Ray would. That process is ended if it hangs:
 pyarrow waits in C++, with some of its clients for a quarter of an hour, and a Python thread cannot be told to stop.
 """
 
 import os
 import pickle
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -92,13 +93,17 @@ def uri_of(filesystem: Any, path: str) -> str:
 def main() -> None:
     """Read a file through Ray's file system and write another; report on stdout what starts, and what has failed.
 
-    stdin contains, pickled, Ray's storage path and file system (None: the path's own), the two names, and the bytes.
+    stdin contains, pickled, Ray's storage path and file system (None: the path's own), the two names, the bytes, and
+    the seconds that reading and writing may take. SIGALRM ends the process after these, for a hanging file system
+    leaves it no other way.
     """
-    storage_path, files, source, target, data = pickle.load(sys.stdin.buffer)  # noqa: S301  of its parent process
+    request = pickle.load(sys.stdin.buffer)  # noqa: S301  of its parent process
+    storage_path, files, source, target, data, limit_s = request
     doing = "be made for it"
     try:
         from pyarrow.fs import FileSystem
 
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
         files, path = FileSystem.from_uri(storage_path) if files is None else (files, storage_path)
         doing = _begin("read there what raycheck has written")
         with files.open_input_stream(f"{path.rstrip('/')}/{source}") as stream:

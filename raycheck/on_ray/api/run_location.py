@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,8 +16,10 @@ from raycheck.bucket.store.address import join_uri, kind_of
 from raycheck.bucket.store.ray_filesystem import ray_filesystem, uri_of
 from raycheck.errors import ConfigError, NotFoundError, RaycheckError
 
+START_S = 60.0
+"""The time limit for a process to import Ray's file system, from a cold start on a busy machine."""
 PROBE_S = 60.0
-"""The time limit for Ray's file system to read and write one small file, from a cold start on a busy machine."""
+"""The time limit for Ray's file system to read and write one small file, once it is imported."""
 _PROBE = "import sys; sys.path[:] = {path!r}; from raycheck.bucket.store.ray_filesystem import main; main()"
 
 _DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d{2}-\d{2}.*")
@@ -77,7 +80,7 @@ def check_ray_files(store: Store, path: str, files: Any, *, below: str = "") -> 
     try:
         store.put(source, token.encode())
         kind = "pyarrow, by the URI" if files is None else type(getattr(files, "handler", files)).__name__
-        request = (path, files, f"{below}{source}", f"{below}{target}", token.encode())
+        request = (path, files, f"{below}{source}", f"{below}{target}", token.encode(), PROBE_S)
         problem = _problem_of_ray(pickle.dumps(request))
         if not problem and not _holds(store, target, token.encode()):
             problem = "write there: raycheck does not find what Ray wrote, so it wrote to another place"
@@ -107,12 +110,13 @@ def _problem_of_ray(request: bytes) -> str:
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         try:
-            answer, complaint = process.communicate(request, timeout=PROBE_S)
-            after = "its process died"
+            answer, complaint = process.communicate(request, timeout=START_S + PROBE_S)
+            took_too_long = process.returncode == -signal.SIGALRM
+            after = f"no answer in {PROBE_S:.0f} s" if took_too_long else "its process died"
         except subprocess.TimeoutExpired:
             process.kill()
             answer, complaint = process.communicate()
-            after = f"no answer in {PROBE_S:.0f} s"
+            after = f"no answer in {START_S + PROBE_S:.0f} s"
     said = [item.split("\0") for item in answer.decode(errors="replace").split("\1")[:-1]]
     word, text = said[-1] if said else ("begins", "be started")
     if word == "failed" or not text:

@@ -23,7 +23,7 @@ from raycheck.on_ray.api.run_location import check_ray_storage, ray_storage, sto
 from tests.support.servers.http_fault_proxy import FaultProxy, of_s3
 from tests.support.servers.planted_buckets import FROZEN_RULE, planted_bucket
 
-HANGS_S = 6.0
+HANGS_S = 3.0
 
 
 def config(storage_path: str, **more: object) -> RunConfig:
@@ -91,7 +91,7 @@ def test_a_file_system_that_hangs_is_given_up_and_named(
     where = join_uri(wire.uri, uuid4().hex)
     wire.rule("hold", "GET|HEAD", "probes", times=99)
 
-    with pytest.raises(ConfigError, match=r"Ray's own file system .* cannot read there .*: no answer in 6 s") as caught:
+    with pytest.raises(ConfigError, match=r"Ray's own file system .* cannot read there .*: no answer in 3 s") as caught:
         check_it(where)
 
     assert str(caught.value).startswith(shown_uri(join_uri(where, "my-run")))
