@@ -174,7 +174,9 @@ def serve(uri: str) -> Served:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="raycheck-coordinator", daemon=True).start()
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    caller = _Caller(Coordinator(uri, uuid4().hex[:16], examines=not is_restart), loop)
+    coordinator = Coordinator(uri, uuid4().hex[:16], examines=not is_restart)
+    asyncio.run_coroutine_threadsafe(coordinator.prepare(), loop)  # while the script builds its state
+    caller = _Caller(coordinator, loop)
 
     class Serving(BaseManager):
         """A separate class for each coordinator: what is registered belongs to the class."""

@@ -11,12 +11,14 @@ import torch
 import raycheck
 from raycheck.bucket.diagnosis.checks import check_rules
 from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import join_uri
 from raycheck.errors import ConfigError, RaycheckError, StoreError
 from raycheck.group.coordinator.messages import RankFailure
 from raycheck.group.served_group import Served, ServedGroup, serve
 from tests.support.histories.invariants import assert_invariants
 from tests.support.processes.gloo_ranks import Ranks
 from tests.support.samples import hf_models
+from tests.support.servers.http_fault_proxy import FaultProxy
 from tests.support.servers.planted_buckets import FROZEN_RULE, planted_bucket
 
 
@@ -43,6 +45,14 @@ def test_two_ranks_save_and_one_goes_on(pair: Ranks, tmp_path: Path) -> None:
     assert pair.run(train, 2, uri) == [(6, [{"rank": 0}])] * 2
     assert pair.run(train, 2, uri, 3) == [(3, [{"rank": 0}, {"rank": 1}])] * 2
     assert assert_invariants(open_store(uri)).attempt.number == 4
+
+
+def test_the_place_is_examined_while_the_script_builds_its_state(wire: FaultProxy) -> None:
+    examined = wire.rule("delay", "PUT", "probes")
+
+    serve(join_uri(wire.uri, uuid4().hex))
+
+    examined.wait()
 
 
 def train_with_tasks(rank: int, world_size: int, uri: str) -> None:

@@ -8,6 +8,7 @@ propagate. So `raycheck doctor` and a training that refuses to start report the 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from uuid import uuid4
 
 from raycheck.bucket.diagnosis.finding import BucketFinding, ok, refuse
@@ -31,8 +32,9 @@ Check = Callable[[Store], Iterator[BucketFinding]]
 def refuse_unfit_place(store: Store, *, node: str) -> None:
     """Raise the first thing that makes the place unfit for a run: what `raycheck doctor` calls wrong.
 
-    node: the name of this one, for errors. Costs some 90 small requests, most of them several at a time, and an upload
-    of two parts. Raises ConfigError, and StoreError when the store or the network fails.
+    node: the name of this one, for errors. Costs some 90 small requests and an upload of two parts. The checks run at
+    the same time, and the longest chain of requests has 14. Raises ConfigError, and StoreError when the store or
+    the network fails.
     """
     checks: tuple[Check, ...] = (
         check_endpoint,
@@ -43,8 +45,11 @@ def refuse_unfit_place(store: Store, *, node: str) -> None:
         check_parts,
         check_rules,
     )
-    for check in checks:
-        refuse(store, check(store))
+    store.together(*(partial(_refuse_by, check, store) for check in checks))
+
+
+def _refuse_by(check: Check, store: Store) -> None:
+    refuse(store, check(store))
 
 
 def check_endpoint(store: Store) -> Iterator[BucketFinding]:

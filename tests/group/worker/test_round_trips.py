@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import raycheck
+from raycheck.bucket.diagnosis.checks import refuse_unfit_place
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_newest
 from raycheck.bucket.store import open_store
@@ -58,6 +59,17 @@ def test_a_restart_waits_for_at_most_six_answers(proxy: FaultProxy) -> None:
     assert began == 2
     assert 4 <= answers <= 6, rounds.done
     assert [entry.step for entry in assert_invariants(open_store(uri)).live] == [2, 3]
+
+
+def test_a_first_start_examines_the_place_in_sixteen_answers(proxy: FaultProxy) -> None:
+    """They are more than 80 requests, and the longest chain of them is a race, of two rounds with two turns each."""
+    store = open_store(join_uri(proxy.uri, uuid4().hex))
+
+    with StoreRounds(proxy) as rounds:
+        refuse_unfit_place(store, node="n")
+
+    assert sum(map(len, rounds.done)) > 80
+    assert len(rounds.done) <= 16, rounds.done
 
 
 def test_a_new_driver_waits_no_longer_where_40_000_drivers_have_started_the_run(proxy: FaultProxy) -> None:
