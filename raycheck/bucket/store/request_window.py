@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from raycheck.bucket.store.moved_bytes import moved_bytes
+from raycheck.bucket.store.part_sizes import fewest_in_flight
 
 logger = logging.getLogger("raycheck")
 MOST = 64
@@ -272,8 +273,9 @@ os.register_at_fork(after_in_child=_windows.clear)  # a forked child has none of
 def window_of(bucket_id: Hashable, way: str, *, least: int) -> RequestWindow:
     """Return this process's window for requests to a bucket. way: what they do, such as "uploads".
 
-    least: the size with which it begins.
+    least: the size with which it begins, unless there are hundreds of ranks.
     """
+    least = fewest_in_flight(least)
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun and by Ray Train
     most = min(MOST, NODE_MOST // max(1, int(ranks) if ranks.isdecimal() else 1))
     bucket = " ".join(str(part) for part in bucket_id if part) if isinstance(bucket_id, tuple) else bucket_id

@@ -13,12 +13,15 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from enum import Enum
+from itertools import count
 from typing import TypeVar
 
 from raycheck.bucket.store.jitter import CHANCE
 from raycheck.errors import RaycheckError, StoreError
 
 ATTEMPTS = 5
+"""How often a request is sent that has no deadline, or that fails for another reason than too many requests."""
+MAX_PAUSE_S = 20.0
 REQUEST_TIMEOUT_S = 60.0
 CONDITIONAL_TIMEOUT_S = 15.0
 """Shorter, so that several tries fit into a swap's deadline: the body is small, and the caller judges by effect."""
@@ -103,6 +106,12 @@ def retry(call: Callable[[], T], *, on: type[Exception], pauses_s: Iterable[floa
     return call()
 
 
+def pause_bounds(attempt: int) -> tuple[float, float]:
+    """Return how many seconds to wait at least and at most after this try, counted from 1, before the next one."""
+    longest = min(MAX_PAUSE_S, 0.1 * 3**attempt)
+    return longest / 2, longest
+
+
 async def send_with_retries(
     send: Callable[[], Awaitable[T]],
     judge: Callable[[Exception], tuple[RaycheckError, Repeat]],
@@ -113,12 +122,14 @@ async def send_with_retries(
 ) -> T:
     """Return the result of `send`: on an event loop, up to `attempts` tries with a timeout each, until the deadline.
 
-    judge: turns a client's error into a typed one, and decides what may be sent again after it. is_conditional: `send`
-    is a conditional write, which is only repeated when it was certainly not applied.
+    While the store says that there are too many requests, only a deadline ends the tries: with hundreds of ranks, most
+    requests of the first seconds are refused several times. judge: turns a client's error into a typed one, and decides
+    what may be sent again after it. is_conditional: `send` is a conditional write, which is only repeated when it was
+    certainly not applied.
     """
     timeout_s = CONDITIONAL_TIMEOUT_S if is_conditional else REQUEST_TIMEOUT_S
-    for attempt in range(1, attempts + 1):
-        pause_s = CHANCE.uniform(0.5, 1.0) * 0.1 * 3**attempt
+    for attempt in count(1):
+        pause_s = CHANCE.uniform(*pause_bounds(attempt))
         try:
             async with asyncio.timeout(min(timeout_s, until - time.monotonic())):
                 return await send()
@@ -126,7 +137,9 @@ async def send_with_retries(
             typed, repeat = judge(error)
             note_refusal(typed)
             may_repeat = repeat is Repeat.EVERYTHING or (repeat is Repeat.UNCONDITIONAL and not is_conditional)
-            if not may_repeat or attempt == attempts or time.monotonic() + pause_s > until:
+            is_patient = isinstance(typed, OverloadedError) and attempts > 1 and until < math.inf
+            is_last = attempt >= attempts and not is_patient
+            if not may_repeat or is_last or time.monotonic() + pause_s > until:
                 raise typed from error
             if (noted := _repeats.get()) is not None:
                 noted.append(str(typed))

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from raycheck.bucket.store.part_sizes import PART_SIZES
+from raycheck.bucket.store.part_sizes import PART_SIZES, fewest_in_flight
 from raycheck.errors import SaveFailedError
 from raycheck.transfer.stage.host_buffer import private_pages
 from raycheck.transfer.stage.local_box import as_bytes
@@ -31,7 +31,9 @@ def slices_bytes(size_bytes: int) -> int:
     This counts the parts in flight, the one being filled, and the same amount again, since some clients copy a part to
     send it.
     """
-    return max(2 * (sizes.in_flight + 1) * sizes.part_bytes_of(size_bytes) for sizes in PART_SIZES.values())
+    return max(
+        2 * (fewest_in_flight(sizes.in_flight) + 1) * sizes.part_bytes_of(size_bytes) for sizes in PART_SIZES.values()
+    )
 
 
 class LiveSlices:

@@ -6,6 +6,7 @@ The responses are those that the services document. A proxy gives them in front 
 import math
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import pytest
 from raycheck.bucket.store import Store, open_store, retry
 from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.part_sizes import PART_SIZES, PartSizes
-from raycheck.bucket.store.retry import ATTEMPTS
+from raycheck.bucket.store.retry import ATTEMPTS, ends_by
 from raycheck.errors import ConfigError, ConflictError, CorruptError, DeniedError, NotFoundError, StoreError
 from tests.support.servers.http_fault_proxy import Answer, FaultProxy, fault_proxy, of_s3
 from tests.support.servers.s3_engines import by_s3fs_alone
@@ -154,6 +155,25 @@ def test_a_store_that_is_busy_is_asked_a_bounded_number_of_times(wire, store, se
     tried_by_obstore = engine == "obstore" and verb in ("get_range", "put")
     assert len(wire.heads) == attempts + tried_by_obstore
     assert not isinstance(error, DeniedError)
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in CONDITIONAL])
+def test_a_store_that_is_busy_is_asked_until_the_deadline_where_there_is_one(wire, store, service, verb):
+    wire.rule("answer", ".*", ".", times=3 * ATTEMPTS, answer=ANSWERS[service]["busy"])
+
+    with ends_by(time.monotonic() + 60):
+        VERBS[verb](store)
+
+    assert len(wire.heads) == 3 * ATTEMPTS + 1
+
+
+def test_a_store_that_is_broken_is_not_asked_until_the_deadline(wire, store, service, engine):
+    wire.rule("answer", ".*", ".", times=1000, answer=ANSWERS[service]["broken"])
+
+    with ends_by(time.monotonic() + 60):
+        raised(StoreError, store, "head")
+
+    assert len(wire.heads) == ATTEMPTS
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from datetime import timedelta
 from types import SimpleNamespace
 from uuid import uuid4
 
@@ -25,6 +26,7 @@ from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.part_sizes import PART_SIZES, PartSizes
 from raycheck.bucket.store.request_window import window_of
 from raycheck.bucket.store.retry import ends_by, noting_refusals
+from raycheck.bucket.store.s3 import obstore_store
 from raycheck.bucket.store.s3.buffer_loan import BufferLoan
 from raycheck.bucket.store.s3.obstore_store import FastS3Store
 from raycheck.bucket.store.upload_parts import RequestBody
@@ -79,6 +81,7 @@ def buffer(random_bytes) -> bytearray:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(obstore_store, "MAX_RETRIES", 2)
     monkeypatch.setattr(client_options, "TIMEOUT_S", 1)
     monkeypatch.setattr(retry, "REQUEST_TIMEOUT_S", 1.0)
 
@@ -192,8 +195,20 @@ def test_a_body_gives_its_buffer_back_while_something_still_iterates(buffer):
     del pieces
 
 
+def test_obstore_sends_a_part_again_that_was_refused_a_dozen_times(fast, buffer, wire, monkeypatch):
+    forbid_s3fs_bytes(monkeypatch)
+    monkeypatch.setattr(obstore_store, "MAX_PAUSE", timedelta(milliseconds=100))
+    refused = wire.rule("busy", "PUT", "partNumber=2", times=12)
+
+    fast.put_parts("a", parts_of(buffer), SIZE)
+
+    assert len(refused.seen) == 12
+    assert fast.head("a") == SIZE
+
+
 @pytest.mark.parametrize("kind", ["cut", "busy"])
-def test_a_part_that_fails_for_good_leaves_nothing_and_names_the_object(store, buffer, wire, kind):
+def test_a_part_that_fails_for_good_leaves_nothing_and_names_the_object(store, buffer, wire, kind, monkeypatch):
+    monkeypatch.setattr(obstore_store, "MAX_RETRIES", 2)
     wire.rule(kind, "PUT", "partNumber=2", times=99)
 
     error = error_of(StoreError, store, parts_of(buffer))
@@ -341,7 +356,8 @@ def test_what_obstore_cannot_begin_is_written_through_s3fs(fast, buffer, wire):
     assert fast.get("small").data == b"bytes"
 
 
-def test_an_upload_that_is_aborted_from_elsewhere_is_not_found(fast, buffer, wire, s3):
+def test_an_upload_that_is_aborted_from_elsewhere_is_not_found(fast, buffer, wire, s3, monkeypatch):
+    monkeypatch.setattr(obstore_store, "MAX_RETRIES", 2)
     other = open_store(fast.uri.replace(str(wire.port), s3.partition("127.0.0.1:")[2].partition("&")[0]))
     rule = wire.rule("hold", "PUT", "partNumber=4")
 

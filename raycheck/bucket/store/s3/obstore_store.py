@@ -36,9 +36,12 @@ from raycheck.errors import DeniedError, NotFoundError, RaycheckError, StoreErro
 from raycheck.storage_settings import StorageSettings
 
 logger = logging.getLogger("raycheck")
-MAX_RETRIES = 8
-"""How often obstore retries a request of an upload in parts. Every other request is repeated through s3fs instead."""
-_MAX_PAUSE = timedelta(seconds=1)
+MAX_RETRIES = 100
+"""How often obstore retries a request of an upload in parts. Every other request is repeated through s3fs instead.
+
+With 4,096 ranks, S3 refuses a request up to some 50 times. The upload's deadline ends the retries too.
+"""
+MAX_PAUSE = timedelta(seconds=2)
 """The longest pause before it does: it does not tell of refused requests, so other parts must not wait for one long."""
 _BUSY = re.compile(r"\b(429|503)\b|timed out|timeout", re.IGNORECASE)
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.=-]*(/[A-Za-z0-9_-][A-Za-z0-9_.=-]*)*")
@@ -208,7 +211,7 @@ class FastS3Store(S3Store):
             return None
         options = {} if settings.anonymous else {"credential_provider": self._chain.for_obstore}
         options |= obstore_options(settings, self._bucket) | {
-            "retry_config": {"max_retries": max_retries, "backoff": {"max_backoff": _MAX_PAUSE}}
+            "retry_config": {"max_retries": max_retries, "backoff": {"max_backoff": MAX_PAUSE}}
         }
         try:
             store_class = own_obstore()._store.S3Store  # noqa: SLF001  what obstore's own classes for Python derive from
