@@ -18,7 +18,6 @@ from raycheck.bucket.format.object_keys import LATEST_KEY
 from raycheck.bucket.protocol.preflight import check_same_place, probe_node
 from raycheck.bucket.reading import RangeReader
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.part_sizes import expect_ranks
 from raycheck.errors import ConfigError, FencedError, RaycheckError, StoreError, SupersededError
 from raycheck.group.coordinator.messages import Holder, Pending, RankFailure
 from raycheck.group.coordinator.rendezvous import WAIT_S
@@ -70,7 +69,6 @@ class Group(ABC):
     @cached_property
     def store(self) -> Store:
         """Open this rank's own store, once: each rank has its own connections."""
-        expect_ranks(self.world_size)
         return open_store(self.uri)
 
     @abstractmethod

@@ -1,23 +1,28 @@
-"""`python -m tests.bench.throttled_ranks`: thousands of ranks save and load at one prefix that takes so many requests.
+"""`python -m tests.bench.throttled_ranks`: thousands of ranks save and load at one prefix with a limit of requests.
 
 The ranks are simulated in virtual time, with raycheck's own windows, part sizes and pauses. The store accepts 3,500
 writes or 5,500 reads per second, as S3 documents it for a prefix that it has not divided, with a second's burst, and
-refuses the others by 503. A connection carries 50 MB/s after 20 ms. Each rank has 1 GiB.
+refuses the others by 503. A connection carries 50 MB/s after 20 ms. Each rank has 8 GiB, and saves or loads twice with
+the same window. One rank in so many is simulated, with its part of the limit.
 
-obstore repeats a refused request of an upload on its own, and tells nobody; s3fs tells the window, which shrinks.
+obstore repeats a refused request of an upload on its own, and tells nobody; s3fs tells the window, which shrinks. A
+range that is refused to obstore goes through s3fs.
 """
 
 import argparse
 import heapq
+import math
+import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal
 
 from raycheck.bucket.format.checksum import SUB_BLOCK
 from raycheck.bucket.store.interface import READS_IN_FLIGHT
-from raycheck.bucket.store.part_sizes import PART_SIZES, expect_ranks, fewest_in_flight, piece_bytes
+from raycheck.bucket.store.part_sizes import PART_SIZES, fewest_in_flight, most_in_flight, piece_bytes
 from raycheck.bucket.store.request_window import Flight, RequestWindow, Share
 from raycheck.bucket.store.retry import pause_bounds
 from raycheck.bucket.store.s3.obstore_store import MAX_PAUSE, MAX_RETRIES
@@ -25,7 +30,10 @@ from raycheck.settings import SaveSettings
 from raycheck.transfer.read.reader import REQUEST_BYTES
 
 EACH_BYTES_PER_S, LATENCY_S = 50e6, 0.02
-SHARD_BYTES = 1 << 30
+SHARD_BYTES = 8 << 30
+TURNS = 2
+SIMULATED = 32
+"""How many of the ranks are simulated."""
 MOST = 32
 """What a window may grow to with eight ranks on a node."""
 WRITES_PER_S, READS_PER_S = 3500, 5500
@@ -37,7 +45,6 @@ class Outcome:
     """failed: how many ranks gave up. seconds: until the last one was ready. requests, refused: of all ranks."""
 
     failed: int = 0
-    ready: int = 0
     seconds: float = 0.0
     requests: int = 0
     refused: int = 0
@@ -68,6 +75,7 @@ class ThrottledStore:
 
     client: Client
     is_upload: bool
+    per_s: float
     deadline_s: float = SaveSettings().save_timeout_s
     now: float = 0.0
     outcome: Outcome = field(default_factory=Outcome)
@@ -82,13 +90,14 @@ class ThrottledStore:
         return self.now
 
     def run(self, ranks: list[Rank]) -> Outcome:
+        began, self.outcome = self.now, Outcome()
+        self._ends_at = began + self.deadline_s
         for rank in ranks:
-            self._at(0.0, self._arrives if self.is_upload else self._ends, Request(rank, 0))
-        while self._coming and self.now <= self.deadline_s:
+            self._at(began, self._arrives if self.is_upload else self._ends, Request(rank, 0))
+        while self._coming:
             self.now, _, happens, request = heapq.heappop(self._coming)
-            if not request.rank.has_failed:
-                happens(request)
-        self.outcome.failed = len(ranks) - self.outcome.ready
+            happens(request)
+        self.outcome.seconds = self.now - began
         return self.outcome
 
     def _at(self, when: float, happens: Callable[[Request], None], request: Request) -> None:
@@ -97,48 +106,53 @@ class ThrottledStore:
     def _arrives(self, request: Request) -> None:
         self.outcome.requests += 1
         if self._next_at < self.now + 1:
-            self._next_at = max(self._next_at, self.now) + 1 / (WRITES_PER_S if self.is_upload else READS_PER_S)
+            self._next_at = max(self._next_at, self.now) + 1 / self.per_s
             self._at(self.now + LATENCY_S + request.size_bytes / EACH_BYTES_PER_S, self._ends, request)
             return
         self.outcome.refused += 1
         pause_s = self._pause_after_refusal(request)
         request.attempt += 1
-        if self.now + pause_s > self.deadline_s:
-            request.rank.has_failed = True
-        self._at(self.now + LATENCY_S + pause_s, self._arrives, request)
+        if request.attempt > self._tries or self.now + pause_s > self._ends_at:
+            self._fails(request)
+        else:
+            self._at(self.now + LATENCY_S + pause_s, self._arrives, request)
 
     def _pause_after_refusal(self, request: Request) -> float:
         if self.client == "obstore":
-            request.rank.has_failed |= request.attempt > MAX_RETRIES
-            longest = min(MAX_PAUSE.total_seconds(), 2 * request.pause_s)
-            request.pause_s = self._chance.uniform(0.1, max(0.1, longest))
-            return request.pause_s
+            pause_s = request.pause_s
+            request.pause_s = min(MAX_PAUSE.total_seconds(), self._chance.uniform(0.1, 2 * pause_s))
+            return pause_s
         if request.flight is not None:
             request.flight.refused()
         return self._chance.uniform(*pause_bounds(request.attempt))
 
+    @property
+    def _tries(self) -> float:
+        return 1 + MAX_RETRIES if self.client == "obstore" else math.inf
+
+    def _fails(self, request: Request) -> None:
+        """One of its requests has failed for good: the rank sends nothing more."""
+        self.outcome.failed += not request.rank.has_failed
+        request.rank.has_failed = True
+        request.rank.parts = []
+        if request.flight is not None:
+            request.flight.end(0)
+
     def _ends(self, request: Request) -> None:
         rank = request.rank
         if rank.is_completing:
-            self._is_ready(rank)
             return
         if request.flight is None:
-            rank.parts = parts_of(rank.share.window.size, is_upload=self.is_upload)
+            rank.parts = [] if rank.has_failed else parts_of(rank.share.window.size, is_upload=self.is_upload)
         else:
             request.flight.end(request.size_bytes)
         assert rank.parts is not None
         while rank.parts and rank.share.may_begin():
             self._arrives(Request(rank, rank.parts.pop(), rank.share.begin()))
-        if not rank.parts and not rank.share.flying:
+        if not rank.parts and not rank.share.flying and not rank.has_failed:
             rank.is_completing = True
             if self.is_upload:
                 self._arrives(Request(rank, 0))
-            else:
-                self._is_ready(rank)
-
-    def _is_ready(self, rank: Rank) -> None:
-        self.outcome.ready += 1
-        self.outcome.seconds = self.now
 
 
 def parts_of(in_flight: int, *, is_upload: bool) -> list[int]:
@@ -148,33 +162,54 @@ def parts_of(in_flight: int, *, is_upload: bool) -> list[int]:
     return [min(part, SHARD_BYTES - at) for at in range(0, SHARD_BYTES, part)]
 
 
-def transferred(ranks: int, client: Client, *, is_upload: bool) -> Outcome:
-    """What happens when so many ranks save, or load, in the same moment, each in a process of its own."""
-    expect_ranks(ranks)
+@contextmanager
+def world_of(ranks: int) -> Iterator[None]:
+    """Have this process be one of so many ranks inside the block."""
+    before = os.environ.get("WORLD_SIZE")
+    os.environ["WORLD_SIZE"] = str(ranks)
     try:
-        store = ThrottledStore(client, is_upload)
-        least = fewest_in_flight(PART_SIZES["s3"].in_flight if is_upload else READS_IN_FLIGHT)
-        shares = [Share(RequestWindow(least=least, most=MOST, clock=store.clock)) for _ in range(ranks)]
-        for share in shares:
-            share.__enter__()
-        return store.run([Rank(share) for share in shares])
+        yield
     finally:
-        expect_ranks(1)
+        del os.environ["WORLD_SIZE"]
+        if before is not None:
+            os.environ["WORLD_SIZE"] = before
+
+
+def transferred(ranks: int, client: Client, *, is_upload: bool) -> list[Outcome]:
+    """What happens when so many ranks save, or load, in the same moment, each in a process of its own; TURNS times."""
+    limit = (WRITES_PER_S if is_upload else READS_PER_S) * SIMULATED / ranks
+    store = ThrottledStore(client, is_upload, limit)
+    with world_of(ranks):
+        least = fewest_in_flight(PART_SIZES["s3"].in_flight if is_upload else READS_IN_FLIGHT)
+        windows = [RequestWindow(least=least, most=most_in_flight(MOST), clock=store.clock) for _ in range(SIMULATED)]
+        found = []
+        for _ in range(TURNS):
+            shares = [Share(window).__enter__() for window in windows]
+            found.append(store.run([Rank(share) for share in shares]))
+            for share in shares:
+                share.__exit__()
+        return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.throttled_ranks", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=(256, 1024, 4096))
-    print("| | ranks | ranks that failed | s | requests | of these refused |\n|---|---|---|---|---|---|")
+    print(f"| | ranks | of {SIMULATED} failed | s | requests of a rank | of these refused |\n|---|---|---|---|---|---|")
     for ranks in parser.parse_args().ranks:
-        rows = {"save, obstore": ("obstore", True), "save, s3fs": ("s3fs", True), "load": ("s3fs", False)}
+        rows: dict[str, tuple[Client, bool]] = {
+            "save, obstore": ("obstore", True),
+            "save, s3fs": ("s3fs", True),
+            "load": ("s3fs", False),
+        }
         for name, (client, is_upload) in rows.items():
-            found = transferred(ranks, client, is_upload=is_upload)  # type: ignore[arg-type]
-            print(
-                f"| {name} | {ranks:,} | {found.failed:,} | {found.seconds:.0f} | {found.requests:,} "
-                f"| {found.refused:,} |",
-                flush=True,
+            found = transferred(ranks, client, is_upload=is_upload)
+            cells = (
+                [f"{one.failed}" for one in found],
+                [f"{one.seconds:.0f}" for one in found],
+                [f"{one.requests / SIMULATED:.0f}" for one in found],
+                [f"{one.refused / SIMULATED:.0f}" for one in found],
             )
+            print(f"| {name} | {ranks:,} | " + " | ".join(", ".join(cell) for cell in cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

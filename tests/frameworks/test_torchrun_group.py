@@ -49,10 +49,14 @@ def test_two_ranks_save_and_one_goes_on(pair: Ranks, tmp_path: Path) -> None:
 
 def test_the_place_is_examined_while_the_script_builds_its_state(wire: FaultProxy) -> None:
     examined = wire.rule("delay", "PUT", "probes")
+    uri = join_uri(wire.uri, uuid4().hex)
 
-    serve(join_uri(wire.uri, uuid4().hex))
-
+    served = serve(uri)
     examined.wait()
+
+    group = ServedGroup(id=uuid4().hex, uri=uri, rank=0, world_size=1, coordinator=served)
+    group.ask("prepare", timeout_s=60.0, what="end of the examination")
+    assert list(open_store(uri).list_objects("")) == []
 
 
 def train_with_tasks(rank: int, world_size: int, uri: str) -> None:

@@ -32,13 +32,12 @@ Check = Callable[[Store], Iterator[BucketFinding]]
 def refuse_unfit_place(store: Store, *, node: str) -> None:
     """Raise the first thing that makes the place unfit for a run: what `raycheck doctor` calls wrong.
 
-    node: the name of this one, for errors. Costs some 90 small requests and an upload of two parts. The checks run at
-    the same time, and the longest chain of requests has 14. Raises ConfigError, and StoreError when the store or
-    the network fails.
+    node: the name of this one, for errors. Costs some 90 small requests and an upload of two parts. In a bucket, most
+    checks run at the same time. Raises ConfigError, and StoreError when the store or the network fails.
     """
+    refuse(store, check_endpoint(store))
+    refuse(store, check_rights(store, node=node))
     checks: tuple[Check, ...] = (
-        check_endpoint,
-        lambda store: check_rights(store, node=node),
         check_clock,
         check_conditions,
         check_race,

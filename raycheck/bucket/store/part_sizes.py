@@ -6,24 +6,31 @@ the same time, the larger they are, since stores limit the requests per second: 
 one prefix, until it has divided the prefix.
 """
 
+import os
 from dataclasses import dataclass
 
-_expected = {"ranks": 1}
 
-
-def expect_ranks(count: int) -> None:
-    """Set how many ranks send requests to the store of this process at the same time as it does."""
-    _expected["ranks"] = count
+def ranks_beside() -> int:
+    """Return the number of ranks in this process's group. All of them use the store at the same time."""
+    said = os.environ.get("WORLD_SIZE", "")  # set by torchrun and by Ray Train
+    return int(said) if said.isdecimal() else 1
 
 
 def fewest_in_flight(least: int) -> int:
-    """Return with how many requests in flight a rank begins: `least`, and one when there are thousands of ranks."""
-    return max(1, min(least, least * RANKS_AT_LEAST // _expected["ranks"]))
+    """Return the number of requests that a rank keeps in flight at first. It falls from `least` to one as the number of
+    ranks grows."""
+    return max(1, min(least, least * MANY_RANKS // ranks_beside()))
 
 
-def _least_bytes() -> int:
-    """Return below which size requests for data are not cut, if there are many ranks."""
-    return min(MOST_LEAST_BYTES, _expected["ranks"] // RANKS_AT_LEAST * 8 * 1024 * 1024)
+def most_in_flight(most: int) -> int:
+    """Return the largest number of requests that a rank keeps in flight. It falls from `most` as requests grow."""
+    floor = floor_bytes(ranks_beside())
+    return min(most, BYTES_IN_FLIGHT // floor) if floor else most
+
+
+def floor_bytes(ranks: int) -> int:
+    """Return the smallest size of a request for data; 0 with few ranks."""
+    return min(LARGEST_FLOOR_BYTES, ranks // MANY_RANKS * 8 * 1024 * 1024)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,20 +58,20 @@ def piece_bytes(size_bytes: int, in_flight: int, least: int, most: int) -> int:
     """Return the size of the pieces in which `size_bytes` are transferred, `in_flight` at a time; `most` if that is 0.
 
     They are small enough for each connection to have several, so that the last ones leave few connections idle. With
-    many ranks they are larger than `most`.
+    many ranks they may be larger than `most`.
     """
-    larger = _least_bytes()
-    most = max(most, larger)
+    floor = min(size_bytes, floor_bytes(ranks_beside()))
+    most = max(most, floor)
     if not in_flight:
         return most
-    each = max(larger, -(-size_bytes // (PIECES_EACH * in_flight)))
+    each = max(floor, -(-size_bytes // (PIECES_EACH * in_flight)))
     return max(least, min(most, each, BYTES_IN_FLIGHT // in_flight))
 
 
-RANKS_AT_LEAST = 256
-"""With more ranks than these, requests are fewer and larger."""
-MOST_LEAST_BYTES = 64 * 1024 * 1024
-"""How large they become for so many ranks: a link of 1.1 MB/s still carries one within the timeout of a request."""
+MANY_RANKS = 256
+"""From so many ranks on, requests are fewer and larger."""
+LARGEST_FLOOR_BYTES = 64 * 1024 * 1024
+"""A link of 1.1 MB/s still carries so much within the timeout of a request."""
 PIECES_EACH = 6
 """How many pieces each connection transfers, if they can be that small."""
 BYTES_IN_FLIGHT = 256 * 1024 * 1024

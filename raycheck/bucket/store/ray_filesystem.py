@@ -94,8 +94,8 @@ def main() -> None:
     """Read a file through Ray's file system and write another; report on stdout what starts, and what has failed.
 
     stdin contains, pickled, Ray's storage path and file system (None: the path's own), the two names, the bytes, and
-    the seconds that reading and writing may take. SIGALRM ends the process after these, for a hanging file system
-    leaves it no other way.
+    the seconds that reading and writing may take. After that time SIGALRM ends the process. Nothing else ends one that
+    hangs in C++.
     """
     request = pickle.load(sys.stdin.buffer)  # noqa: S301  of its parent process
     storage_path, files, source, target, data, limit_s = request
@@ -103,6 +103,7 @@ def main() -> None:
     try:
         from pyarrow.fs import FileSystem
 
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may ignore it
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         files, path = FileSystem.from_uri(storage_path) if files is None else (files, storage_path)
         doing = _begin("read there what raycheck has written")

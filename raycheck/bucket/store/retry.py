@@ -13,15 +13,16 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from enum import Enum
-from itertools import count
 from typing import TypeVar
 
 from raycheck.bucket.store.jitter import CHANCE
 from raycheck.errors import RaycheckError, StoreError
 
 ATTEMPTS = 5
-"""How often a request is sent that has no deadline, or that fails for another reason than too many requests."""
+"""The number of tries of a request. Refusals for too many requests do not count if there is a deadline."""
 MAX_PAUSE_S = 20.0
+LEAST_LEFT_S = 0.5
+"""With less time until the deadline, a request is not sent again."""
 REQUEST_TIMEOUT_S = 60.0
 CONDITIONAL_TIMEOUT_S = 15.0
 """Shorter, so that several tries fit into a swap's deadline: the body is small, and the caller judges by effect."""
@@ -108,7 +109,7 @@ def retry(call: Callable[[], T], *, on: type[Exception], pauses_s: Iterable[floa
 
 def pause_bounds(attempt: int) -> tuple[float, float]:
     """Return how many seconds to wait at least and at most after this try, counted from 1, before the next one."""
-    longest = min(MAX_PAUSE_S, 0.1 * 3**attempt)
+    longest = min(MAX_PAUSE_S, 0.1 * 3 ** min(attempt, 9))
     return longest / 2, longest
 
 
@@ -128,20 +129,21 @@ async def send_with_retries(
     certainly not applied.
     """
     timeout_s = CONDITIONAL_TIMEOUT_S if is_conditional else REQUEST_TIMEOUT_S
-    for attempt in count(1):
-        pause_s = CHANCE.uniform(*pause_bounds(attempt))
+    tries = refusals = 0
+    while True:
+        tries += 1
         try:
             async with asyncio.timeout(min(timeout_s, until - time.monotonic())):
                 return await send()
         except Exception as error:
             typed, repeat = judge(error)
             note_refusal(typed)
+            is_refused = isinstance(typed, OverloadedError) and not isinstance(error, TimeoutError)
+            refusals += is_refused and attempts > 1 and until < math.inf
             may_repeat = repeat is Repeat.EVERYTHING or (repeat is Repeat.UNCONDITIONAL and not is_conditional)
-            is_patient = isinstance(typed, OverloadedError) and attempts > 1 and until < math.inf
-            is_last = attempt >= attempts and not is_patient
-            if not may_repeat or is_last or time.monotonic() + pause_s > until:
+            left_s = until - time.monotonic()
+            if not may_repeat or tries - refusals >= attempts or left_s < LEAST_LEFT_S:
                 raise typed from error
             if (noted := _repeats.get()) is not None:
                 noted.append(str(typed))
-        await asyncio.sleep(pause_s)
-    raise AssertionError("unreachable: the last attempt returns or raises")
+        await asyncio.sleep(min(CHANCE.uniform(*pause_bounds(tries)), left_s / 2))

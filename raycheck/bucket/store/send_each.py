@@ -44,7 +44,9 @@ def send_each(
                 _repeat_slow(sent, share, start)
             return [one.result() for one in sent]
     except BaseException:
-        wait([future for one in sent for future in one.futures])  # each ends by its attempts and their time-outs
+        wait(
+            [future for one in sent for future in one.futures]
+        )  # each ends by its tries, their time-outs or the deadline
         raise
 
 

@@ -12,6 +12,7 @@ from raycheck.bucket.diagnosis.finding import BucketFinding, ok
 from raycheck.bucket.run_status import ago
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.bucket_rules import BucketRules, Unread
+from raycheck.bucket.store.part_sizes import floor_bytes
 from raycheck.catalog.doctor.speed import Speed
 from raycheck.errors import ConfigError, RaycheckError
 from raycheck.group.worker.young_daly import daly_interval_s, mtbf_s
@@ -102,7 +103,7 @@ def cost_of_saves(plan: SavePlan, store: Store, rules: BucketRules, *, price: fl
         yield ok("cost of saves", f"keep_last={plan.keep_last} occupies {size(kept)}, and nobody bills requests")
         return
     share = -(-plan.size_bytes // plan.world_size)
-    sent = requests_of(plan, store.part_bytes(share))
+    sent = requests_of(plan, max(store.part_bytes(share), floor_bytes(plan.world_size)))
     text = (
         f"a save of {size(plan.size_bytes)} by {plan.world_size} ranks sends {sent.puts} PUTs, POSTs and LISTs, and "
         f"{sent.deletes} DELETEs later; keep_last={plan.keep_last} occupies {size(kept)}, "

@@ -17,7 +17,7 @@ from raycheck.bucket.store.ray_filesystem import ray_filesystem, uri_of
 from raycheck.errors import ConfigError, NotFoundError, RaycheckError
 
 START_S = 60.0
-"""The time limit for a process to import Ray's file system, from a cold start on a busy machine."""
+"""The time that a process has to import Ray's file system, from a cold start on a busy machine."""
 PROBE_S = 60.0
 """The time limit for Ray's file system to read and write one small file, once it is imported."""
 _PROBE = "import sys; sys.path[:] = {path!r}; from raycheck.bucket.store.ray_filesystem import main; main()"

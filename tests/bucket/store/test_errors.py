@@ -145,7 +145,9 @@ def raised(kind: type[Exception] | tuple[type[Exception], ...], store: Store, ve
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("fault", ["busy", "too many", "broken"])
-def test_a_store_that_is_busy_is_asked_a_bounded_number_of_times(wire, store, service, engine, fault, verb):
+def test_a_store_that_is_busy_is_asked_a_bounded_number_of_times_without_a_deadline(
+    wire, store, service, engine, fault, verb
+):
     wire.rule("answer", ".*", ".", times=1000, answer=ANSWERS[service][fault])
 
     error = raised(StoreError, store, verb)
@@ -158,13 +160,26 @@ def test_a_store_that_is_busy_is_asked_a_bounded_number_of_times(wire, store, se
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in CONDITIONAL])
-def test_a_store_that_is_busy_is_asked_until_the_deadline_where_there_is_one(wire, store, service, verb):
+def test_refusals_do_not_count_where_there_is_a_deadline(wire, store, service, verb):
     wire.rule("answer", ".*", ".", times=3 * ATTEMPTS, answer=ANSWERS[service]["busy"])
+    broken = wire.rule("answer", ".*", ".", times=ATTEMPTS - 1, answer=ANSWERS[service]["broken"])
 
     with ends_by(time.monotonic() + 60):
         VERBS[verb](store)
 
-    assert len(wire.heads) == 3 * ATTEMPTS + 1
+    assert len(broken.seen) == ATTEMPTS - 1
+    assert len(wire.heads) == 3 * ATTEMPTS + ATTEMPTS
+
+
+def test_a_store_that_refuses_every_request_is_asked_until_the_deadline(wire, store, service):
+    wire.rule("answer", ".*", ".", times=10**6, answer=ANSWERS[service]["busy"])
+    until = time.monotonic() + 2
+
+    with ends_by(until):
+        error = raised(StoreError, store, "head")
+
+    assert len(wire.heads) > ATTEMPTS
+    assert "503" in str(error)
 
 
 def test_a_store_that_is_broken_is_not_asked_until_the_deadline(wire, store, service, engine):

@@ -270,6 +270,23 @@ def test_slices_of_live_tensors_keep_to_the_least_size() -> None:
         assert not share.may_begin()
 
 
+@pytest.mark.parametrize(
+    ("ranks", "part_mib", "least", "most"),
+    [("", 16, 4, 64), ("255", 16, 4, 64), ("1024", 32, 1, 8), ("4096", 64, 1, 4)],
+)
+def test_one_of_many_ranks_sends_few_large_parts(
+    monkeypatch: pytest.MonkeyPatch, ranks: str, part_mib: int, least: int, most: int
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    window = window_of(f"bucket of {ranks}", "uploads", least=4)
+
+    assert (window.size, window.most) == (least, most)
+    assert PartSizes().part_bytes_of(8 << 30, window.size) == part_mib << 20
+    assert PartSizes().part_bytes_of(8 << 30, window.most) * window.most <= 512 << 20
+    assert PartSizes().part_bytes_of(0, window.size) == 5 << 20
+
+
 def test_all_stores_of_one_bucket_have_one_window_in_each_direction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     window = window_of("bucket", "uploads", least=4)

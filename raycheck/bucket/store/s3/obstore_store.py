@@ -36,11 +36,14 @@ from raycheck.errors import DeniedError, NotFoundError, RaycheckError, StoreErro
 from raycheck.storage_settings import StorageSettings
 
 logger = logging.getLogger("raycheck")
-MAX_RETRIES = 100
+MAX_RETRIES = 200
 """How often obstore retries a request of an upload in parts. Every other request is repeated through s3fs instead.
 
-With 4,096 ranks, S3 refuses a request up to some 50 times. The upload's deadline ends the retries too.
+With thousands of ranks, S3 refuses some requests more than 50 times. The upload's deadline and _RETRIES_END end the
+retries too.
 """
+_RETRIES_END = timedelta(minutes=5)
+"""How long after the first try the last one may begin: obstore signs a request only once."""
 MAX_PAUSE = timedelta(seconds=2)
 """The longest pause before it does: it does not tell of refused requests, so other parts must not wait for one long."""
 _BUSY = re.compile(r"\b(429|503)\b|timed out|timeout", re.IGNORECASE)
@@ -85,7 +88,7 @@ class FastS3Store(S3Store):
 
     def put(self, key: str, data: Buffer) -> None:
         client = self._client_of(max_retries=0)
-        if client is None or len(data) > PART_SIZES["s3"].part_bytes:
+        if client is None or len(data) > max(PART_SIZES["s3"].part_bytes, self.part_bytes(len(data))):
             super().put(key, data)
             return
         loan = BufferLoan()
@@ -211,7 +214,11 @@ class FastS3Store(S3Store):
             return None
         options = {} if settings.anonymous else {"credential_provider": self._chain.for_obstore}
         options |= obstore_options(settings, self._bucket) | {
-            "retry_config": {"max_retries": max_retries, "backoff": {"max_backoff": MAX_PAUSE}}
+            "retry_config": {
+                "max_retries": max_retries,
+                "retry_timeout": _RETRIES_END,
+                "backoff": {"max_backoff": MAX_PAUSE},
+            }
         }
         try:
             store_class = own_obstore()._store.S3Store  # noqa: SLF001  what obstore's own classes for Python derive from
