@@ -58,6 +58,19 @@ def s3fs_options(uri: str) -> dict[str, Any]:
     }
 
 
+def tensorstore_options(uri: str, name: str) -> dict[str, Any]:
+    """TensorStore's key-value store at a name below `uri`."""
+    at = parse_uri(uri)
+    return {
+        "driver": "s3",
+        "bucket": at.bucket,
+        "path": f"{at.prefix}/{name}/",
+        "endpoint": at.settings.endpoint,
+        "aws_region": at.settings.region,
+        "aws_credentials": {"type": "environment"},
+    }
+
+
 def plain_uri(uri: str) -> str:
     """Without the query, as other tools take it."""
     return uri.partition("?")[0]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raycheck.demo.server import s3_server
-from tests.support.servers import ceph_server
+from tests.support.servers import ceph_server, seaweed_server
 from tests.support.servers.ministack_server import VERSION, ministack_server
 
 IDLE_SHARE = 0.15
@@ -32,7 +32,7 @@ rgw gc processor max time = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Server:
-    """kind: "ceph", "ministack", "moto" or "other". pids: its processes, empty for one that was there before."""
+    """kind: "ceph", "ministack", "moto", "seaweed" or "other". pids: its processes, empty for one that was there before."""
 
     kind: str
     name: str
@@ -57,8 +57,8 @@ class Server:
 
 @contextmanager
 def started(kind: str) -> Iterator[Server]:
-    """A running server with one empty bucket. kind: "auto", "ceph", "ministack", "moto". Afterwards this process, and
-    what it starts, stays off the server's core."""
+    """A running server with one empty bucket. kind: "auto", "ceph", "ministack", "moto", "seaweed". Afterwards this
+    process, and what it starts, stays off the server's core."""
     if kind == "auto":
         kind = "ceph" if _can_have_ceph() else "ministack"
     all_cores = sorted(os.sched_getaffinity(0))
@@ -97,7 +97,13 @@ def _moto() -> Iterator[tuple[str, str]]:
         yield "moto", uri
 
 
-_SERVERS = {"ceph": _ceph, "ministack": _ministack, "moto": _moto}
+@contextmanager
+def _seaweed() -> Iterator[tuple[str, str]]:
+    with seaweed_server.seaweed_server(volumes=500) as uri:
+        yield f"SeaweedFS {seaweed_server.VERSION}", uri
+
+
+_SERVERS = {"ceph": _ceph, "ministack": _ministack, "moto": _moto, "seaweed": _seaweed}
 
 
 def _can_have_ceph() -> bool:

@@ -26,8 +26,8 @@ KEY = "demo"  # also the secret; what the other servers of the tests take, so th
 
 
 @contextmanager
-def seaweed_server() -> Iterator[str]:
-    """A running server with one empty bucket; yields its URI."""
+def seaweed_server(*, volumes: int = 100) -> Iterator[str]:
+    """A running server with one empty bucket; yields its URI. volumes: of 64 MB each; deleted bytes stay in them."""
     prepare()
     os.environ.update(AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=KEY, AWS_EC2_METADATA_DISABLED="true")
     master, volume, filer, s3, *grpc = (free_port() for _ in range(8))
@@ -43,7 +43,8 @@ def seaweed_server() -> Iterator[str]:
             "dir": folder, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", "master.port": master, "volume.port": volume,
             "filer.port": filer, "s3.port": s3, "master.port.grpc": grpc[0], "volume.port.grpc": grpc[1],
             "filer.port.grpc": grpc[2], "s3.port.grpc": grpc[3], "s3.config": f"{folder}/s3.json",
-            "volume.max": 100, "master.volumeSizeLimitMB": 64, "master.telemetry": "false",
+            "volume.max": volumes, "master.volumeSizeLimitMB": 64, "master.telemetry": "false",
+            "s3.port.iceberg": 0, "s3.port.lance": 0,
         }  # fmt: skip
         command = [FOLDER / "bin/weed", "server", "-s3", *(f"-{name}={value}" for name, value in options.items())]
         with (
