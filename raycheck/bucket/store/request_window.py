@@ -57,9 +57,13 @@ class Flight:
     trial: int
     samples: "_Samples | None"
 
-    def refused(self) -> None:
-        """Record that the store refused the request because there are too many, or did not answer in time."""
+    def refused(self) -> bool:
+        """Record that the store refused the request because there are too many, or did not answer in time.
+
+        Return whether the request is still needed.
+        """
         self.share.window.refused(self)
+        return not self.share.has_failed
 
     def end(self, size_bytes: int) -> None:
         """Record that the request has ended. size_bytes: what it carried; 0 if it failed."""
@@ -68,11 +72,15 @@ class Flight:
 
 
 class Share:
-    """The part of a window that one upload or one restore may use, inside `with`. Others use the rest."""
+    """The part of a window that one upload or one restore may use, inside `with`. Others use the rest.
+
+    has_failed: whether a request has failed, so that the others are no longer needed.
+    """
 
     def __init__(self, window: "RequestWindow") -> None:
         self.window = window
         self.flying = 0
+        self.has_failed = False
         self.moved = moved_bytes()
         self._is_small = _is_small.get()
 
@@ -88,8 +96,8 @@ class Share:
         return self.flying < (min(self.window.least, self.window.part) if self._is_small else self.window.part)
 
     def wait_to_begin(self) -> None:
-        """Wait until one more request may begin."""
-        self.window.wait_until(self.may_begin)
+        """Wait until one more request may begin, or one has failed."""
+        self.window.wait_until(lambda: self.has_failed or self.may_begin())
 
     def begin(self) -> Flight:
         """Record that a request begins."""

@@ -31,7 +31,7 @@ CLEAN_UP_S = 10.0
 T = TypeVar("T")
 _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 _repeats: ContextVar[list[str] | None] = ContextVar("repeats", default=None)
-_refused: ContextVar[Callable[[], None] | None] = ContextVar("refused", default=None)
+_refused: ContextVar[Callable[[], bool] | None] = ContextVar("refused", default=None)
 
 
 class OverloadedError(StoreError):
@@ -80,8 +80,11 @@ def noting_repeats() -> Iterator[list[str]]:
 
 
 @contextmanager
-def noting_refusals(refused: Callable[[], None]) -> Iterator[None]:
-    """Call `refused` whenever a request that this thread starts inside the block gets an OverloadedError."""
+def noting_refusals(refused: Callable[[], bool]) -> Iterator[None]:
+    """Call `refused` whenever a request that this thread starts inside the block gets an OverloadedError.
+
+    refused: returns whether the request is still needed; if not, only `attempts` tries are left to it.
+    """
     token = _refused.set(refused)
     try:
         yield
@@ -89,10 +92,12 @@ def noting_refusals(refused: Callable[[], None]) -> Iterator[None]:
         _refused.reset(token)
 
 
-def note_refusal(error: RaycheckError) -> None:
-    """Tell `noting_refusals` around this call if the error is an OverloadedError."""
+def note_refusal(error: RaycheckError) -> bool:
+    """Tell `noting_refusals` around this call if the error is an OverloadedError. Return whether the request is still
+    needed."""
     if isinstance(error, OverloadedError) and (refused := _refused.get()) is not None:
-        refused()
+        return refused()
+    return True
 
 
 def retry(call: Callable[[], T], *, on: type[Exception], pauses_s: Iterable[float]) -> T:
@@ -137,9 +142,9 @@ async def send_with_retries(
                 return await send()
         except Exception as error:
             typed, repeat = judge(error)
-            note_refusal(typed)
+            is_needed = note_refusal(typed)
             is_refused = isinstance(typed, OverloadedError) and not isinstance(error, TimeoutError)
-            refusals += is_refused and attempts > 1 and until < math.inf
+            refusals += is_refused and is_needed and attempts > 1 and until < math.inf
             may_repeat = repeat is Repeat.EVERYTHING or (repeat is Repeat.UNCONDITIONAL and not is_conditional)
             left_s = until - time.monotonic()
             if not may_repeat or tries - refusals >= attempts or left_s < LEAST_LEFT_S:

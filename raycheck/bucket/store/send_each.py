@@ -30,24 +30,23 @@ def send_each(
     returns. If this raises, every request that was started has ended: the buffers behind the items are free again.
     """
     sent: list[_Sent[P, T]] = []
-    flying: list[_Sent[P, T]] = []
-    try:
-        with Share(window) as share:
+    with Share(window) as share:
+        try:
             for number, item in enumerate(items, 1):
                 share.wait_to_begin()
-                flying = [one for one in flying if not one.has_ended()]
+                if share.has_failed:
+                    _undecided(sent)  # raises the error
                 one: _Sent[P, T] = _Sent(number, item if may_repeat else None)
                 one.begin(share, len(item), partial(start, number, item))
                 sent.append(one)
-                flying.append(one)
-            if may_repeat:
-                _repeat_slow(sent, share, start)
+            _wait_for_all(sent, share, start)
             return [one.result() for one in sent]
-    except BaseException:
-        wait(
-            [future for one in sent for future in one.futures]
-        )  # each ends by its tries, their time-outs or the deadline
-        raise
+        except BaseException:
+            share.has_failed = True  # the others are not needed
+            wait(
+                [future for one in sent for future in one.futures]
+            )  # each ends by its tries, as it is no longer needed
+            raise
 
 
 @dataclass(slots=True)
@@ -79,16 +78,14 @@ class _Sent(Generic[P, T]):
         is_whole = not future.cancelled() and future.exception() is None
         if is_whole and future is self.futures[0]:
             self.lasted_s = time.monotonic() - self.began_at
+        if not is_whole and all(one.done() for one in self.futures):
+            flight.share.has_failed = True
         flight.end(size_bytes if is_whole else 0)
 
     @property
     def lasts_s(self) -> float:
         """Return how long ago the first request began."""
         return time.monotonic() - self.began_at
-
-    def has_ended(self) -> bool:
-        """Return whether the first request has ended. Raises its error."""
-        return self.futures[0].done() and (self.futures[0].result(), True)[1]
 
     def is_decided(self) -> bool:
         """Return whether a request has succeeded, or all have failed."""
@@ -101,14 +98,28 @@ class _Sent(Generic[P, T]):
         return next(whole, self.futures[0]).result()
 
 
-def _repeat_slow(sent: "list[_Sent[P, T]]", share: Share, start: Callable[[int, P], Future[T]]) -> None:
-    """Wait for all requests, and send those a second time that last much longer than the others."""
+def _wait_for_all(sent: "list[_Sent[P, T]]", share: Share, start: Callable[[int, P], Future[T]]) -> None:
+    """Wait for all requests, and send those a second time that may be and that last much longer than the others.
+
+    Raises the error of the first one that has failed.
+    """
     undecided = sent
-    while undecided := [one for one in undecided if not one.is_decided()]:
+    while undecided := _undecided(undecided):
         open_ones = [future for one in undecided for future in one.futures if not future.done()]
         wait(open_ones, LOOK_EVERY_S, FIRST_COMPLETED)
-        late = [one for one in undecided if len(one.futures) == 1 and one.lasts_s > REPEAT_AFTER_S]
+        late = [one for one in undecided if one.item and len(one.futures) == 1 and one.lasts_s > REPEAT_AFTER_S]
         lasted = sorted(one.lasted_s for one in sent if one.lasted_s is not None) if late else []
         for one in late:
             if lasted and one.lasts_s > SLOWER * lasted[len(lasted) * 9 // 10] and one.item and share.may_begin():
                 one.begin(share, len(one.item), partial(start, one.number, one.item))
+
+
+def _undecided(requests: "list[_Sent[P, T]]") -> "list[_Sent[P, T]]":
+    """Return those that have neither succeeded nor failed. Raises the error of one that has failed."""
+    left = []
+    for one in requests:
+        if one.is_decided():
+            one.result()
+        else:
+            left.append(one)
+    return left

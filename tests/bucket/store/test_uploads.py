@@ -14,8 +14,11 @@ import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from uuid import uuid4
 
@@ -29,6 +32,7 @@ from raycheck.bucket.store.retry import ends_by, noting_refusals
 from raycheck.bucket.store.s3 import obstore_store
 from raycheck.bucket.store.s3.buffer_loan import BufferLoan
 from raycheck.bucket.store.s3.obstore_store import FastS3Store
+from raycheck.bucket.store.send_each import send_each
 from raycheck.bucket.store.upload_parts import RequestBody
 from raycheck.errors import ConfigError, DeniedError, NotFoundError, StoreError
 from tests.support.servers.http_fault_proxy import FaultProxy
@@ -86,6 +90,10 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "REQUEST_TIMEOUT_S", 1.0)
 
 
+def _submitted(pool: ThreadPoolExecutor, store: Store, _: int, key: str) -> "Future[object]":
+    return pool.submit(copy_context().run, store.get_range, key, 0, 1)
+
+
 def parts_of(buffer: bytearray) -> Iterator[memoryview]:
     return (memoryview(buffer)[at : at + PART] for at in range(0, len(buffer), PART))
 
@@ -127,7 +135,11 @@ def test_a_read_that_is_refused_counts_as_such(store, wire):
     wire.rule("busy", "GET", "/a$")
     refusals = []
 
-    with noting_refusals(lambda: refusals.append("a")):
+    def refused() -> bool:
+        refusals.append("a")
+        return True
+
+    with noting_refusals(refused):
         assert store.get_range("a", 0, 5) == b"bytes"
 
     assert refusals == ["a"]
@@ -218,6 +230,33 @@ def test_a_part_that_fails_for_good_leaves_nothing_and_names_the_object(store, b
     assert not isinstance(error, DeniedError)
     del error
     assert_nothing_remains(store, buffer)
+
+
+def test_an_upload_fails_while_the_store_still_refuses_another_part(fast, buffer, wire):
+    store = by_s3fs_alone(fast)
+    wire.rule("busy", "PUT", "partNumber=1", times=10**6)
+    wire.rule("deny", "PUT", "partNumber=2")
+    until = time.monotonic() + 100
+
+    with ends_by(until):
+        assert error_of(DeniedError, store, parts_of(buffer))
+
+    assert time.monotonic() < until - 50
+    assert_nothing_remains(store, buffer)
+
+
+def test_a_read_fails_while_the_store_still_refuses_another_one(fast, wire):
+    store = by_s3fs_alone(fast)
+    for key in ("a", "b"):
+        store.put(key, b"bytes")
+    wire.rule("busy", "GET", "/a$", times=10**6)
+    wire.rule("deny", "GET", "/b$")
+    until = time.monotonic() + 100
+
+    with ThreadPoolExecutor(2) as pool, ends_by(until), pytest.raises(DeniedError):
+        send_each(["a", "b"], partial(_submitted, pool, store), window=store.reads, may_repeat=True)
+
+    assert time.monotonic() < until - 50
 
 
 def test_a_stalled_part_ends_by_its_time_out(hasty, store, buffer, wire):
