@@ -32,7 +32,8 @@ rgw gc processor max time = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Server:
-    """kind: "ceph", "ministack", "moto", "seaweed" or "other". pids: its processes, empty for one that was there before."""
+    """kind: "ceph", "ministack", "moto", "seaweed" or "other". pids: its processes, empty for one that was there
+    before."""
 
     kind: str
     name: str

@@ -4,7 +4,8 @@ The state is 16 large tensors, cut over both ranks as `fully_shard` does it. Eac
 and the ways take turns in a shuffled order. A save counts after one that warms up, with other values, in seconds of the
 slower rank: until training may go on (`blocked`), and until it is durable. `load` fills the emptied state on both
 ranks, `load by one` in one process. CPU seconds are those of both ranks for save and load. Memory is the peak of the
-rank that needs most, less what it had before its first save and a copy for comparison, over its half of the state. Every load is compared with what was saved.
+rank that needs most, less what it had before its first save and a copy for comparison, over its half of the state.
+Every load is compared with what was saved.
 
 For raycheck this is all that a user calls: a save is committed when it counts as durable, and a load is that of a group
 which torchrun has restarted, with the new coordinator, its claim and the agreement of the ranks.

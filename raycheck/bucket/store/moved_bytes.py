@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from raycheck.bucket.store.retry import ends_by
+from raycheck.bucket.store.retry import LEAST_LEFT_S, ends_by
 from raycheck.errors import StoreError
 
 PLAUSIBLE_BYTES_PER_S = 10e6
@@ -43,7 +43,7 @@ class MovedBytes:
     @property
     def is_late(self) -> bool:
         """Return whether its time has passed before all bytes were moved."""
-        return self.seconds >= self.limit_s and (self.wanted is None or self.done < self.wanted)
+        return self.seconds >= self.limit_s - LEAST_LEFT_S and (self.wanted is None or self.done < self.wanted)
 
     @property
     def object(self) -> str:

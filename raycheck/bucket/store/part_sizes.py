@@ -10,21 +10,21 @@ import os
 from dataclasses import dataclass
 
 
-def ranks_beside() -> int:
+def ranks_in_group() -> int:
     """Return the number of ranks in this process's group. All of them use the store at the same time."""
-    said = os.environ.get("WORLD_SIZE", "")  # set by torchrun and by Ray Train
-    return int(said) if said.isdecimal() else 1
+    value = os.environ.get("WORLD_SIZE", "")  # set by torchrun and by Ray's TorchTrainer
+    return max(1, int(value)) if value.isdecimal() else 1
 
 
 def fewest_in_flight(least: int) -> int:
     """Return the number of requests that a rank keeps in flight at first. It falls from `least` to one as the number of
     ranks grows."""
-    return max(1, min(least, least * MANY_RANKS // ranks_beside()))
+    return max(1, min(least, least * MANY_RANKS // ranks_in_group()))
 
 
 def most_in_flight(most: int) -> int:
     """Return the largest number of requests that a rank keeps in flight. It falls from `most` as requests grow."""
-    floor = floor_bytes(ranks_beside())
+    floor = floor_bytes(ranks_in_group())
     return min(most, BYTES_IN_FLIGHT // floor) if floor else most
 
 
@@ -60,7 +60,7 @@ def piece_bytes(size_bytes: int, in_flight: int, least: int, most: int) -> int:
     They are small enough for each connection to have several, so that the last ones leave few connections idle. With
     many ranks they may be larger than `most`.
     """
-    floor = min(size_bytes, floor_bytes(ranks_beside()))
+    floor = min(size_bytes, floor_bytes(ranks_in_group()))
     most = max(most, floor)
     if not in_flight:
         return most

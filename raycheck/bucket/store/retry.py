@@ -83,7 +83,7 @@ def noting_repeats() -> Iterator[list[str]]:
 def noting_refusals(refused: Callable[[], bool]) -> Iterator[None]:
     """Call `refused` whenever a request that this thread starts inside the block gets an OverloadedError.
 
-    refused: returns whether the request is still needed; if not, only `attempts` tries are left to it.
+    refused: returns whether the request is still needed; if not, it is not sent again.
     """
     token = _refused.set(refused)
     try:
@@ -147,7 +147,7 @@ async def send_with_retries(
             refusals += is_refused and is_needed and attempts > 1 and until < math.inf
             may_repeat = repeat is Repeat.EVERYTHING or (repeat is Repeat.UNCONDITIONAL and not is_conditional)
             left_s = until - time.monotonic()
-            if not may_repeat or tries - refusals >= attempts or left_s < LEAST_LEFT_S:
+            if not is_needed or not may_repeat or tries - refusals >= attempts or left_s < LEAST_LEFT_S:
                 raise typed from error
             if (noted := _repeats.get()) is not None:
                 noted.append(str(typed))

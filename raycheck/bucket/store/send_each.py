@@ -78,7 +78,7 @@ class _Sent(Generic[P, T]):
         is_whole = not future.cancelled() and future.exception() is None
         if is_whole and future is self.futures[0]:
             self.lasted_s = time.monotonic() - self.began_at
-        if not is_whole and all(one.done() for one in self.futures):
+        if not is_whole and self.is_decided() and not self.has_succeeded():
             flight.share.has_failed = True
         flight.end(size_bytes if is_whole else 0)
 
@@ -89,8 +89,12 @@ class _Sent(Generic[P, T]):
 
     def is_decided(self) -> bool:
         """Return whether a request has succeeded, or all have failed."""
-        ended = [future for future in self.futures if future.done()]
-        return len(ended) == len(self.futures) or any(future.exception() is None for future in ended)
+        return self.has_succeeded() or all(future.done() for future in self.futures)
+
+    def has_succeeded(self) -> bool:
+        """Return whether a request has succeeded."""
+        ended = (future for future in self.futures if future.done() and not future.cancelled())
+        return any(future.exception() is None for future in ended)
 
     def result(self) -> T:
         """Return the first result. Raises the first request's error if all have failed."""

@@ -62,7 +62,7 @@ def test_a_restart_waits_for_at_most_six_answers(proxy: FaultProxy) -> None:
 
 
 def test_a_first_start_waits_for_at_most_24_answers_to_examine_the_place(proxy: FaultProxy) -> None:
-    """They are more than 80 requests, and the longest chain of them is a race, of two rounds with two turns each."""
+    """They are more than 80 requests: one to the endpoint, five for the rights, and then several at a time."""
     store = open_store(join_uri(proxy.uri, uuid4().hex))
 
     with StoreRounds(proxy) as rounds:
