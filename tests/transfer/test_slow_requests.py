@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextvars import Context, copy_context
 from dataclasses import replace
 from uuid import uuid4
 
@@ -9,8 +11,11 @@ import pytest
 import torch
 
 from raycheck.bucket.store import Store, open_store, send_each
+from raycheck.bucket.store.request_window import RequestWindow
+from raycheck.bucket.store.retry import OverloadedError, note_refusal
 from raycheck.errors import StoreError
 from raycheck.state.train_state import TrainState
+from tests.support.processes.background_call import InThread
 from tests.support.processes.save_without_ray import save_state
 from tests.support.samples.sample_checkpoints import Around
 
@@ -123,3 +128,29 @@ def test_when_both_fail_the_restore_fails() -> None:
 
     with pytest.raises(StoreError, match="the first request has failed"):
         restore(fail_both)
+
+
+def test_a_request_that_loses_to_its_second_one_leaves_the_others_needed() -> None:
+    """A request that is refused is sent again as long as it is needed."""
+    begun: dict[str, list[Future[str]]] = {item: [] for item in "abc"}
+    contexts: dict[str, Context] = {}
+    is_repeated = threading.Event()
+
+    def start(_: int, item: str) -> Future[str]:
+        future: Future[str] = Future()
+        begun[item].append(future)
+        contexts[item] = copy_context()
+        if item == "c" or (item == "a" and len(begun["a"]) == 2):
+            future.set_result(item)
+            if item == "a":
+                is_repeated.set()
+        return future
+
+    window = RequestWindow(least=8, most=8)
+    sending = InThread(lambda: send_each.send_each("abc", start, window=window, may_repeat=True))
+    assert is_repeated.wait(LIMIT_S)
+    begun["a"][0].set_exception(StoreError("the first request has failed"))
+    is_needed = contexts["b"].run(note_refusal, OverloadedError("too many"))
+    begun["b"][0].set_result("b")
+
+    assert (is_needed, sending.join()) == (True, ["a", "b", "c"])
