@@ -12,7 +12,17 @@ from dataclasses import dataclass
 
 def ranks_in_group() -> int:
     """Return the number of ranks in this process's group. All of them use the store at the same time."""
-    value = os.environ.get("WORLD_SIZE", "")  # set by torchrun and by Ray's TorchTrainer
+    return _number_of_ranks("WORLD_SIZE")
+
+
+def ranks_on_node() -> int:
+    """Return the number of ranks of this process's group on this node."""
+    return _number_of_ranks("LOCAL_WORLD_SIZE")
+
+
+def _number_of_ranks(variable: str) -> int:
+    """Return what torchrun and Ray's TorchTrainer have set; 1 where nobody has."""
+    value = os.environ.get(variable, "")
     return max(1, int(value)) if value.isdecimal() else 1
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from raycheck.bucket.store.moved_bytes import moved_bytes
-from raycheck.bucket.store.part_sizes import fewest_in_flight, most_in_flight
+from raycheck.bucket.store.part_sizes import fewest_in_flight, most_in_flight, ranks_on_node
 
 logger = logging.getLogger("raycheck")
 MOST = 64
@@ -284,8 +284,7 @@ def window_of(bucket_id: Hashable, way: str, *, least: int) -> RequestWindow:
     least: the size with which it begins, unless there are hundreds of ranks.
     """
     least = fewest_in_flight(least)
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun and by Ray Train
-    most = most_in_flight(min(MOST, NODE_MOST // max(1, int(ranks) if ranks.isdecimal() else 1)))
+    most = most_in_flight(min(MOST, NODE_MOST // ranks_on_node()))
     bucket = " ".join(str(part) for part in bucket_id if part) if isinstance(bucket_id, tuple) else bucket_id
     made = RequestWindow(least=least, most=max(least, most), name=f"{bucket}: {way}")
     return _windows.setdefault((bucket_id, way), made)
