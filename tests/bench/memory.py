@@ -55,10 +55,9 @@ def peak_bytes(side: str, uri: str, size_bytes: int) -> int:
     save = _stock if side == STOCK else _ours(side)
     save(uri, make_state(STATE, WARM_UP_BYTES))
     state = make_state(STATE, size_bytes)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
-    before = _status("VmRSS")
+    before = resident_bytes()
     save(uri, state)
-    return _status("VmHWM") - before
+    return highest_bytes() - before
 
 
 def _ours(engine: str) -> Save:
@@ -79,6 +78,17 @@ def _stock(uri: str, state: State) -> None:
             dcp.async_save(state.nested, storage_writer=writer).result()
         finally:
             dist.destroy_process_group()
+
+
+def resident_bytes() -> int:
+    """The resident memory of this process, whose peak is counted anew from here."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def highest_bytes() -> int:
+    """The peak of the resident memory of this process."""
+    return _status("VmHWM")
 
 
 def _status(name: str) -> int:

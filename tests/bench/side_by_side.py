@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import raycheck
+from tests.bench.memory import highest_bytes, resident_bytes
 from tests.bench.peers import EXPECTED_WARNINGS, PEERS, Peer, StockDcp, TorchSave, peers
 from tests.bench.place import new_folder
 from tests.bench.sampling import Measured, Samples, interleaved
@@ -125,7 +126,7 @@ def save_and_load(rank: int, world_size: int, way: str, uri: str, size_bytes: in
             "durable": durable,
             "load": load,
             "cpu": process_time() - cpu,
-            "memory": (peak_bytes() - before - shard) / shard,
+            "memory": (highest_bytes() - before - shard) / shard,
         }
 
 
@@ -155,21 +156,6 @@ def cut(size_bytes: int, world_size: int) -> State:
 
 def local(state: State) -> list[torch.Tensor]:
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in state.tensors]
-
-
-def resident_bytes() -> int:
-    """The resident memory of this process, whose peak is counted anew from here."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def peak_bytes() -> int:
-    return _status("VmHWM")
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 @contextmanager
