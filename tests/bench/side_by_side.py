@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import raycheck
 from tests.bench.memory import highest_bytes, resident_bytes
+from tests.bench.ours import check_same, emptied
 from tests.bench.peers import EXPECTED_WARNINGS, PEERS, Peer, StockDcp, TorchSave, peers
 from tests.bench.place import new_folder
 from tests.bench.sampling import Measured, Samples, interleaved
@@ -102,9 +103,9 @@ def save_and_load(rank: int, world_size: int, way: str, uri: str, size_bytes: in
         side = side_of(way, uri, state)
         before = resident_bytes()
         side.save()
-        for tensor in local(state):
+        for tensor in state.tensors:
             tensor.add_(1)
-        expected = [tensor.clone() for tensor in local(state)]
+        expected = [tensor.clone() for tensor in state.tensors]
         cpu = process_time()
         dist.barrier()
         began = perf_counter()
@@ -112,14 +113,12 @@ def save_and_load(rank: int, world_size: int, way: str, uri: str, size_bytes: in
         blocked = perf_counter() - began
         wait()
         durable = perf_counter() - began
-        for tensor in local(state):
-            tensor.zero_()
+        emptied(state)
         dist.barrier()
         began = perf_counter()
         side.load()
         load = perf_counter() - began
-        for found, wanted in zip(local(state), expected, strict=True):
-            assert found.equal(wanted), "a load came back with other values than were saved"
+        check_same(state, expected)
         shard = sum(tensor.nbytes for tensor in expected)
         return {
             "blocked": blocked,
@@ -132,16 +131,14 @@ def save_and_load(rank: int, world_size: int, way: str, uri: str, size_bytes: in
 
 def load_by_one(rank: int, world_size: int, way: str, uri: str, size_bytes: int) -> float:
     with quiet():
-        expected = [tensor + 1 for tensor in local(make_state(STATE, size_bytes))]
+        expected = [tensor + 1 for tensor in make_state(STATE, size_bytes).tensors]
         state = cut(size_bytes, world_size)
-        for tensor in local(state):
-            tensor.zero_()
+        emptied(state)
         side = side_of(way, uri, state)
         began = perf_counter()
         side.load()
         took = perf_counter() - began
-        for found, wanted in zip(local(state), expected, strict=True):
-            assert found.equal(wanted), "a load by one came back with other values than were saved"
+        check_same(state, expected)
         return took
 
 
@@ -152,10 +149,6 @@ def cut(size_bytes: int, world_size: int) -> State:
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, torch.nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
     return state
-
-
-def local(state: State) -> list[torch.Tensor]:
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in state.tensors]
 
 
 @contextmanager

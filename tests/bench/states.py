@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 NUM_LARGE = 16
 NUM_SMALL = 3000
@@ -52,7 +53,9 @@ class State:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [parameter.detach() for parameter in self.model.parameters()] + self._slots
+        """What this rank holds of each tensor."""
+        parameters = [parameter.detach() for parameter in self.model.parameters()]
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in parameters + self._slots]
 
     @property
     def size_bytes(self) -> int:

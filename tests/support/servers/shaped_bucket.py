@@ -47,7 +47,7 @@ def shaped_bucket(shape: Shape) -> Iterator[str]:
             server.kill()
 
 
-class _Line:
+class Line:
     """One connection, whose bytes take their time."""
 
     def __init__(self, shape: Shape, chance: random.Random) -> None:
@@ -80,7 +80,7 @@ class _Server:
         await server.serve_forever()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line = _Line(self._shape, self._chance)
+        line = Line(self._shape, self._chance)
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin1")
@@ -89,7 +89,7 @@ class _Server:
             writer.close()
 
     async def _exchange(
-        self, head: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line: _Line
+        self, head: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line: Line
     ) -> None:
         method, target = head.split(" ", 2)[:2]
         found = re.search(r"^content-length: *(\d+)", head, re.IGNORECASE | re.MULTILINE)
@@ -115,7 +115,7 @@ class _Server:
         finally:
             self._served -= is_data and not is_refused
 
-    async def _body(self, reader: asyncio.StreamReader, size: int, line: _Line | None) -> bytearray:
+    async def _body(self, reader: asyncio.StreamReader, size: int, line: Line | None) -> bytearray:
         body = bytearray()
         while len(body) < size:
             piece = await reader.read(min(PIECE_BYTES, size - len(body)))

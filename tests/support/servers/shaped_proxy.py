@@ -7,14 +7,14 @@ an answer is what comes back after something was sent.
 import asyncio
 import json
 import os
+import random
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from urllib.parse import parse_qs, urlsplit
 
-PIECE_BYTES = 64 * 1024
+from tests.support.servers.shaped_bucket import PIECE_BYTES, Line, Shape
 
 
 @contextmanager
@@ -33,8 +33,7 @@ def shaped_proxy(uri: str, *, mb_per_s: float, latency_s: float, cores: Sequence
 class _Proxy:
     def __init__(self, address: str, mb_per_s: float, latency_s: float) -> None:
         self._host, _, self._port = address.partition(":")
-        self._s_per_byte = 1 / (mb_per_s * 1e6)
-        self._latency_s = latency_s
+        self._shape = Shape(mb_per_s=mb_per_s, latency_s=latency_s)
 
     async def serve(self) -> None:
         server = await asyncio.start_server(self._connection, "127.0.0.1", 0, limit=PIECE_BYTES)
@@ -50,18 +49,15 @@ class _Proxy:
     async def _carry(
         self, source: asyncio.StreamReader, target: asyncio.StreamWriter, asked: asyncio.Event, *, is_answer: bool
     ) -> None:
-        free_at = 0.0
+        line = Line(self._shape, random.Random(0))
         with suppress(ConnectionError):
             while piece := await source.read(PIECE_BYTES):
                 if not is_answer:
                     asked.set()
                 elif asked.is_set():
                     asked.clear()
-                    await asyncio.sleep(self._latency_s)
-                now = time.monotonic()
-                free_at = max(free_at, now) + len(piece) * self._s_per_byte
-                if free_at > now + 0.002:
-                    await asyncio.sleep(free_at - now)
+                    await asyncio.sleep(self._shape.latency_s)
+                await line.carry(len(piece))
                 target.write(piece)
                 await target.drain()
         target.close()
