@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from raycheck.on_ray.actors.actor_checkpointer import ActorCheckpointer
     from raycheck.on_ray.data.ray_data import RayData
     from raycheck.on_ray.fit import fit
+    from raycheck.published.follower import follow
     from raycheck.run import Run, export_hf, open_checkpoint, open_run
     from raycheck.settings import AfterCommit, Alerts, SaveSettings
     from raycheck.state.entries.per_rank_entries import PerRank, RankZero
@@ -46,6 +47,7 @@ _HOMES = {
     "raycheck.on_ray.actors.actor_checkpointer": ("ActorCheckpointer",),
     "raycheck.on_ray.data.ray_data": ("RayData",),
     "raycheck.on_ray.fit": ("fit",),
+    "raycheck.published.follower": ("follow",),
     "raycheck.run": ("Run", "export_hf", "open_checkpoint", "open_run"),
     "raycheck.settings": ("AfterCommit", "Alerts", "SaveSettings"),
     "raycheck.state.entries.per_rank_entries": ("PerRank", "RankZero"),
@@ -79,6 +81,7 @@ __all__ = [
     "StorageSettings",
     "export_hf",
     "fit",
+    "follow",
     "list_runs",
     "open_checkpoint",
     "open_run",

@@ -38,7 +38,7 @@ from raycheck.bucket.store.ray_filesystem import uri_of
 from raycheck.bucket.stored_export import StoredExport
 from raycheck.bucket.verify import Finding
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
-from raycheck.settings import ExportOptions, Retention
+from raycheck.settings import ExportOptions, Publish, Retention
 from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from raycheck.bucket.format.manifest import Manifest
     from raycheck.data.step_samples import StepSamples
     from raycheck.huggingface.export import Exported
+    from raycheck.published.publish import Published
+    from raycheck.published.series import PublishedVersions
     from raycheck.views.details import CheckpointDetails
     from raycheck.views.difference import CheckpointDifference
     from raycheck.views.history import RunHistory
@@ -440,6 +442,47 @@ class Run:
         if not dry_run:
             found.delete()
         return found
+
+    def publish(
+        self,
+        at: int | str | None = None,
+        *,
+        to: str | None = None,
+        keep_last: int = 4,
+        whole_every: int = 16,
+        cache: str | None = None,
+        entry: str | None = None,
+        files: Sequence[str] | None = None,
+        merge_lora: bool = False,
+        dtype: str | None = None,
+        max_shard_bytes: int | None = None,
+    ) -> "Published | None":
+        """Publish a checkpoint's model as the next version, for `raycheck.follow`. Needs torch.
+
+        at: its step, name or key; None: the head. Other parameters: as for AfterCommit.publish. Returns None if it is
+        the newest version already. Raises NotFoundError if there is no such checkpoint, ConfigError if it cannot be
+        published, ConflictError if somebody else publishes at the same time.
+        """
+        from raycheck.published.publish import publish
+
+        options = Publish(
+            to=to,
+            keep_last=keep_last,
+            whole_every=whole_every,
+            cache=cache,
+            entry=entry,
+            files=files,
+            merge_lora=merge_lora,
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+        )
+        return publish(self.at(at)._stored, options)  # noqa: SLF001  of a class in this file
+
+    def published(self) -> "PublishedVersions | None":
+        """Read the list of the published versions in the run, and their readers; None if nothing is published."""
+        from raycheck.published.series import PublishedVersions
+
+        return PublishedVersions.of(self._store)
 
     def pin(self, at: int | str, *, dry_run: bool = False) -> "Run":
         """Keep a checkpoint, regardless of retention, until `unpin`. Raises NotFoundError."""

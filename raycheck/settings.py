@@ -121,11 +121,7 @@ class HFExport(ExportOptions):
 
     def __post_init__(self) -> None:
         _check_counts(self, "keep_last", "max_shard_bytes")
-        _check_choice(self, "dtype", None, "float32", "bfloat16", "float16", "float64")
-        if isinstance(self.files, str):
-            raise ConfigError(f"files={self.files!r}: give a list of entries' names")
-        if self.to is not None and "://" not in self.to and not self.to.startswith("/"):
-            raise ConfigError(f"to={self.to!r}: give a URI or an absolute path")
+        _check_contents(self)
         if not any(found.startswith(("{step}", "{step:", "{checkpoint}")) for found in _FIELD.findall(self.name)):
             raise ConfigError(f"name={self.name!r} does not tell steps apart; {_NAME_ADVICE}")
         for segment in _FIELD.sub("0", self.name).split("/"):
@@ -137,12 +133,40 @@ class HFExport(ExportOptions):
         return self.name.format(checkpoint=checkpoint, step=step, epoch=epoch, epoch_step=epoch_step)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Publish(ExportOptions):
+    """The published versions of a run's weights.
+
+    to, keep_last, whole_every, cache: see AfterCommit.publish.
+    """
+
+    to: str | None = None
+    keep_last: int = 4
+    whole_every: int = 16
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_counts(self, "max_shard_bytes")
+        for name in ("keep_last", "whole_every"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"{name}=None: give a whole number of at least 1")
+            _check_counts(self, name)
+        _check_contents(self)
+        if self.cache is not None and not self.cache.startswith("/"):
+            raise ConfigError(f"cache={self.cache!r}: give the absolute path of a folder")
+
+
+BuiltIn = HFExport | Publish
+"""The tasks after commits that raycheck has itself."""
+BUILT_IN = (HFExport, Publish)
+
+
 @dataclass(frozen=True, slots=True)
 class AfterCommit:
     """A task that runs on committed checkpoints while training continues, and the triggers that select them.
 
     `AfterCommit(evaluate, every_steps=500)` calls your function; `AfterCommit.export(every_steps=1000)` writes the
-    model as a Hugging Face directory.
+    model as a Hugging Face directory; `AfterCommit.publish(every_steps=1)` publishes it to samplers.
 
     task: a function, called as `evaluate(uri, key)` with the run's URI and the checkpoint's key, or a Ray remote
         function with the resources that it needs. It runs in a Ray task; under torchrun it runs in a thread of rank 0's
@@ -161,7 +185,7 @@ class AfterCommit:
     The checkpoint's objects are not deleted while a task uses them. Raises ConfigError when a value cannot work.
     """
 
-    task: Callable[[str, str], object] | HFExport
+    task: Callable[[str, str], object] | BuiltIn
     _: KW_ONLY
     every_steps: int | None = None
     every_s: float | None = None
@@ -171,8 +195,10 @@ class AfterCommit:
     mode: Literal["auto", "async", "sync"] = "auto"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.task, HFExport) and not callable(self.task):
-            raise ConfigError(f"AfterCommit({self.task!r}): give a function of (uri, key), or use AfterCommit.export")
+        if not isinstance(self.task, BUILT_IN) and not callable(self.task):
+            raise ConfigError(
+                f"AfterCommit({self.task!r}): give a function of (uri, key), or use AfterCommit.export or .publish"
+            )
         check_triggers(self)
         _check_choice(self, "every_save", False, True)
         _check_choice(self, "mode", "auto", "async", "sync")
@@ -229,17 +255,73 @@ class AfterCommit:
             mode=mode,
         )
 
+    @classmethod
+    def publish(
+        cls,
+        *,
+        every_steps: int | None = None,
+        every_s: float | None = None,
+        every_epochs: int | None = None,
+        every_save: bool = False,
+        at_end: bool = True,
+        mode: Literal["auto", "async", "sync"] = "auto",
+        to: str | None = None,
+        keep_last: int = 4,
+        whole_every: int = 16,
+        cache: str | None = None,
+        entry: str | None = None,
+        files: Sequence[str] | None = None,
+        merge_lora: bool = False,
+        dtype: str | None = None,
+        max_shard_bytes: int | None = None,
+    ) -> Self:
+        """Return the task that publishes the model, as a patch of the version before, for `raycheck.follow`.
+
+        every_steps, every_s, every_epochs, every_save, at_end, mode: as for any task.
+        to: a URI or absolute path where the versions are. None: `published/` in the run.
+        keep_last: keep this many of the newest versions, and what a new reader needs to have the oldest of them. A
+            reader's lease keeps what leads from its version to the newest one.
+        whole_every: make a version whole when it is this many versions after the last whole one. It becomes whole
+            earlier when the patches since then are larger than it.
+        cache: a folder on the node where the task runs, for the newest version. None: one below the temporary folder.
+        entry, files, merge_lora, dtype, max_shard_bytes: the contents of a version, see ExportOptions.
+
+        Raises ConfigError when a value cannot work.
+        """
+        made = Publish(
+            to=to,
+            keep_last=keep_last,
+            whole_every=whole_every,
+            cache=cache,
+            entry=entry,
+            files=files,
+            merge_lora=merge_lora,
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+        )
+        return cls(
+            made,
+            every_steps=every_steps,
+            every_s=every_s,
+            every_epochs=every_epochs,
+            every_save=every_save,
+            at_end=at_end,
+            mode=mode,
+        )
+
     @property
     def name(self) -> str:
-        """Return the name by which `save` requests the task: "export", or the function's own name."""
-        return "export" if isinstance(self.task, HFExport) else function_name(self.task).rpartition(".")[2]
+        """Return the name by which `save` requests the task: "export", "publish", or the function's own name."""
+        if isinstance(self.task, BUILT_IN):
+            return "export" if isinstance(self.task, HFExport) else "publish"
+        return function_name(self.task).rpartition(".")[2]
 
     @property
     def chosen(self) -> str:
         """Return these settings as text, without defaults."""
         triggers = _chosen(self)[1:]  # the first field is the task
-        if isinstance(self.task, HFExport):
-            return f"AfterCommit.export({', '.join((*triggers, *_chosen(self.task)))})"
+        if isinstance(self.task, BUILT_IN):
+            return f"AfterCommit.{self.name}({', '.join((*triggers, *_chosen(self.task)))})"
         return f"AfterCommit({', '.join((function_name(self.task), *triggers))})"
 
     @property
@@ -506,7 +588,7 @@ class SaveSettings:
 DEFAULTS = {spec.name: spec.default for spec in fields(SaveSettings)}
 
 
-def _chosen(settings: SaveSettings | AfterCommit | HFExport) -> tuple[str, ...]:
+def _chosen(settings: SaveSettings | AfterCommit | BuiltIn) -> tuple[str, ...]:
     texts = []
     for spec in fields(settings):
         value = getattr(settings, spec.name)
@@ -559,6 +641,14 @@ def _check_choice(settings: object, name: str, *choices: object) -> None:
     value = getattr(settings, name)
     if value not in choices:
         raise ConfigError(f"{name}={value!r}: give {' or '.join(map(repr, choices))}")
+
+
+def _check_contents(options: HFExport | Publish) -> None:
+    _check_choice(options, "dtype", None, "float32", "bfloat16", "float16", "float64")
+    if isinstance(options.files, str):
+        raise ConfigError(f"files={options.files!r}: give a list of entries' names")
+    if options.to is not None and "://" not in options.to and not options.to.startswith("/"):
+        raise ConfigError(f"to={options.to!r}: give a URI or an absolute path")
 
 
 def _check_counts(settings: object, *names: str) -> None:

@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from raycheck.group.worker.save_queue import SaveStatus
     from raycheck.huggingface.export import Exported
     from raycheck.on_ray.actors.actor_checkpointer import ActorSaveHandle
+    from raycheck.published.follower import Follower, PulledVersion
+    from raycheck.published.publish import Published
+    from raycheck.published.records import PublishedVersion
+    from raycheck.published.series import PublishedVersions
     from raycheck.run import CommittedCheckpoint
-    from raycheck.settings import HFExport, KeepBest, Retention
+    from raycheck.settings import HFExport, KeepBest, Publish, Retention
     from raycheck.show_progress import ShowProgress
     from raycheck.state.preview import Preview
     from raycheck.state.restore_result import RestoreReport
@@ -50,6 +54,7 @@ __all__ = [
     "Deletion",
     "Exported",
     "Finding",
+    "Follower",
     "HFExport",
     "KeepBest",
     "KeptCheckpoint",
@@ -57,6 +62,11 @@ __all__ = [
     "MetricLine",
     "Picture",
     "Preview",
+    "Publish",
+    "Published",
+    "PublishedVersion",
+    "PublishedVersions",
+    "PulledVersion",
     "RestoreReport",
     "RestoreResult",
     "ResumeRecord",
@@ -93,8 +103,12 @@ __getattr__, __dir__ = on_first_use(
         "raycheck.group.worker.save_queue": ("SaveStatus",),
         "raycheck.huggingface.export": ("Exported",),
         "raycheck.on_ray.actors.actor_checkpointer": ("ActorSaveHandle",),
+        "raycheck.published.follower": ("Follower", "PulledVersion"),
+        "raycheck.published.publish": ("Published",),
+        "raycheck.published.records": ("PublishedVersion",),
+        "raycheck.published.series": ("PublishedVersions",),
         "raycheck.run": ("CommittedCheckpoint",),
-        "raycheck.settings": ("HFExport", "KeepBest", "Retention"),
+        "raycheck.settings": ("HFExport", "KeepBest", "Publish", "Retention"),
         "raycheck.show_progress": ("ShowProgress",),
         "raycheck.state.preview": ("Preview",),
         "raycheck.state.restore_result": ("RestoreReport",),

@@ -30,6 +30,7 @@ RINGS = (
     ("transfer",),
     ("state",),
     ("huggingface",),
+    ("published",),
     ("data",),
     ("group",),
     ("on_ray",),

@@ -18,11 +18,11 @@ from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import MANIFEST
+from raycheck.bucket.local_files import PARTIAL, appear, check_room, file_crc32, opened_partial, partial_of, write_file
 from raycheck.bucket.reading import Checkpoint, ask_latest, missing_error
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.interface import Buffer
-from raycheck.catalog.local_files import PARTIAL, appear, check_room, file_crc32, opened_partial, partial_of, write_file
-from raycheck.catalog.read_ahead import Spans, read_ahead
+from raycheck.bucket.store.read_ahead import Spans, read_ahead
 from raycheck.catalog.stored_objects import StoredObject, checkpoint_at, names_in, stored_objects
 from raycheck.errors import ConfigError, CorruptError, DamagedError, NotFoundError, RaycheckError, StoreError
 from raycheck.show_progress import ShowProgress, show_nothing

@@ -14,8 +14,8 @@ from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.document import FORMAT_VERSION, Document, dump, load
 from raycheck.bucket.format.index import Index, Tensor
 from raycheck.bucket.format.manifest import Manifest
+from raycheck.bucket.local_files import appear, check_room, file_crc32, opened_partial, write_file
 from raycheck.bucket.reading import Checkpoint
-from raycheck.catalog.local_files import appear, check_room, file_crc32, opened_partial, write_file
 from raycheck.errors import ConfigError, CorruptError
 from raycheck.huggingface.export import MAX_FILE_BYTES, safetensors_head, split, weight_map
 from raycheck.huggingface.export_contents import SAFETENSORS_DTYPES, json_text

@@ -30,7 +30,7 @@ import typer
 from typer.core import TyperGroup
 
 import raycheck
-from raycheck.cli import browse, data, demo, docs, export, manage, names, submit, tinker, watch_node
+from raycheck.cli import browse, data, demo, docs, export, manage, names, published, submit, tinker, watch_node
 from raycheck.cli.catalog import archives, clean, delete, doctor, fork, import_command, policy, runs
 from raycheck.cli.catalog import copy as copies
 from raycheck.cli.closed_pipe import end_with_the_reader
@@ -73,6 +73,8 @@ GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
         copies.cp,
         fork.fork,
         export.export_hf,
+        published.publish,
+        published.pull,
         archives.download,
         archives.pack,
         archives.unpack,

@@ -89,8 +89,11 @@ class ExportFiles:
         }
 
 
-def lay_out(checkpoint: Checkpoint, options: ExportOptions) -> ExportFiles:
-    """Decide which files make up an export. Equal options give an equal result in every process."""
+def lay_out(checkpoint: Checkpoint, options: ExportOptions, stem: str = "model") -> ExportFiles:
+    """Decide which files make up an export. Equal options give an equal result in every process.
+
+    stem: the beginning of the names of a model's files of weights.
+    """
     manifest = checkpoint.read_manifest()
     index = checkpoint.read_index(manifest)
     source = WeightSource(checkpoint, manifest, index)
@@ -98,7 +101,7 @@ def lay_out(checkpoint: Checkpoint, options: ExportOptions) -> ExportFiles:
     if made.is_adapter:
         groups = {"adapter_model.safetensors": made.weights}
     else:
-        groups = split(made.weights, "model", options.max_shard_bytes)
+        groups = split(made.weights, stem, options.max_shard_bytes)
     # Sorted by element size, so that each weight is aligned.
     groups = {file: sorted(group, key=lambda weight: -weight.dtype.itemsize) for file, group in groups.items()}
     return ExportFiles(
@@ -124,15 +127,16 @@ def export_hf(
     storage: StorageSettings | None = None,
     write: Callable[[ExportFiles, Store, str], Mapping[str, int]] | None = write_all,
     by_training: bool = False,
+    stem: str = "model",
 ) -> Exported:
     """Write the model of a checkpoint to `dest`: a folder, a URI, or a store and a prefix in it.
 
     storage: the settings that the checkpoint's store was opened with; a `dest` in the same kind of store is opened with
     them too. write: writes the weight files, and returns their sizes in bytes; None: make every check, and write
     nothing. by_training: whether the settings of a training run requested the export; a prune of exports deletes no
-    others. Raises ConfigError, before anything was written, for an export that is not possible.
+    others. stem: see lay_out. Raises ConfigError, before anything was written, for an export that is not possible.
     """
-    laid_out = lay_out(checkpoint, options or ExportOptions())
+    laid_out = lay_out(checkpoint, options or ExportOptions(), stem)
     laid_out = _with_record(laid_out, checkpoint, by_training=by_training)
     is_alike = isinstance(dest, str) and kind_of(dest) == kind_of(checkpoint.store.uri)
     given = storage if is_alike else None

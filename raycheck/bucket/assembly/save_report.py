@@ -8,7 +8,7 @@ from raycheck.bucket.format.label import NO_LABEL, Label
 from raycheck.bucket.format.manifest import Component, ShardRecord
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.format.progress import Progress
-from raycheck.settings import HFExport, Retention
+from raycheck.settings import BuiltIn, Retention
 
 SAVE_ALIKE = "every rank must call end_step and save equally often"
 
@@ -64,7 +64,7 @@ class Report:
     upload_s: float = 0.0
     retention: Retention = field(default_factory=Retention)
     settings: tuple[str, ...] = ()
-    tasks: Mapping[str, HFExport | bytes] = field(default_factory=dict)
+    tasks: Mapping[str, BuiltIn | bytes] = field(default_factory=dict)
     label: Label = NO_LABEL
     replaces: str | None = None
     node: str = ""

@@ -250,6 +250,56 @@ def export_key(prefix: str, file: str) -> str:
     return f"{prefix.rstrip('/')}/{file}".removeprefix("/")
 
 
+PUBLISHED_PREFIX = "published/"
+VERSION_RECORD = "version.json"
+_VERSION = re.compile(r"version-(\d{9})-[0-9a-f]{8}")
+
+
+RESULT_PREFIXES = (EXPORTS_PREFIX, PUBLISHED_PREFIX)
+"""What a training has made for others, which can be kept when its run is deleted."""
+
+
+def versions_key(place: str) -> str:
+    """Return the key of the list of published versions. place: its prefix, `published/` in a run."""
+    return f"{place}versions.json"
+
+
+def version_directory(number: int, token: str) -> str:
+    """Return the name of a published version's directory. token: 8 hex digits, so that no two writers share one."""
+    return f"version-{number:09d}-{token}"
+
+
+def version_number(directory: str) -> int | None:
+    """Return the number of the version in a directory of this name; None when it is not a version's directory."""
+    match = _VERSION.fullmatch(directory)
+    return None if match is None else int(match[1])
+
+
+def version_key(place: str, directory: str, file: str) -> str:
+    """Return the key of a file of a published version. Raises ValueError for what does not name a version's
+    directory."""
+    if version_number(directory) is None:
+        raise ValueError(f"{directory!r} is not the directory of a published version")
+    return f"{place}{directory}/{file}"
+
+
+def readers_prefix(place: str) -> str:
+    """Return the prefix of the records of who reads the published versions."""
+    return f"{place}readers/"
+
+
+def reader_key(place: str, reader: str) -> str:
+    """Return the key of a reader's record. Raises ValueError for a name that cannot be in a key."""
+    if not _COMPONENT.fullmatch(reader):
+        raise ValueError(f"{reader!r} is not a reader's name (letters, digits, '_', '.', '-')")
+    return f"{readers_prefix(place)}{reader}.json"
+
+
+def is_file_name(name: str) -> bool:
+    """Return whether this names a file in its own directory and nowhere else."""
+    return name.isprintable() and name not in ("", ".", "..") and not {"/", "\\"} & set(name)
+
+
 def probe_key(token: str) -> str:
     """Return the key of a scratch object, on which a claim tests the store's conditional writes."""
     return f"probes/{token}"

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import kind_of, parse_uri
 from raycheck.bucket.store.interface import Buffer
-from raycheck.catalog.read_ahead import Spans, put_stream, read_ahead
+from raycheck.bucket.store.read_ahead import Spans, put_stream, read_ahead
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
 from raycheck.storage_settings import StorageSettings
 

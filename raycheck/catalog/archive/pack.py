@@ -17,6 +17,7 @@ from raycheck.bucket.format.object_keys import MANIFEST
 from raycheck.bucket.reading import Checkpoint, missing_error, read_latest
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.interface import Buffer
+from raycheck.bucket.store.read_ahead import Spans, checked, read_ahead
 from raycheck.catalog.archive.files import Place, check_free, compressed, write_file
 from raycheck.catalog.archive.layout import (
     MAX_RECORD,
@@ -27,7 +28,6 @@ from raycheck.catalog.archive.layout import (
     members_of,
 )
 from raycheck.catalog.archive.tar import TarStream
-from raycheck.catalog.read_ahead import Spans, checked, read_ahead
 from raycheck.catalog.stored_objects import StoredObject, checkpoint_at, stored_objects
 from raycheck.errors import ConfigError, NotFoundError
 from raycheck.show_progress import ShowProgress, show_nothing

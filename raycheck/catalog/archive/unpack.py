@@ -29,6 +29,7 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import write_manifest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer
+from raycheck.bucket.store.read_ahead import checked, put_stream
 from raycheck.catalog.archive.files import ArchiveStream, Place, opened
 from raycheck.catalog.archive.layout import (
     MAX_RECORD,
@@ -41,7 +42,6 @@ from raycheck.catalog.archive.layout import (
     members_of,
 )
 from raycheck.catalog.archive.tar import BLOCK, END, TarReader
-from raycheck.catalog.read_ahead import checked, put_stream
 from raycheck.errors import ConfigError, CorruptError
 from raycheck.show_progress import ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings

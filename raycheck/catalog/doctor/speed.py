@@ -16,7 +16,7 @@ from raycheck.bucket.diagnosis.finding import BucketFinding, ok
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.store import Store
-from raycheck.catalog.read_ahead import Spans, checked, read_ahead
+from raycheck.bucket.store.read_ahead import Spans, checked, read_ahead
 from raycheck.errors import RaycheckError
 from raycheck.views.in_words import size
 

@@ -56,7 +56,7 @@ from raycheck.group.coordinator.run_alerts import RunAlerts
 from raycheck.group.coordinator.run_log import RunLog
 from raycheck.group.coordinator.slow_ranks import SlowRanks
 from raycheck.log import event, logger, show_log
-from raycheck.settings import Alerts, HFExport
+from raycheck.settings import Alerts, BuiltIn
 
 LAST_COMMITS_S = 30.0
 """How long a claim waits for commits of the previous attempt."""
@@ -295,7 +295,7 @@ class Coordinator:
         """Record why a rank can make no more memory checkpoints in this attempt."""
         self._memory.note_problem(why)
 
-    async def after_commit(self, key: str, progress: Progress, tasks: Mapping[str, HFExport | bytes]) -> int:
+    async def after_commit(self, key: str, progress: Progress, tasks: Mapping[str, BuiltIn | bytes]) -> int:
         """Begin these tasks on a committed checkpoint, except for those that were begun on it before."""
         await asyncio.to_thread(self._tasks.start, key, progress, tasks)
         return 0

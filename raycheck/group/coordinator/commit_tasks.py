@@ -19,7 +19,7 @@ from raycheck.bucket.store import Store
 from raycheck.group.coordinator.export_task import Note
 from raycheck.group.coordinator.task_run import TaskRun
 from raycheck.log import event, logger
-from raycheck.settings import HFExport
+from raycheck.settings import BuiltIn
 
 
 class CommitTasks:
@@ -39,7 +39,7 @@ class CommitTasks:
         # By task and checkpoint: its end, and the other directories that the checkpoint refers to.
         self._begun: dict[tuple[str, str], tuple[Future[None], tuple[str, ...]]] = {}
 
-    def start(self, key: str, progress: Progress, tasks: Mapping[str, HFExport | bytes]) -> None:
+    def start(self, key: str, progress: Progress, tasks: Mapping[str, BuiltIn | bytes]) -> None:
         """Run tasks on a committed checkpoint, each after its current run and in place of a run that still waits.
 
         A task that was already started for this checkpoint is left alone.

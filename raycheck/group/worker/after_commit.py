@@ -13,7 +13,7 @@ from raycheck.group.group import Group
 from raycheck.group.worker.heartbeat import FencingWatch
 from raycheck.group.worker.save_queue import SaveQueue
 from raycheck.log import event, logger
-from raycheck.settings import AfterCommit, HFExport
+from raycheck.settings import BUILT_IN, AfterCommit, BuiltIn
 
 WAIT_TIMEOUT_S = 3600.0
 ASK_TIMEOUT_S = 300.0
@@ -41,7 +41,7 @@ class AfterCommitTasks:
         self.of_every_save = tuple(name for name, task in tasks.items() if task.every_save)
         self._sent = {name: _as_sent(name, task, models, group) for name, task in tasks.items()}
 
-    def of(self, names: Collection[str]) -> Mapping[str, HFExport | bytes]:
+    def of(self, names: Collection[str]) -> Mapping[str, BuiltIn | bytes]:
         """Return these tasks in the form that the coordinator accepts."""
         return {name: task for name, task in self._sent.items() if name in names}
 
@@ -105,10 +105,10 @@ class AfterCommitTasks:
             return 0
 
 
-def _as_sent(name: str, item: AfterCommit, models: Sequence[str], group: Group) -> HFExport | bytes:
+def _as_sent(name: str, item: AfterCommit, models: Sequence[str], group: Group) -> BuiltIn | bytes:
     """Return the task in the form that is sent to the coordinator. Raises ConfigError for a task that could not run."""
     task = item.task
-    if not isinstance(task, HFExport):
+    if not isinstance(task, BUILT_IN):
         check = getattr(task, "check", None)
         if callable(check) and not group.rank:
             check()
@@ -127,7 +127,7 @@ def _as_sent(name: str, item: AfterCommit, models: Sequence[str], group: Group) 
         return sent
     if task.entry not in models if task.entry else len(models) != 1:
         which = repr(task.entry) if task.entry else "one model"
-        advice = ". Say which: AfterCommit.export(entry=...)" if models else ""
+        advice = f". Say which: AfterCommit.{item.name}(entry=...)" if models else ""
         raise ConfigError(
             f"{item.chosen} needs {which} with a Hugging Face configuration in the state; there are "
             f"{list(models)}{advice}"

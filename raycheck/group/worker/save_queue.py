@@ -29,7 +29,7 @@ from raycheck.group.worker.save_thread import SaveThread
 from raycheck.group.worker.step_metrics import Columns, StepMetrics
 from raycheck.group.worker.upload_and_report import Uploader
 from raycheck.log import event, logger
-from raycheck.settings import HFExport, SaveSettings
+from raycheck.settings import BuiltIn, SaveSettings
 from raycheck.state.rank_buffers import advice_on
 from raycheck.state.train_state import TrainState
 from raycheck.transfer.incremental_upload import StagedState
@@ -182,7 +182,7 @@ class SaveQueue:
         is_reported: bool = False,
         leaving: Collection[int] | None = None,
         replaces: str | None = None,
-        tasks: Mapping[str, HFExport | bytes] | None = None,
+        tasks: Mapping[str, BuiltIn | bytes] | None = None,
     ) -> str:
         """Stage the state and start its upload, after `wait_for_buffer`. Return the checkpoint's name.
 

@@ -170,7 +170,7 @@ def check_folder(store: Store, *, keeps_exports: bool = False, tally: ProgressTa
             raise ConfigError(f"{store}: another run is in its folder {inside!r}; delete or move that one first")
         if tally is not None:
             tally.add(1)
-        if not (keeps_exports and item.key.startswith(object_keys.EXPORTS_PREFIX)):
+        if not (keeps_exports and item.key.startswith(object_keys.RESULT_PREFIXES)):
             num_objects, size_bytes = num_objects + 1, size_bytes + item.size_bytes
     return num_objects, size_bytes
 
@@ -195,5 +195,5 @@ def check_users(store: Store, body: Latest, *, keeps_shared: bool) -> None:
 def objects_of(store: Store, *, keeps_exports: bool) -> Iterator[Listed]:
     """Yield all objects in the run's folder, except its exports if they are kept."""
     for item in store.list_objects(""):
-        if not (keeps_exports and item.key.startswith(object_keys.EXPORTS_PREFIX)):
+        if not (keeps_exports and item.key.startswith(object_keys.RESULT_PREFIXES)):
             yield item

@@ -14,7 +14,7 @@ from typing import ClassVar
 from raycheck.bucket.document_reading import read_document
 from raycheck.bucket.format.document import FORMAT_VERSION, Document, NewerFormatError, dump, load
 from raycheck.bucket.format.latest import Latest
-from raycheck.bucket.format.object_keys import EXPORT_ENDS, EXPORT_RECORD, CheckpointName, export_key
+from raycheck.bucket.format.object_keys import EXPORT_ENDS, EXPORT_RECORD, CheckpointName, export_key, is_file_name
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError
 
@@ -43,7 +43,7 @@ class ExportRecord(Document):
     def __post_init__(self) -> None:
         if CheckpointName.parse(self.checkpoint) is None:
             raise CorruptError(f"an export's record names {self.checkpoint!r}, which is not a checkpoint's name")
-        odd = [name for name in self.files if not _is_file_name(name) or name == EXPORT_RECORD]
+        odd = [name for name in self.files if not is_file_name(name) or name == EXPORT_RECORD]
         if odd or self.last not in self.files or self.last not in EXPORT_ENDS:
             raise CorruptError(f"an export's record lists {(odd or [self.last])[0]!r}, which is none of its files")
 
@@ -214,8 +214,3 @@ def _record(store: Store, place: str, sizes: Mapping[str, int]) -> tuple[ExportR
 
 def load_export_record(data: bytes, *, what: str) -> ExportRecord:
     return load(ExportRecord, data, what=what, max_bytes=MAX_BYTES)
-
-
-def _is_file_name(name: str) -> bool:
-    """Return whether this names a file in the record's own directory and nowhere else."""
-    return name.isprintable() and name not in ("", ".", "..") and not {"/", "\\"} & set(name)
