@@ -450,6 +450,7 @@ class Run:
         to: str | None = None,
         keep_last: int = 4,
         whole_every: int = 16,
+        whole: bool = False,
         cache: str | None = None,
         entry: str | None = None,
         files: Sequence[str] | None = None,
@@ -459,9 +460,10 @@ class Run:
     ) -> "Published | None":
         """Publish a checkpoint's model as the next version, for `raycheck.follow`. Needs torch.
 
-        at: its step, name or key; None: the head. Other parameters: as for AfterCommit.publish. Returns None if it is
-        the newest version already. Raises NotFoundError if there is no such checkpoint, ConfigError if it cannot be
-        published, ConflictError if somebody else publishes at the same time.
+        at: its step, name or key; None: the head. whole: write all files and no patch, for when the versions before are
+        damaged. Other parameters: as for AfterCommit.publish. Returns None if it is the newest version already. Raises
+        NotFoundError if there is no such checkpoint, ConfigError if it cannot be published, ConflictError if somebody
+        else publishes at the same time.
         """
         from raycheck.published.publish import publish
 
@@ -469,6 +471,7 @@ class Run:
             to=to,
             keep_last=keep_last,
             whole_every=whole_every,
+            whole=whole,
             cache=cache,
             entry=entry,
             files=files,

@@ -133,24 +133,29 @@ class HFExport(ExportOptions):
         return self.name.format(checkpoint=checkpoint, step=step, epoch=epoch, epoch_step=epoch_step)
 
 
+MOST_KEPT = 256
+"""Of published versions: the list of them must stay small."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Publish(ExportOptions):
-    """The published versions of a run's weights.
+    """How a run's weights are published.
 
-    to, keep_last, whole_every, cache: see AfterCommit.publish.
+    to, keep_last, whole_every, cache: see AfterCommit.publish. whole: make this version whole and without a patch.
     """
 
     to: str | None = None
     keep_last: int = 4
     whole_every: int = 16
     cache: str | None = None
+    whole: bool = False
 
     def __post_init__(self) -> None:
         _check_counts(self, "max_shard_bytes")
         for name in ("keep_last", "whole_every"):
-            if getattr(self, name) is None:
-                raise ConfigError(f"{name}=None: give a whole number of at least 1")
-            _check_counts(self, name)
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= MOST_KEPT:
+                raise ConfigError(f"{name}={value!r}: give a whole number from 1 to {MOST_KEPT}")
         _check_contents(self)
         if self.cache is not None and not self.cache.startswith("/"):
             raise ConfigError(f"cache={self.cache!r}: give the absolute path of a folder")

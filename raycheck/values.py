@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from raycheck.group.worker.save_queue import SaveStatus
     from raycheck.huggingface.export import Exported
     from raycheck.on_ray.actors.actor_checkpointer import ActorSaveHandle
-    from raycheck.published.follower import Follower, PulledVersion
+    from raycheck.published.follower import PulledVersion, VersionFollower
     from raycheck.published.publish import Published
     from raycheck.published.records import PublishedVersion
     from raycheck.published.series import PublishedVersions
@@ -54,7 +54,6 @@ __all__ = [
     "Deletion",
     "Exported",
     "Finding",
-    "Follower",
     "HFExport",
     "KeepBest",
     "KeptCheckpoint",
@@ -85,6 +84,7 @@ __all__ = [
     "TensorDifference",
     "TensorSample",
     "TensorSummary",
+    "VersionFollower",
 ]
 
 __getattr__, __dir__ = on_first_use(
@@ -103,7 +103,7 @@ __getattr__, __dir__ = on_first_use(
         "raycheck.group.worker.save_queue": ("SaveStatus",),
         "raycheck.huggingface.export": ("Exported",),
         "raycheck.on_ray.actors.actor_checkpointer": ("ActorSaveHandle",),
-        "raycheck.published.follower": ("Follower", "PulledVersion"),
+        "raycheck.published.follower": ("VersionFollower", "PulledVersion"),
         "raycheck.published.publish": ("Published",),
         "raycheck.published.records": ("PublishedVersion",),
         "raycheck.published.series": ("PublishedVersions",),

@@ -14,6 +14,7 @@ from raycheck.errors import ConfigError
 PARTIAL = ".partial"
 FICLONE = 0x40049409
 """The request to share the bytes of another file, in linux/fs.h."""
+MIN_LINKED_BYTES = 16 * 1024 * 1024
 READ_BYTES = 8 * 1024 * 1024
 
 
@@ -72,14 +73,21 @@ def clone_file(source: Path, target: Path) -> None:
             fcntl.ioctl(after.fileno(), FICLONE, before.fileno())
         except OSError:
             shutil.copyfileobj(before, after, READ_BYTES)
+            after.flush()
+            os.fsync(after.fileno())
 
 
 def link_or_clone(source: Path, target: Path) -> None:
-    """Give a file that never changes another name, or copy it where that is not possible."""
+    """Give a large file that never changes another name; copy a small one, or where that is not possible."""
     try:
-        target.hardlink_to(source)
+        if source.stat().st_size >= MIN_LINKED_BYTES:
+            target.hardlink_to(source)
+            return
+    except FileNotFoundError:
+        raise
     except OSError:
-        clone_file(source, target)
+        pass
+    clone_file(source, target)
 
 
 def check_room(root: Path, needed: int) -> None:

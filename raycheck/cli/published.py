@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from raycheck.bucket.store.address import shown_uri
 from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json, settings_of
 from raycheck.errors import ConfigError
 from raycheck.views.in_words import size
@@ -24,6 +25,9 @@ def publish(  # noqa: PLR0917  typer makes options of them
     dtype: Annotated[str | None, typer.Option(help="Convert floating-point weights, e.g. to bfloat16.")] = None,
     keep_last: Annotated[int, typer.Option(min=1, help="How many of the newest versions stay.")] = 4,
     whole_every: Annotated[int, typer.Option(min=1, help="After how many versions one is whole again.")] = 16,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Write all files and no patch, when the versions before are damaged.")
+    ] = False,
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
@@ -35,7 +39,14 @@ def publish(  # noqa: PLR0917  typer makes options of them
 
     began = time.monotonic()
     done = open_run(uri, settings_of(storage)).publish(
-        at, to=to, entry=entry, merge_lora=merge_lora, dtype=dtype, keep_last=keep_last, whole_every=whole_every
+        at,
+        to=to,
+        entry=entry,
+        merge_lora=merge_lora,
+        dtype=dtype,
+        keep_last=keep_last,
+        whole_every=whole_every,
+        whole=whole,
     )
     seconds = time.monotonic() - began
     if as_json:
@@ -58,7 +69,7 @@ def publish(  # noqa: PLR0917  typer makes options of them
     else:
         how = "whole" if done.version.is_whole else f"as a patch of version {done.version.base}"
         what = f"published {done.version.checkpoint} as version {done.version.number}, {how}"
-        out.print(Text(f"{what}: {size(done.bytes_written)} in {seconds:.1f} s, to {done.uri}"))
+        out.print(Text(f"{what}: {size(done.bytes_written)} in {seconds:.1f} s, to {shown_uri(done.uri)}"))
 
 
 def pull(  # noqa: PLR0917  typer makes options of them
@@ -69,6 +80,7 @@ def pull(  # noqa: PLR0917  typer makes options of them
     run: Annotated[
         str | None, typer.Option(help="A shell command to run after each version, with its folder in $VERSION_DIR.")
     ] = None,
+    keep: Annotated[int, typer.Option(min=1, help="How many of the newest versions stay in the folder.")] = 2,
     no_lease: Annotated[
         bool, typer.Option("--no-lease", help="Write no record of this reader, which keeps what it needs.")
     ] = False,
@@ -82,12 +94,14 @@ def pull(  # noqa: PLR0917  typer makes options of them
     from raycheck.published.follower import follow as follow_versions
 
     settings = settings_of(storage)
-    with follow_versions(uri, folder, storage=settings, poll_s=poll_s, lease=follow and not no_lease) as versions:
+    with follow_versions(
+        uri, folder, storage=settings, poll_s=poll_s, keep=keep, lease=follow and not no_lease
+    ) as versions:
         while True:
-            version = versions.wait() if follow else versions.update() or versions.current
+            version = versions.wait() if follow else versions.update(wait=True)
             if version is None:
                 raise ConfigError(
-                    f"{uri}: nothing is published there. Publish with AfterCommit.publish or 'raycheck publish'"
+                    f"{shown_uri(uri)}: nothing is published there; 'raycheck publish' or AfterCommit.publish does that"
                 )
             if as_json:
                 print_json(

@@ -2,7 +2,7 @@
 
 A version is a Hugging Face directory. In the bucket it is whole, or a patch of the version before it, or both. The
 publisher and the reader are one: both keep the newest version in a local folder and turn it into the next one.
-FORMAT.md, steps 43 to 46, is the specification.
+FORMAT.md, steps 42 to 46, is the specification.
 
 - records.py: the documents in the bucket.
 - element_patch.py: the changed elements of one tensor, as bytes.

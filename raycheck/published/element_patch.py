@@ -1,6 +1,6 @@
 """Encodes the difference between two arrays of equal size, losslessly, and applies it in place.
 
-An array is cut into blocks of 4 MiB. Each becomes a byte for its kind, four bytes for the size of what follows
+Step 46. An array is cut into blocks of 4 MiB. Each becomes a byte for its kind, four bytes for the size of what follows
 (little-endian), and that many bytes. The kinds are:
 
 - 0: the block is unchanged; nothing follows.

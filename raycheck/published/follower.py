@@ -6,26 +6,29 @@ import socket
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from raycheck.bucket.format.object_keys import version_number
 from raycheck.bucket.store import Got, open_store
-from raycheck.errors import ConfigError, RaycheckError, StateMismatchError
+from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError, StateMismatchError, StoreError
 from raycheck.log import event, logger
 from raycheck.published.element_patch import zstd
 from raycheck.published.pull import Pulled, pull
 from raycheck.published.records import Reader, Versions
 from raycheck.published.series import LEASE_S, Series
-from raycheck.published.version_folder import LocalFiles, VersionFolder
+from raycheck.published.version_folder import LocalVersion, VersionFolder
 from raycheck.storage_settings import StorageSettings
 
 if TYPE_CHECKING:
     import torch
 
 POLL_S = 1.0
+TRIES = 5
 RENEW_S = LEASE_S / 4
 WEIGHTS = ".safetensors"
 
@@ -45,7 +48,7 @@ class PulledVersion:
     checkpoint: str
     changed: frozenset[str] | None
     bytes_fetched: int
-    _files: LocalFiles = field(repr=False, compare=False)
+    _files: LocalVersion = field(repr=False, compare=False)
 
     def tensors(self, *, changed_only: bool = False) -> "Iterator[tuple[str, torch.Tensor]]":
         """Yield the name and the values of each weight, on the CPU. Needs torch and safetensors.
@@ -70,7 +73,8 @@ class PulledVersion:
         """Copy the weights into live tensors, such as a model's `state_dict()`. Return how many were copied.
 
         tensors: by the names that the published files have. pause: makes the context in which they are copied, so that
-        no forward pass sees some of them. changed_only: leave out those that have not changed since the version before,
+        no forward pass sees some of them. An error of the disk meanwhile leaves some of each version: load again then.
+        changed_only: leave out those that have not changed since the version before,
         which must have been loaded. Raises StateMismatchError, and changes nothing, when a weight has no tensor of its
         shape and type there, or when a tensor there gets no weight.
         """
@@ -102,7 +106,7 @@ class PulledVersion:
             raise StateMismatchError(f"{self.path}: {len(problems)} tensors do not fit: {listed}")
 
 
-class Follower:
+class VersionFollower:
     """The newest published version of a run in a local folder. Iterating waits for one version after the other.
 
     Use it as a context manager, or call `close`. Several processes of a node may follow with the same folder: one of
@@ -116,21 +120,26 @@ class Follower:
         *,
         storage: StorageSettings | None = None,
         poll_s: float = POLL_S,
+        keep: int = 2,
         lease: bool = True,
     ) -> None:
         """See raycheck.follow."""
         zstd()  # raises before anything is fetched
         if not 0 < poll_s < LEASE_S:
             raise ConfigError(f"poll_s={poll_s!r}: give seconds above 0 and below {LEASE_S:.0f}")
+        if type(keep) is not int or keep < 1:
+            raise ConfigError(f"keep={keep!r}: give a whole number of at least 1")
         self._store = open_store(uri, storage)
-        self._made = Path(tempfile.mkdtemp(prefix="raycheck-follow-")) if folder is None else None
-        self._folder = VersionFolder(Path(folder) if folder is not None else self._made or Path())
+        made = tempfile.mkdtemp(prefix="raycheck-follow-") if folder is None else None
+        self._remove = weakref.finalize(self, shutil.rmtree, made, ignore_errors=True) if made is not None else None
+        self._folder = VersionFolder(Path(made or folder or ""), keep=keep)
         self._poll_s = poll_s
-        self._lease = lease
-        self._name = f"{_safe(socket.gethostname())}-{secrets.token_hex(4)}"
-        self._renewed: tuple[float, int] | None = None
+        self._lease = _Lease(f"{_safe(socket.gethostname())}-{secrets.token_hex(4)}") if lease else None
         self._series: Series | None = None
+        self._seen: str | None = None  # the version of the list whose newest version is the current one
+        self._failed: tuple[str, CorruptError] | None = None  # the version of a list that could not be had, and why
         self._current: PulledVersion | None = None
+        self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closed = False
 
@@ -139,26 +148,52 @@ class Follower:
         """Return the version that was returned last; None before the first."""
         return self._current
 
-    def update(self) -> PulledVersion | None:
+    def update(self, *, wait: bool = False) -> PulledVersion | None:
         """Fetch the newest version if it is newer than `current`. Return None if it is not, or nothing is published.
 
-        Raises StoreError when the store cannot be reached, CorruptError when the newest version is damaged. `current`
-        stays usable then.
+        wait: for another process that is making a version in this folder; otherwise what is there is returned. Raises
+        StoreError when the store cannot be reached, CorruptError when the newest version is damaged, as long as no
+        other one is published. `current` stays usable then.
         """
+        with self._lock:
+            for _ in range(TRIES):
+                try:
+                    return None if self._closed else self._update(wait=wait)
+                except NotFoundError:  # what the list named is gone, and the list has changed: read it again
+                    continue
+            raise StoreError(f"{self._store}: versions go faster than they can be fetched")
+
+    def _update(self, *, wait: bool) -> PulledVersion | None:
         series = self._series or Series.at(self._store)
-        found = series.read()
-        if found is None:
-            return None
-        self._series = series
         pulled: Pulled | None = None
-        with self._folder.writing() as is_mine:
-            if is_mine:
-                pulled = pull(series, self._folder, found)
-        files = self._folder.newest()
-        if files is None:
+        with self._folder.writing(wait=wait) as is_mine:
+            found = series.read()  # with the lock: an older list would bring an older version back
+            if found is None:
+                return None
+            self._series = series
+            if found[1].version == self._seen:
+                self._renew(series, found, self._current and self._current._files)  # noqa: SLF001
+                return None
+            if self._failed is not None and self._failed[0] == found[1].version:
+                raise self._failed[1]
+            have = self._folder.newest()
+            try:
+                if is_mine:
+                    self._renew(series, found, have)
+                    pulled = pull(series, self._folder, found[0], have)
+            except CorruptError as error:
+                self._failed = found[1].version, error  # not again and again: a whole version is large
+                raise
+            finally:
+                if have is not None:
+                    have.release()
+        made = self._folder.newest()
+        if made is None:
             return None  # another process is making the first one
-        version = self._take(files, pulled)
-        self._renew(series, found, files)
+        version = self._take(made, pulled)
+        if made.record.directory == found[0].newest.directory:
+            self._seen = found[1].version
+        self._renew(series, found, made)
         return version
 
     def wait(self, timeout_s: float | None = None) -> PulledVersion | None:
@@ -196,14 +231,14 @@ class Follower:
         """End following, from any thread. A folder that was made for this follower is removed."""
         self._closed = True
         self._wake.set()
-        if self._current is not None:
-            self._current._files.release()  # noqa: SLF001  of a class in this file
-            self._current = None
-        if self._lease and self._series is not None and self._renewed is not None:
-            with suppress(RaycheckError):
-                self._series.end_lease(self._name)
-        if self._made is not None:
-            shutil.rmtree(self._made, ignore_errors=True)
+        with self._lock:
+            if self._current is not None:
+                self._current._files.release()  # noqa: SLF001  of a class in this file
+                self._current = None
+            if self._lease is not None and self._series is not None:
+                self._lease.end(self._series)
+            if self._remove is not None:
+                self._remove()
 
     def __enter__(self) -> Self:
         return self
@@ -211,39 +246,60 @@ class Follower:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _take(self, files: LocalFiles, pulled: Pulled | None) -> PulledVersion | None:
-        """Make these files the current version, unless they are already."""
-        record, before = files.record, self._current
-        if before is not None and before.path == files.path:
-            files.release()
+    def _take(self, made: LocalVersion, pulled: Pulled | None) -> PulledVersion | None:
+        """Make this the current version, unless it is already."""
+        record, before = made.record, self._current
+        if before is not None and before.path == made.path:
+            made.release()
             return None
-        is_next = pulled is not None and before is not None and pulled.began_with == before._files.record.number  # noqa: SLF001
+        is_next = pulled is not None and before is not None and pulled.began_with == before._files.record.directory  # noqa: SLF001
         self._current = PulledVersion(
-            path=files.path,
-            number=record.number,
+            path=made.path,
+            number=version_number(record.directory) or 0,
             step=record.step,
             checkpoint=record.checkpoint,
             changed=pulled.changed if pulled is not None and is_next else None,
             bytes_fetched=pulled.bytes_fetched if pulled is not None else 0,
-            _files=files,
+            _files=made,
         )
         if before is not None:
             before._files.release()  # noqa: SLF001  of a class in this file
         return self._current
 
-    def _renew(self, series: Series, found: tuple[Versions, Got], files: LocalFiles) -> None:
-        """Say which version this reader has, so that what leads on from it stays. Without the right to, it may not."""
-        now, number = time.monotonic(), files.record.number
-        if not self._lease or (self._renewed and self._renewed[1] == number and now - self._renewed[0] < RENEW_S):
+    def _renew(self, series: Series, found: tuple[Versions, Got], have: LocalVersion | None) -> None:
+        """Say with which version this reader begins, so that it, and what leads on from it, stays."""
+        if self._lease is None:
             return
-        reader = Reader(name=self._name, series=found[0].series, number=number, until=found[1].at + LEASE_S)
+        versions = found[0]
+        if have is not None and versions.patches_from(have.record.directory) is not None:
+            self._lease.renew(series, have.record.directory, now=found[1].at)
+        elif versions.newest_whole is not None:
+            self._lease.renew(series, versions.newest_whole.directory, now=found[1].at)
+
+
+class _Lease:
+    """The record of one reader in a series. Without the right to write it, the reader goes on."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._written: tuple[str, float] | None = None  # the version, and when by the monotonic clock
+
+    def renew(self, series: Series, directory: str, *, now: float) -> None:
+        """Write the record if it names another version, or is old. now: by the store's clock."""
+        at = time.monotonic()
+        if self._written is not None and self._written[0] == directory and at - self._written[1] < RENEW_S:
+            return
         try:
-            series.lease(reader)
+            series.lease(self._name, Reader(directory=directory, until=now + LEASE_S))
         except RaycheckError as error:
-            logger.info(
-                event("this reader cannot say which version it has, and goes on", cause=error, run=self._store.uri)
-            )
-        self._renewed = now, number
+            what = "this reader cannot say which version it has, and goes on"
+            logger.info(event(what, cause=error, run=series.store.uri))
+        self._written = directory, at
+
+    def end(self, series: Series) -> None:
+        if self._written is not None:
+            with suppress(RaycheckError):
+                series.end_lease(self._name)
 
 
 def _safe(text: str) -> str:
@@ -256,8 +312,9 @@ def follow(
     *,
     storage: StorageSettings | None = None,
     poll_s: float = POLL_S,
+    keep: int = 2,
     lease: bool = True,
-) -> Follower:
+) -> VersionFollower:
     """Follow the published versions of a run: `for version in raycheck.follow(uri): ...`.
 
     Each version is a complete Hugging Face directory in a local folder. It is made from the one before and the changed
@@ -265,9 +322,10 @@ def follow(
 
     uri: the run's URI, or the place to which it publishes. folder: where the versions are made, a new one or one that
     was followed before; in it, `latest` is a link to the newest. None: a temporary folder, removed by `close`. storage:
-    how to open the URI. poll_s: the seconds between two looks, each of one small GET. lease: write a small record that
+    how to open the URI. poll_s: the seconds between two looks, each of one small GET. keep: how many
+    of the newest versions stay in the folder; the current one always does. lease: write a small record that
     keeps the versions that this reader still needs, if it has the right to.
 
     Raises ConfigError when the folder contains something else, or a library is missing.
     """
-    return Follower(uri, folder, storage=storage, poll_s=poll_s, lease=lease)
+    return VersionFollower(uri, folder, storage=storage, poll_s=poll_s, keep=keep, lease=lease)

@@ -8,7 +8,6 @@ patch.
 import hashlib
 import os
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,17 +26,16 @@ from raycheck.bucket.local_files import file_crc32
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import Checkpoint, read_newest
 from raycheck.bucket.store import Got, open_store
-from raycheck.bucket.store.address import shown_uri
 from raycheck.bucket.store.open import open_near
-from raycheck.errors import ConfigError, ConflictError, CorruptError, RaycheckError
+from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError
 from raycheck.huggingface.export import export_hf
 from raycheck.log import event, logger
 from raycheck.published.element_patch import zstd
-from raycheck.published.file_patch import patches_of
+from raycheck.published.file_patch import have_equal_heads, patch_files
 from raycheck.published.pull import pull
 from raycheck.published.records import PatchFile, PublishedVersion, VersionFile, VersionRecord, Versions
-from raycheck.published.series import Series, kept, newest_whole, with_version
-from raycheck.published.version_folder import LocalFiles, VersionFolder
+from raycheck.published.series import Series, kept
+from raycheck.published.version_folder import LocalVersion, VersionFolder, typed_errors
 from raycheck.published.weights_file import mapped
 from raycheck.settings import Publish
 
@@ -61,39 +59,81 @@ class Published:
 def publish(checkpoint: Checkpoint, options: Publish, *, by_training: bool = False) -> Published | None:
     """Publish a checkpoint. Return None if it is the newest version already.
 
-    by_training: refuse, with ConflictError, a checkpoint of an older attempt than the newest version's, which a driver
-    that is no longer in charge could publish. Raises ConfigError for a place with weights of another run.
+    by_training: refuse, with ConflictError, a checkpoint that was committed before the newest version's: a task may be
+    repeated late, and by a driver that is no longer in charge. Raises ConfigError for a place with something else.
     """
     zstd()  # raises before anything is read
     store = checkpoint.store
     series = Series(store, PUBLISHED_PREFIX) if options.to is None else Series(open_near(options.to, store.uri), "")
-    folder = VersionFolder(_folder_of(series, options))
+    place = options.cache or _folder_of(series)
+    folder = VersionFolder(Path(place), keep=1, is_private=options.cache is None)
     with folder.writing(wait=True):
         found = series.read()
-        versions = found[0] if found else None
         run_id = read_newest(store).run_id
+        versions = _of_this_run(series, found[0], run_id, options) if found is not None else None
         if versions is not None:
-            if versions.run_id != run_id:
-                raise ConfigError(f"{series}: the versions there are of another run; publish to another place")
-            if versions.newest.checkpoint == checkpoint.entry.key:
+            if versions.newest.checkpoint == checkpoint.entry.key and not options.whole:
                 return None
-            if by_training and _attempt(checkpoint.entry.key) < _attempt(versions.newest.checkpoint):
+            if by_training and _name(checkpoint.entry.key) < _name(versions.newest.checkpoint):
                 raise ConflictError(
-                    f"{series}: {versions.newest.checkpoint} is published, of a newer attempt than "
-                    f"{checkpoint.entry.key}, which is not published any more"
+                    f"{series}: {versions.newest.checkpoint} is published, which is newer than "
+                    f"{checkpoint.entry.key}; this one is not published any more"
                 )
         base = None
-        if found is not None:
-            try:
-                pull(series, folder, found)
-                base = folder.newest()
-            except CorruptError:  # then this version is whole, and readers need nothing of what is damaged
-                base = None
         try:
-            return _publish(checkpoint, options, series, folder, found=found, base=base, run_id=run_id)
+            base = None if versions is None or options.whole else _base(series, folder, versions)
+            return _publish(
+                checkpoint, options, series, folder, found=found, versions=versions, base=base, run_id=run_id
+            )
         finally:
             if base is not None:
                 base.release()
+
+
+def _of_this_run(series: Series, versions: Versions, run_id: str, options: Publish) -> Versions | None:
+    """Return the list if the next version belongs to it; None if it is of a run that was here before.
+
+    Raises ConfigError if it is of another run, or of other weights of this one.
+    """
+    if versions.run_id != run_id:
+        if series.prefix:
+            return None
+        raise ConfigError(f"{series}: the versions there are of another run; publish to another place")
+    given = {"entry": options.entry, "dtype": _dtype(options), "merge_lora": options.merge_lora}
+    for name, value in given.items():
+        if value != getattr(versions, name):
+            raise ConfigError(
+                f"{series}: it has versions with {name}={getattr(versions, name)!r}, and this one has {value!r}; "
+                "publish with the same, or to another place"
+            )
+    return versions
+
+
+def _base(series: Series, folder: VersionFolder, versions: Versions) -> LocalVersion | None:
+    """Return the newest version, locked, so that the next one can be a patch of it; None if it cannot be had."""
+    for is_last in (False, True):
+        have = folder.newest()
+        try:
+            is_newest = have is not None and have.record.directory == versions.newest.directory
+            if is_newest and have is not None and _is_intact(have):
+                found, have = have, None
+                return found
+            if is_last:
+                return None
+            pull(series, folder, versions, None if is_newest else have)
+        except (CorruptError, NotFoundError):  # then the next version is whole, and nobody needs what is damaged
+            return None
+        finally:
+            if have is not None:
+                have.release()
+    return None
+
+
+def _is_intact(version: LocalVersion) -> bool:
+    """Return whether all files have their checksums: patches of anything else would fit nobody's."""
+    with typed_errors(version.path):
+        paths = {version.path / name: file for name, file in version.record.files.items()}
+        return all(path.is_file() and file_crc32(path) == file.crc32 for path, file in paths.items())
 
 
 def _publish(
@@ -103,79 +143,97 @@ def _publish(
     folder: VersionFolder,
     *,
     found: tuple[Versions, Got] | None,
-    base: LocalFiles | None,
+    versions: Versions | None,
+    base: LocalVersion | None,
     run_id: str,
 ) -> Published:
-    versions = found[0] if found else None
-    number = versions.newest.number + 1 if versions else 1
-    directory = version_directory(number, uuid4().hex[:8])
+    number = found[0].newest.number + 1 if found else 1
+    put = _Upload(series, version_directory(number, uuid4().hex[:8]))
     with folder.building() as place:
         made = place / "new"
         made.mkdir()
         export_hf(checkpoint, open_store(str(made)), options, stem=f"model-{checkpoint.entry.key}")
-        put = _Upload(series, directory)
-        files = {
-            path.name: VersionFile(size_bytes=path.stat().st_size, crc32=file_crc32(path), is_stored=False)
-            for path in sorted(made.iterdir())
-        }
-        whole_bytes = sum(file.size_bytes for file in files.values())
-        patched = _patched(put, base, made, files) if base is not None else None
-        if patched is not None:
-            files |= patched
-        equal = _equal(base, files) if patched is not None else frozenset[str]()
-        single = [name for name, file in files.items() if file.base is None and name not in equal]
-        patch_bytes = put.size_bytes + sum(files[name].size_bytes for name in single)
-        is_whole = patched is None or _is_due(versions, options, patch_bytes, whole_bytes)
-        stored = list(files) if is_whole else single
-        for name in stored:
-            files[name] = replace(files[name], is_stored=True)
-            put.file(made / name)
+        files, is_whole, patch_bytes = _store_files(put, made, base, versions, options)
         record = VersionRecord(
-            series=versions.series if versions else uuid4().hex,
-            number=number,
+            directory=put.directory,
             checkpoint=checkpoint.entry.key,
             step=checkpoint.entry.step,
-            base=None if patched is None else number - 1,
+            base=base.record.directory if base is not None and patch_bytes is not None else None,
             files=files,
         )
-        put.record(dump(record))
         version = PublishedVersion(
+            directory=put.directory,
             number=number,
-            directory=directory,
             checkpoint=record.checkpoint,
             step=record.step,
             base=record.base,
             is_whole=is_whole,
-            whole_bytes=whole_bytes,
-            patch_bytes=0 if patched is None else patch_bytes,
+            whole_bytes=sum(file.size_bytes for file in files.values()),
+            patch_bytes=patch_bytes or 0,
             record_crc32=crc32(dump(record)),
-            published_at=put.at,
+            published_at=put.record(dump(record)),
         )
-        shown, dropped = _retained(
-            series, with_version(versions, version, run_id=run_id, series=record.series), options
+        listed = (*versions.versions, version) if versions else (version,)
+        new = Versions(
+            run_id=run_id,
+            series=versions.series if versions else uuid4().hex,
+            entry=options.entry,
+            dtype=_dtype(options),
+            merge_lora=options.merge_lora,
+            versions=listed,
         )
-        series.add(shown, found[1] if found else None)
-        folder.show(made, record)
-    try:
-        series.delete_unlisted(shown)
-    except RaycheckError as error:  # the version is published; the next one deletes what this one could not
-        logger.warning(event("older published versions could not be deleted yet", cause=error, run=series.store.uri))
-    return Published(
-        uri=f"{shown_uri(series.store.uri)}/{series.prefix}".rstrip("/"),
-        version=version,
-        bytes_written=put.size_bytes,
-        dropped=dropped,
-    )
+        readers = series.readers().values()
+        leased = [reader.directory for reader in readers if reader.until > version.published_at]
+        new = replace(new, versions=kept(new, keep_last=options.keep_last, leased=leased))
+        series.add(new, found[1] if found else None)
+        try:  # it is published, whatever becomes of what follows: the next one makes up for it
+            folder.show(made, record)
+            series.delete_unlisted(new)
+        except RaycheckError as error:
+            what = "a version is published, but older ones could not be deleted yet"
+            logger.warning(event(what, cause=error, run=series.store.uri))
+    gone = {item.number for item in listed} - {item.number for item in new.versions}
+    return Published(uri=series.uri, version=version, bytes_written=put.size_bytes, dropped=tuple(sorted(gone)))
+
+
+def _store_files(
+    put: "_Upload", made: Path, base: LocalVersion | None, versions: Versions | None, options: Publish
+) -> tuple[dict[str, VersionFile], bool, int | None]:
+    """Store what a version consists of.
+
+    Return its files, whether it is whole, and the bytes that a reader of the base fetches; None if it has no patches.
+    """
+    files = {
+        path.name: VersionFile(size_bytes=path.stat().st_size, crc32=file_crc32(path), is_stored=False)
+        for path in sorted(made.iterdir())
+    }
+    whole_bytes = sum(file.size_bytes for file in files.values())
+    patched = _patched(put, base, made, files) if base is not None else None
+    stored, patch_bytes = list(files), None
+    if patched is not None and base is not None:
+        before = base.record.files
+        files |= patched
+        fetched = [
+            name
+            for name, file in files.items()
+            if name not in patched and not (name in before and file.has_bytes_of(before[name]))
+        ]
+        patch_bytes = put.size_bytes + sum(files[name].size_bytes for name in fetched)
+        if not _is_due(versions, options, patch_bytes, whole_bytes):
+            stored = fetched
+    for name in stored:
+        files[name] = replace(files[name], is_stored=True)
+        put.file(made / name)
+    return files, len(stored) == len(files), patch_bytes
 
 
 class _Upload:
-    """What is written into the directory of a new version. size_bytes: so far. at: the store's time of the record."""
+    """What is written into the directory of a new version. size_bytes: so far."""
 
     def __init__(self, series: Series, directory: str) -> None:
         self.size_bytes = 0
-        self.at = 0.0
+        self.directory = directory
         self._series = series
-        self._directory = directory
 
     def data(self, name: str, data: bytes) -> PatchFile:
         self._put(name, memoryview(data))
@@ -185,20 +243,22 @@ class _Upload:
         with mapped(path) as data:
             self._put(path.name, data)
 
-    def record(self, data: bytes) -> None:
-        key = version_key(self._series.prefix, self._directory, VERSION_RECORD)
-        self.at = put_once(self._series.store, key, data) or time.time()
+    def record(self, data: bytes) -> float:
+        """Write the record. Return the store's time."""
+        store, key = self._series.store, version_key(self._series.prefix, self.directory, VERSION_RECORD)
+        at = put_once(store, key, data)
+        return at if at is not None else store.get(key).at
 
     def _put(self, name: str, data: memoryview) -> None:
         store = self._series.store
         part = store.part_bytes(len(data))
         parts = (data[at : at + part] for at in range(0, max(1, len(data)), part))
-        store.put_parts(version_key(self._series.prefix, self._directory, name), parts, len(data))
+        store.put_parts(version_key(self._series.prefix, self.directory, name), parts, len(data))
         self.size_bytes += len(data)
 
 
 def _patched(
-    put: _Upload, base: LocalFiles, made: Path, files: Mapping[str, VersionFile]
+    put: _Upload, base: LocalVersion, made: Path, files: Mapping[str, VersionFile]
 ) -> dict[str, VersionFile] | None:
     """Write the patches of all weights' files. Return these files with their patches.
 
@@ -207,26 +267,20 @@ def _patched(
     before, now = (sorted(name for name in names if name.endswith(WEIGHTS)) for names in (base.record.files, files))
     if len(before) != len(now):
         return None
+    pairs = [(base.path / old, made / new) for old, new in zip(before, now, strict=True)]
+    if not all(have_equal_heads(old, new) for old, new in pairs):
+        return None
     left = sum(files[name].size_bytes for name in now)
     patched = {}
-    for old, new in zip(before, now, strict=True):
-        found = patches_of(base.path / old, made / new)
-        if found is None:
-            return None
+    for old, new in pairs:
         patches: list[PatchFile] = []
-        for data in found:
+        for data in patch_files(old, new):
             left -= len(data)
             if left <= 0:
                 return None
-            patches.append(put.data(f"{new}.patch-{len(patches) + 1:05d}", data))
-        patched[new] = replace(files[new], base=old, patches=tuple(patches))
+            patches.append(put.data(f"{new.name}.patch-{len(patches) + 1:05d}", data))
+        patched[new.name] = replace(files[new.name], base=old.name, patches=tuple(patches))
     return patched
-
-
-def _equal(base: LocalFiles | None, files: Mapping[str, VersionFile]) -> frozenset[str]:
-    """Return the files that a reader of the base has already, under the same name."""
-    before = base.record.files if base is not None else {}
-    return frozenset(name for name, file in files.items() if name in before and file.has_bytes_of(before[name]))
 
 
 def _is_due(versions: Versions | None, options: Publish, patch_bytes: int, whole_bytes: int) -> bool:
@@ -234,30 +288,24 @@ def _is_due(versions: Versions | None, options: Publish, patch_bytes: int, whole
 
     It has to be for the sake of new readers, which fetch the newest whole version and all patches after it.
     """
-    if versions is None or (whole := newest_whole(versions)) is None:
+    if versions is None or (whole := versions.newest_whole) is None:
         return True
     since = [version for version in versions.versions if version.number > whole.number]
     chain = patch_bytes + sum(version.patch_bytes for version in since)
     return len(since) + 1 >= options.whole_every or chain >= whole_bytes
 
 
-def _retained(series: Series, versions: Versions, options: Publish) -> tuple[Versions, tuple[int, ...]]:
-    """Return the list after retention, and the numbers of the versions that are not in it any more."""
-    now = versions.newest.published_at
-    leased = [reader.number for reader in series.readers() if reader.series == versions.series and reader.until > now]
-    stay = kept(versions.versions, keep_last=options.keep_last, leased=leased)
-    gone = {version.number for version in versions.versions} - {version.number for version in stay}
-    return replace(versions, versions=tuple(stay)), tuple(sorted(gone))
-
-
-def _folder_of(series: Series, options: Publish) -> Path:
+def _folder_of(series: Series) -> str:
     """Return the folder for this series on this machine. It may be deleted at any time: the next publish fetches."""
-    if options.cache is not None:
-        return Path(options.cache)
-    place = hashlib.sha256(f"{series.store.uri} {series.prefix}".encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"raycheck-published-{os.getuid()}" / place
+    place = hashlib.sha256(series.uri.encode()).hexdigest()[:16]
+    return f"{tempfile.gettempdir()}/raycheck-published-{os.getuid()}-{place}"
 
 
-def _attempt(key: str) -> int:
+def _dtype(options: Publish) -> str | None:
+    return None if options.dtype is None else str(options.dtype).removeprefix("torch.")
+
+
+def _name(key: str) -> CheckpointName:
     name = CheckpointName.parse(key)
-    return name.attempt if name is not None else 0
+    assert name is not None, "a committed checkpoint has a name, and a listed one is checked"
+    return name

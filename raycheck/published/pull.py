@@ -1,11 +1,11 @@
-"""Makes the newest published version in a local folder: from the version that is there, or from a whole one. Step 45.
+"""Makes the newest published version in a local folder: from the version that is there, or from a whole one. Step 44.
 
 Whatever is made has the checksums of its record, or is not made. If a patch does not fit, or costs more than a whole
 version, the whole one is fetched.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.object_keys import VERSION_RECORD
 from raycheck.bucket.local_files import check_room, clone_file, file_crc32, link_or_clone
-from raycheck.bucket.store.interface import Got
+from raycheck.bucket.store.interface import Buffer
 from raycheck.bucket.store.read_ahead import Spans, checked, read_ahead
-from raycheck.errors import CorruptError, NotFoundError
+from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError
 from raycheck.published.file_patch import apply_patches
 from raycheck.published.records import (
     MAX_RECORD_BYTES,
@@ -25,12 +25,79 @@ from raycheck.published.records import (
     Versions,
     load_record,
 )
-from raycheck.published.series import Series, newest_whole, patches_since
-from raycheck.published.version_folder import LocalFiles, VersionFolder, typed_errors
-from raycheck.published.weights_file import mapped
+from raycheck.published.series import Series
+from raycheck.published.version_folder import LocalVersion, VersionFolder, typed_errors
 
-TRIES = 5
-"""How often the list is read again because something that it named was gone."""
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How to make the newest version.
+
+    whole: the version that is fetched first; None: the local one is the base. patches: the versions whose patches are
+    applied to it.
+    """
+
+    whole: PublishedVersion | None
+    patches: list[PublishedVersion]
+
+    @property
+    def size_bytes(self) -> int:
+        fetched = self.whole.whole_bytes if self.whole is not None else 0
+        return fetched + sum(version.patch_bytes for version in self.patches)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pulled:
+    """What a pull has made.
+
+    began_with: the directory of the version that was there; None: a whole one was fetched. changed: the names of the
+    tensors that differ from it; None: all may.
+    """
+
+    record: VersionRecord
+    began_with: str | None
+    changed: frozenset[str] | None
+    bytes_fetched: int
+
+
+def ways(versions: Versions, have: LocalVersion | None) -> list[Way]:
+    """Return the ways to the newest version, the cheapest first. There are none if no version is whole.
+
+    have: the local version. Raises CorruptError if there is no way.
+    """
+    found = []
+    if have is not None and (patches := versions.patches_from(have.record.directory)) is not None:
+        found.append(Way(None, patches))
+    whole = versions.newest_whole
+    if whole is not None and (patches := versions.patches_from(whole.directory)) is not None:
+        found.append(Way(whole, patches))
+    return sorted(found, key=lambda way: way.size_bytes)
+
+
+def pull(series: Series, folder: VersionFolder, versions: Versions, have: LocalVersion | None) -> Pulled | None:
+    """Make the newest version of the list in `folder`, for which the caller has the lock. Return None if it is there.
+
+    have: the folder's newest version. Raises CorruptError for a version that is damaged or lacks objects; NotFoundError
+    if the list is not the newest any more.
+    """
+    newest = versions.newest
+    if have is not None and have.record.directory == newest.directory:
+        return None
+    failure: CorruptError | NotFoundError | None = None
+    for way in ways(versions, have):
+        try:
+            with folder.building() as place, typed_errors(place):
+                return _make(series, folder, place, way, have)
+        except (CorruptError, NotFoundError) as error:
+            failure = failure or error
+    if isinstance(failure, NotFoundError):
+        now = series.read()
+        if now is not None and now[0].newest != newest:
+            raise failure
+    raise CorruptError(
+        f"{series}: version {newest.number} cannot be made: {failure or 'no version is whole'}. Publish a whole one: "
+        "'raycheck publish --whole'"
+    )
 
 
 @dataclass(slots=True)
@@ -49,135 +116,68 @@ class _Made:
     changed: set[str] | None = field(default_factory=set)
     bytes_fetched: int = 0
 
-    def take(self, name: str, into: Path) -> bool:
-        """Move or copy a file to `into`, to be changed. Return False if there is no such file."""
-        with typed_errors(into):
-            if name in self.own:
-                self.own.remove(name)
-                (self.folder / name).rename(into)
-            elif name in self.elsewhere:
-                clone_file(self.elsewhere.pop(name), into)
-            else:
-                return False
-        return True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pulled:
-    """What a pull has made.
-
-    began_with: the number of the version that was there; None: no version of this series. changed: the names of the
-    tensors that differ from it; None: all may.
-    """
-
-    record: VersionRecord
-    began_with: int | None
-    changed: frozenset[str] | None
-    bytes_fetched: int
-
-
-def pull(series: Series, folder: VersionFolder, found: tuple[Versions, Got]) -> Pulled | None:
-    """Make the newest version of the list in `folder`, for which the caller has the lock. Return None if it is there.
-
-    found: the list, as it was just read. Raises CorruptError for a version that is damaged, NotFoundError if versions
-    vanish faster than they can be fetched.
-    """
-    for _ in range(TRIES):
+    def take(self, name: str, into: Path) -> None:
+        """Move or copy a file to `into`, to be changed. Raises CorruptError if there is no such file."""
+        if name in self.own:
+            self.own.remove(name)
+            (self.folder / name).rename(into)
+            return
         try:
-            return _pull(series, folder, found[0])
-        except NotFoundError:
-            again = series.read()
-            if again is None:
-                raise
-            if again[0].newest == found[0].newest:
-                break  # nobody has replaced it: it is lost
-            found = again
-    raise CorruptError(f"{series}: version {found[0].newest.number} lacks objects; publish again")
+            clone_file(self.elsewhere.pop(name), into)
+        except (KeyError, FileNotFoundError):
+            raise CorruptError(f"the base has no file {name}") from None
 
 
-def _pull(series: Series, folder: VersionFolder, versions: Versions) -> Pulled | None:
-    have = folder.newest()
-    try:
-        if have is not None and (have.record.series, have.record.number) == (versions.series, versions.newest.number):
-            return None
-        way, whole = _cheapest(versions, have)
-        with folder.building() as made:
-            try:
-                return _make(series, folder, made, have=have if whole is None else None, whole=whole, way=way)
-            except CorruptError:
-                if whole is not None:
-                    raise
-        # The base is damaged, or the patch: a whole version needs neither.
-        whole = newest_whole(versions)
-        if whole is None:
-            raise CorruptError(f"{series}: no version is whole, and the patches do not fit")
-        with folder.building() as made:
-            way = patches_since(versions, whole.number) or []
-            return _make(series, folder, made, have=None, whole=whole, way=way)
-    finally:
-        if have is not None:
-            have.release()
-
-
-def _cheapest(versions: Versions, have: LocalFiles | None) -> tuple[list[PublishedVersion], PublishedVersion | None]:
-    """Return the versions whose patches are applied, and the whole one that they are applied to; None: to `have`."""
-    whole = newest_whole(versions)
-    from_whole = (patches_since(versions, whole.number) or []) if whole is not None else []
-    is_same = have is not None and have.record.series == versions.series
-    from_here = patches_since(versions, have.record.number) if have is not None and is_same else None
-    if from_here is None:
-        if whole is None:
-            raise CorruptError("the list has no whole version: publish one")
-        return from_whole, whole
-    if whole is None or sum(version.patch_bytes for version in from_here) <= whole.whole_bytes + sum(
-        version.patch_bytes for version in from_whole
-    ):
-        return from_here, None
-    return from_whole, whole
-
-
-def _make(
-    series: Series,
-    folder: VersionFolder,
-    place: Path,
-    *,
-    have: LocalFiles | None,
-    whole: PublishedVersion | None,
-    way: list[PublishedVersion],
-) -> Pulled:
+def _make(series: Series, folder: VersionFolder, place: Path, way: Way, have: LocalVersion | None) -> Pulled:
     made, record = _Made(place), None
-    if have is not None:
+    if way.whole is None:
+        assert have is not None, "the local version is the base"
         made.elsewhere = {name: have.path / name for name in have.record.files}
         record, made.files = have.record, have.record.files
-    if whole is not None:
-        record = _record(series, whole)
+    else:
+        record = _record(series, way.whole)
         made.changed = None
-        check_room(folder.path, whole.whole_bytes)
-        made.folder, made.files, made.own = _new_folder(place, whole), record.files, set(record.files)
+        made.folder, made.files, made.own = _new_folder(place, way.whole), record.files, set(record.files)
+        _check_room(folder.path, record.files.values())
         for name, file in record.files.items():
-            _fetch(series, whole, name, file, made=made, folder=made.folder)
-    for version in way:
+            _fetch(series, way.whole, name, file, made=made, folder=made.folder)
+    for version in way.patches:
         record = _record(series, version)
         _patch(series, version, record.files, made, _new_folder(place, version))
-    assert record is not None, "there is a version here, or a whole one"
     for name, file in record.files.items():
         path = made.folder / name
         if name not in made.own:
-            with typed_errors(path):
-                link_or_clone(made.elsewhere[name], path)
-        elif path.stat().st_size != file.size_bytes or file_crc32(path) != file.crc32:
-            raise CorruptError(f"{series}: {name} of version {record.number} has another checksum than its record says")
+            _carry(made.elsewhere[name], path)
+        if path.stat().st_size != file.size_bytes or file_crc32(path) != file.crc32:
+            raise CorruptError(f"{name} of {record.directory} has another checksum than its record says")
     folder.show(made.folder, record)
-    changed = None if made.changed is None else frozenset(made.changed)
-    began_with = None if have is None else have.record.number
-    return Pulled(record=record, began_with=began_with, changed=changed, bytes_fetched=made.bytes_fetched)
+    return Pulled(
+        record=record,
+        began_with=None if way.whole is not None or have is None else have.record.directory,
+        changed=None if made.changed is None else frozenset(made.changed),
+        bytes_fetched=made.bytes_fetched,
+    )
 
 
 def _new_folder(place: Path, version: PublishedVersion) -> Path:
-    path = place / str(version.number)
-    with typed_errors(path):
-        path.mkdir()
+    path = place / version.directory
+    path.mkdir()
     return path
+
+
+def _check_room(folder: Path, files: Iterable[VersionFile]) -> None:
+    try:
+        check_room(folder, sum(file.size_bytes for file in files))
+    except ConfigError as error:  # there may be room later
+        raise StoreError(str(error)) from None
+
+
+def _carry(source: Path, target: Path) -> None:
+    """Have a file of an older version in this one, too."""
+    try:
+        link_or_clone(source, target)
+    except FileNotFoundError:
+        raise CorruptError(f"the base has no file {source.name}") from None
 
 
 def _patch(
@@ -186,18 +186,18 @@ def _patch(
     """Turn the files of the version before into those of `version`, in a new folder."""
     own: set[str] = set()
     elsewhere: dict[str, Path] = {}
+    copied = [file for file in files.values() if file.base is not None and file.base not in made.own]
+    _check_room(folder, copied)
     for name, file in files.items():
         if file.base is not None:
-            if not made.take(file.base, folder / name):
-                raise CorruptError(f"{series}: version {version.number} patches {file.base}, which its base lacks")
-            with mapped(folder / name, writable=True) as data:
-                for patch in file.patches:
-                    found = _read(series, version, patch.name, patch.size_bytes, patch.crc32)
-                    made.bytes_fetched += patch.size_bytes
-                    what = f"{series.store}: {series.key(version, patch.name)}"
-                    changed = apply_patches(memoryview(found), data, what=what)
-                    if made.changed is not None:
-                        made.changed |= changed
+            made.take(file.base, folder / name)
+            for patch in file.patches:
+                found = _read(series, version, patch.name, patch.size_bytes, patch.crc32)
+                made.bytes_fetched += patch.size_bytes
+                what = f"{series.store}: {series.key(version, patch.name)}"
+                changed = apply_patches(found, folder / name, what=what)
+                if made.changed is not None:
+                    made.changed |= changed
             own.add(name)
         elif name in made.files and file.has_bytes_of(made.files[name]):
             if name in made.own:
@@ -209,7 +209,7 @@ def _patch(
             _fetch(series, version, name, file, made=made, folder=folder)
             own.add(name)
         else:
-            raise CorruptError(f"{series}: version {version.number} keeps {name}, which its base lacks")
+            raise CorruptError(f"{version.directory} keeps {name}, which its base lacks")
     made.folder, made.files, made.own, made.elsewhere = folder, files, own, elsewhere
 
 
@@ -218,9 +218,10 @@ def _record(series: Series, version: PublishedVersion) -> VersionRecord:
 
     def read() -> VersionRecord:
         data = series.store.get_data(key, MAX_RECORD_BYTES)
-        if crc32(data) != version.record_crc32:
+        record = load_record(data, what=f"{series.store}: {key}")
+        if crc32(data) != version.record_crc32 or not record.is_of(version):
             raise CorruptError(f"{series.store}: {key} is not the record that the list of versions names")
-        return load_record(data, what=f"{series.store}: {key}")
+        return record
 
     return again_if_corrupt(read)
 
@@ -231,7 +232,7 @@ def _fetch(
     """Fetch a file that is stored as a whole into `folder`."""
 
     def fetch() -> None:
-        with typed_errors(folder / name), (folder / name).open("wb") as target:
+        with (folder / name).open("wb") as target:
             for chunk in _stream(series, version, name, file.size_bytes, file.crc32):
                 target.write(chunk)
             target.flush()
@@ -245,8 +246,6 @@ def _read(series: Series, version: PublishedVersion, name: str, size: int, crc: 
     return again_if_corrupt(lambda: b"".join(_stream(series, version, name, size, crc)))
 
 
-def _stream(
-    series: Series, version: PublishedVersion, name: str, size: int, crc: int
-) -> Iterator[bytes | bytearray | memoryview]:
+def _stream(series: Series, version: PublishedVersion, name: str, size: int, crc: int) -> Iterator[Buffer]:
     key = series.key(version, name)
     return checked(read_ahead(Spans(series.store, key, 0, size)), crc, what=f"{series.store}: {key}")

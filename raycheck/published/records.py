@@ -1,33 +1,39 @@
-"""Defines the documents of a series of published versions. All of them are hostile until they are loaded."""
+"""Defines the documents of a series of published versions. Step 42. All of them are hostile until they are loaded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 from raycheck.bucket.format.document import FORMAT_VERSION, Document, load
-from raycheck.bucket.format.object_keys import CheckpointName, is_file_name, version_number
+from raycheck.bucket.format.object_keys import VERSION_RECORD, CheckpointName, is_file_name, version_number
 from raycheck.errors import CorruptError
 
 MAX_VERSIONS_BYTES = 1024 * 1024
 MAX_RECORD_BYTES = 16 * 1024 * 1024
 MAX_READER_BYTES = 64 * 1024
+MAX_OVERHEAD_BYTES = 1024 * 1024
+"""How much larger than its file the patches of a file may be: headers."""
+RECORD_FILE = "raycheck-version.json"
+"""The record of a version in a local folder."""
+RESERVED = (VERSION_RECORD, RECORD_FILE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedVersion(Document):
     """One line of the list: a version, and what it takes to have it.
 
-    number: counts the versions of a series from 1. directory: where its files are. checkpoint, step: what was
-    published. base: the number of the version that its patches change; None: it has no patches. is_whole: all its files
-    are stored. whole_bytes: the size of all its files. patch_bytes: the size of what a reader of the base fetches.
-    record_crc32: the checksum of its record. published_at: in unix seconds by the store's clock.
+    directory: where its files are; no two versions have the same. number: counts the versions of a series from 1.
+    checkpoint, step: what was published. base: the directory of the version that its patches change; None: it has no
+    patches. is_whole: all its files are stored. whole_bytes: the size of all its files. patch_bytes: the size of what a
+    reader of the base fetches. record_crc32: the checksum of its record. published_at: in unix seconds by the store's
+    clock.
     """
 
-    number: int
     directory: str
+    number: int
     checkpoint: str
     step: int
-    base: int | None
+    base: str | None
     is_whole: bool
     whole_bytes: int
     patch_bytes: int
@@ -35,26 +41,32 @@ class PublishedVersion(Document):
     published_at: float
 
     def __post_init__(self) -> None:
-        if version_number(self.directory) != self.number:
+        if self.number < 1 or version_number(self.directory) != self.number:
             raise CorruptError(f"version {self.number} is in {self.directory!r}, which is not its directory")
         if CheckpointName.parse(self.checkpoint) is None:
             raise CorruptError(f"version {self.number} is of {self.checkpoint!r}, which is not a checkpoint's name")
-        if self.base is not None and self.base >= self.number:
-            raise CorruptError(f"version {self.number} is based on version {self.base}, which is not older")
+        if self.base is not None and (version_number(self.base) or self.number) >= self.number:
+            raise CorruptError(f"version {self.number} is based on {self.base!r}, which is not an older version")
         if self.base is None and not self.is_whole:
             raise CorruptError(f"version {self.number} is neither whole nor a patch")
+        if min(self.whole_bytes, self.patch_bytes) < 0:
+            raise CorruptError(f"version {self.number} has a negative size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Versions(Document):
     """The `versions.json` of a series: the versions that can be read, oldest first.
 
-    run_id: the run whose weights these are. series: a random name of this series; numbers count within it.
+    run_id: the run whose weights these are. series: a random name of this series. entry, dtype, merge_lora: what is
+    published of each checkpoint, see ExportOptions.
     """
 
     format_version: int = FORMAT_VERSION
     run_id: str
     series: str
+    entry: str | None
+    dtype: str | None
+    merge_lora: bool
     versions: tuple[PublishedVersion, ...]
 
     def __post_init__(self) -> None:
@@ -66,6 +78,25 @@ class Versions(Document):
     @property
     def newest(self) -> PublishedVersion:
         return self.versions[-1]
+
+    @property
+    def newest_whole(self) -> PublishedVersion | None:
+        """Return the newest whole version; None if there is none, which only a foreign writer leaves behind."""
+        return next((version for version in reversed(self.versions) if version.is_whole), None)
+
+    def patches_from(self, directory: str) -> list[PublishedVersion] | None:
+        """Return the versions whose patches lead from the version in `directory` to the newest one, which may be none.
+
+        Return None if no patches lead there.
+        """
+        way: list[PublishedVersion] = []
+        needed: str | None = self.newest.directory
+        for version in reversed(self.versions):
+            if needed in (directory, None) or version.directory != needed:
+                break
+            way.insert(0, version)
+            needed = version.base
+        return way if needed == directory else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +123,12 @@ class VersionFile(Document):
     base: str | None = None
     patches: tuple[PatchFile, ...] = ()
 
+    def __post_init__(self) -> None:
+        if min(self.size_bytes, *(patch.size_bytes for patch in self.patches), 0) < 0:
+            raise CorruptError("a file has a negative size")
+        if sum(patch.size_bytes for patch in self.patches) > self.size_bytes + MAX_OVERHEAD_BYTES:
+            raise CorruptError("the patches of a file are larger than the file")
+
     def has_bytes_of(self, other: "VersionFile") -> bool:
         return (self.size_bytes, self.crc32) == (other.size_bytes, other.crc32)
 
@@ -101,11 +138,10 @@ class VersionRecord(Document):
     """The `version.json` of a version: its files, and where their bytes are. See PublishedVersion for other fields."""
 
     format_version: int = FORMAT_VERSION
-    series: str
-    number: int
+    directory: str
     checkpoint: str
     step: int
-    base: int | None
+    base: str | None
     files: Mapping[str, VersionFile]
 
     def __post_init__(self) -> None:
@@ -113,28 +149,29 @@ class VersionRecord(Document):
         for file in self.files.values():
             names += [file.base] if file.base is not None else []
             names += [patch.name for patch in file.patches]
-        odd = [name for name in names if not is_file_name(name)]
+        odd = [name for name in names if not is_file_name(name) or name in RESERVED]
         if odd:
-            raise CorruptError(f"a version's record lists {odd[0]!r}, which is not a file's name")
+            raise CorruptError(f"a version's record lists {odd[0]!r}, which is not one of its files")
+        if version_number(self.directory) is None:
+            raise CorruptError(f"a version's record says that it is in {self.directory!r}")
+
+    def is_of(self, version: PublishedVersion) -> bool:
+        """Return whether this is the record of the version in the list."""
+        mine = (self.directory, self.checkpoint, self.step, self.base)
+        return mine == (version.directory, version.checkpoint, version.step, version.base)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reader(Document):
     """The record of a reader, which keeps the versions that it still needs.
 
-    name: whoever reads, such as its host. number: the version that it has. until: when the record ceases to count, in
-    unix seconds by the store's clock.
+    directory: the version that it has, or begins with. until: when the record ceases to count, in unix seconds by the
+    store's clock.
     """
 
     format_version: int = FORMAT_VERSION
-    name: str
-    series: str
-    number: int
+    directory: str
     until: float
-
-    def counts(self, versions: Versions, now: float) -> bool:
-        """Return whether the record keeps versions of this list. now: in unix seconds by the store's clock."""
-        return self.series == versions.series and self.until > now
 
 
 def load_versions(data: bytes, *, what: str) -> Versions:

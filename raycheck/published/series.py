@@ -1,13 +1,13 @@
 """The list of published versions: read, extended by compare-and-swap, shortened by retention.
 
 The list is the only object of a series that changes. A version is published when the list names it. What the list does
-not name is deleted afterwards, so a reader that finds an object missing reads the list again. Steps 44 and 46.
+not name is deleted afterwards, so a reader that finds an object missing reads the list again. Steps 43 and 45.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from raycheck.bucket.document_reading import read_document
 from raycheck.bucket.format.document import dump
@@ -20,6 +20,7 @@ from raycheck.bucket.format.object_keys import (
     versions_key,
 )
 from raycheck.bucket.store import Got, Store
+from raycheck.bucket.store.address import join_uri
 from raycheck.errors import ConflictError, CorruptError, NotFoundError, StoreError
 from raycheck.published.records import (
     MAX_READER_BYTES,
@@ -32,6 +33,8 @@ from raycheck.published.records import (
 )
 
 SWAP_DEADLINE_S = 60.0
+MOST_VERSIONS = 1000
+"""In the list, which may have 1 MiB."""
 LEASE_S = 600.0
 """How long the record of a reader counts."""
 
@@ -51,6 +54,11 @@ class Series:
         """Return the series of the run at `store`, or else the one that was published to this place itself."""
         here = cls(store, "")
         return here if here.read() is not None else cls(store, PUBLISHED_PREFIX)
+
+    @property
+    def uri(self) -> str:
+        """Return the address of the place."""
+        return join_uri(self.store.uri, self.prefix.rstrip("/")) if self.prefix else self.store.uri
 
     def key(self, version: PublishedVersion, file: str) -> str:
         return version_key(self.prefix, version.directory, file)
@@ -78,7 +86,7 @@ class Series:
                 return  # noqa: TRY300  the two writes are one statement
             except (ConflictError, StoreError) as error:
                 now = self.read()
-                if now is not None and now[0].newest.directory == new.newest.directory:
+                if now is not None and new.newest.directory in {version.directory for version in now[0].versions}:
                     return
                 if (now and now[1].version) != (found and found.version):
                     raise ConflictError(
@@ -89,17 +97,17 @@ class Series:
                     raise StoreError(f"{self} could not be replaced in {SWAP_DEADLINE_S:.0f} s ({error})") from error
                 time.sleep(0.5)
 
-    def readers(self) -> tuple[Reader, ...]:
-        """Read the records of all readers, also of those that do not count any more."""
-        found = []
+    def readers(self) -> dict[str, Reader]:
+        """Read the records of all readers, also of those that do not count any more, by their keys."""
+        found = {}
         for item in self.store.list_objects(readers_prefix(self.prefix)):
             with suppress(NotFoundError, CorruptError):
-                found.append(read_document(self.store, item.key, load_reader, max_bytes=MAX_READER_BYTES)[0])
-        return tuple(found)
+                found[item.key] = read_document(self.store, item.key, load_reader, max_bytes=MAX_READER_BYTES)[0]
+        return found
 
-    def lease(self, reader: Reader) -> None:
-        """Write the record of a reader."""
-        self.store.put(reader_key(self.prefix, reader.name), dump(reader))
+    def lease(self, name: str, reader: Reader) -> None:
+        """Write the record of the reader of this name."""
+        self.store.put(reader_key(self.prefix, name), dump(reader))
 
     def end_lease(self, name: str) -> None:
         self.store.delete(reader_key(self.prefix, name))
@@ -115,20 +123,20 @@ class Series:
             if number is not None and number <= listed.newest.number and name not in names:
                 for item in list(self.store.list_objects(version_key(self.prefix, name, ""))):
                     self.store.delete(item.key)
-        for reader in self.readers():
+        for key, reader in self.readers().items():
             if reader.until + LEASE_S < listed.newest.published_at:
-                self.end_lease(reader.name)
+                self.store.delete(key)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedVersions:
     """What is published of a run.
 
-    versions: oldest first. readers: those whose records count, with the number of the version that each one has.
+    versions: oldest first. readers: those whose records count, with the directory of the version that each one has.
     """
 
     versions: tuple[PublishedVersion, ...]
-    readers: Mapping[str, int]
+    readers: Mapping[str, str]
 
     @classmethod
     def of(cls, store: Store) -> "PublishedVersions | None":
@@ -137,38 +145,23 @@ class PublishedVersions:
         found = series.read()
         if found is None:
             return None
-        readers = {one.name: one.number for one in series.readers() if one.counts(found[0], found[1].at)}
+        start, end = len(readers_prefix(series.prefix)), -len(".json")
+        readers = {key[start:end]: one.directory for key, one in series.readers().items() if one.until > found[1].at}
         return cls(versions=found[0].versions, readers=readers)
 
 
-def kept(versions: Sequence[PublishedVersion], *, keep_last: int, leased: Sequence[int] = ()) -> list[PublishedVersion]:
-    """Return the versions that stay, in their order: what somebody needs to have one of the newest `keep_last`.
+def kept(versions: Versions, *, keep_last: int, leased: Collection[str] = ()) -> tuple[PublishedVersion, ...]:
+    """Return the versions that stay, in their order.
 
-    These are the patches since the newest whole version before them. leased: the versions that readers have; what
-    leads on from them stays too.
+    These are the newest `keep_last`, those that readers have, and all since the newest whole version before the first
+    of these. leased: the directories of the versions that readers have.
     """
-    first = min([version.number for version in versions[-keep_last:]] + [number + 1 for number in leased])
-    wholes = [version.number for version in versions if version.is_whole and version.number <= first]
-    start = max(wholes, default=versions[0].number)
-    return [version for version in versions if version.number >= start]
-
-
-def patches_since(versions: Versions, number: int) -> list[PublishedVersion] | None:
-    """Return the versions whose patches lead from version `number` to the newest one; None if no patches do."""
-    after = [version for version in versions.versions if version.number > number]
-    bases = [number, *(version.number for version in after)]
-    if any(version.base != base for version, base in zip(after, bases, strict=False)):
-        return None
-    return after
-
-
-def newest_whole(versions: Versions) -> PublishedVersion | None:
-    """Return the newest version that is whole; None if there is none, which only a foreign writer leaves behind."""
-    return next((version for version in reversed(versions.versions) if version.is_whole), None)
-
-
-def with_version(found: Versions | None, version: PublishedVersion, *, run_id: str, series: str) -> Versions:
-    """Return the list with another version."""
-    if found is None:
-        return Versions(run_id=run_id, series=series, versions=(version,))
-    return replace(found, versions=(*found.versions, version))
+    listed = versions.versions
+    first = max(0, len(listed) - keep_last)
+    first = min([first, *(at for at, version in enumerate(listed) if version.directory in leased)])
+    wholes = [at for at, version in enumerate(listed[: first + 1]) if version.is_whole]
+    start = max(wholes, default=0)
+    if len(listed) - start > MOST_VERSIONS:  # more than the list can name: whoever reads the oldest fetches a whole one
+        newer = range(len(listed) - MOST_VERSIONS, len(listed))
+        start = next((at for at in newer if listed[at].is_whole), newer.start)
+    return listed[start:]

@@ -57,25 +57,19 @@ def read_head(file: memoryview, *, what: str) -> WeightsHead:
 
 
 def _tensor(item: Any, base: int, size: int) -> StoredTensor:
-    start, stop = (base + offset for offset in item["data_offsets"])
+    first, end = item["data_offsets"]
     width = WIDTH[item["dtype"]]
+    if type(first) is not int or type(end) is not int:
+        raise TypeError
+    start, stop = base + first, base + end
     if not base <= start <= stop <= size or (stop - start) % width:
         raise ValueError
     return StoredTensor(start, stop, width)
 
 
 @contextmanager
-def mapped(path: Path, *, writable: bool = False) -> Iterator[memoryview]:
-    """Map a file into memory. writable: what is written to the bytes changes the file, which is flushed at the end.
-
-    The file stays mapped as long as anything refers to the bytes.
-    """
-    with path.open("r+b" if writable else "rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            yield memoryview(b"")
-            return
-        found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
-        yield memoryview(found)
-        if writable:
-            found.flush()
-            os.fsync(file.fileno())
+def mapped(path: Path) -> Iterator[memoryview]:
+    """Map a file into memory, to be read. It stays mapped as long as anything refers to the bytes."""
+    with path.open("rb") as file:
+        is_empty = not os.fstat(file.fileno()).st_size
+        yield memoryview(b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
