@@ -172,7 +172,7 @@ class VersionFollower:
                 return None
             self._series = series
             if found[1].version == self._seen:
-                self._renew(series, found, self._current and self._current._files)  # noqa: SLF001
+                self._renew(series, found, None if self._current is None else self._current._files)  # noqa: SLF001
                 return None
             if self._failed is not None and self._failed[0] == found[1].version:
                 raise self._failed[1]
