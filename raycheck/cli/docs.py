@@ -20,6 +20,7 @@ FIRST = (
     "restoring",
     "storage",
     "huggingface",
+    "serving",
     "accelerate",
     "torchtitan",
     "deepspeed",

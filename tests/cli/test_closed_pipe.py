@@ -60,7 +60,7 @@ def outcome(words, stream):
 
 print(json.dumps([outcome(words, stream) for words, stream in json.load(sys.stdin)]))
 """
-NO_OUTPUT_TO_LOSE = {"page", "tinker", "submit", "watch-node", "export-hf", "demo", "top", "prune-exports"}
+NO_OUTPUT_TO_LOSE = {"page", "tinker", "submit", "watch-node", "export-hf", "publish", "demo", "top", "prune-exports"}
 """These serve, train or need more than a run on this machine; `top --once` stands for the last of them but one."""
 
 
@@ -101,6 +101,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         "pack": ["pack", uri, "6", "-"],
         "unpack": ["unpack", "--help"],
         "download": ["download", uri, "6", str(folder / "here")],
+        "pull": ["pull", "--help"],
         "import": ["import", str(folder / "model.pt"), f"file://{folder}/runs/imported"],
         "repair": ["repair", "--help"],
         "data": ["data", "--help"],

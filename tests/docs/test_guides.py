@@ -65,6 +65,9 @@ NOT_OURS = {
     "alerts/",
     "policy.yaml",
     "exports/",
+    "published/",
+    "published/versions.json",
+    "policy/latest",
     "probes/",
     "checkpoints/",
     "attempts/",
@@ -170,7 +173,7 @@ def exported(bucket: str) -> str:
 @each_guide
 def test_the_python_of_a_guide_runs(path: Path, bucket: str, request: pytest.FixtureRequest) -> None:
     """Its blocks one after the other, as a reader would type them."""
-    if path.stem in ("huggingface", "command-line", "page"):
+    if path.stem in ("huggingface", "command-line", "page", "serving"):
         request.getfixturevalue("exported")
     if path.stem == "torchrun":  # as torchrun starts a single rank
         request.getfixturevalue("one_rank")
