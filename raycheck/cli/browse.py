@@ -1,6 +1,7 @@
 """Commands that show what is committed, what is in a checkpoint, and whether it is intact. They write nothing (I8)."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +14,7 @@ from raycheck.catalog.listing import list_runs
 from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json, print_table, settings_of
 from raycheck.cli.progress_bar import progress_bar
 from raycheck.errors import CorruptError, NotFoundError
+from raycheck.published.records import PublishedVersion
 from raycheck.run import CommittedCheckpoint, Run, open_run
 from raycheck.storage_settings import StorageSettings
 from raycheck.views.in_words import age, short_number, size, time_of
@@ -69,6 +71,8 @@ def show(uri: Uri, at: Step = None, as_json: Json = False, storage: Storage = No
     facts |= {"state": status.state, "state_at": status.at, "state_text": status.text, "attempts": attempts}
     if checkpoint is not None:
         facts["checkpoint"] = _facts(run, checkpoint) | _details(checkpoint)
+    if (published := run.published()) is not None:
+        facts["published"] = [_published(version, published.readers) for version in published.versions]
     if as_json:
         print_json(facts)
         return
@@ -92,6 +96,28 @@ def show(uri: Uri, at: Step = None, as_json: Json = False, storage: Storage = No
                 continue  # "workers" says both
             label = re.sub("^is_|_(at|bytes|s)$", "", name).replace("_", " ")
             out.print(Text(f"  {label:<14} {_in_words(name, value, now=status.now)}"))
+    if published is not None:
+        out.print(Text("\npublished"))
+        lines = []
+        for item in facts["published"]:
+            patch = "-" if item["patch_bytes"] is None else size(item["patch_bytes"])
+            whole = size(item["whole_bytes"]) if item["is_whole"] else "-"
+            old = age(item["published_at"], status.now)
+            lines.append((item["version"], item["step"], whole, patch, old, ", ".join(item["readers"]) or "-"))
+        print_table(("version", "step", "whole", "patch", "age", "readers"), lines)
+
+
+def _published(version: PublishedVersion, readers: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "version": version.number,
+        "step": version.step,
+        "checkpoint": version.checkpoint,
+        "is_whole": version.is_whole,
+        "whole_bytes": version.whole_bytes,
+        "patch_bytes": None if version.base is None else version.patch_bytes,
+        "published_at": version.published_at,
+        "readers": sorted(name for name, directory in readers.items() if directory == version.directory),
+    }
 
 
 def verify(uri: Uri, at: Step = None, as_json: Json = False, storage: Storage = None) -> None:

@@ -212,6 +212,7 @@ def run_view(place: PageScope, name: str, options: ChartOptions = ChartOptions()
         "timeline": timeline_of(history.attempts, until=history.until),
         **charts_view([("", history)], options),
         "kept": kept,
+        "published": run.published(),
         "reasons": {item.key: item for item in kept.decisions},
         "shares": {item.key: item.shares_with for item in run.checkpoints},
         "freed": sum(item.size_bytes for item in kept.decisions if not item.is_kept),

@@ -116,6 +116,23 @@ def test_exports_stand_in_the_bucket_when_training_is_over(cluster: None, tmp_pa
 
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore")  # Ray itself warns
+def test_a_follower_has_what_training_published(cluster: None, tmp_path) -> None:
+    uri = f"file://{tmp_path}/run"
+    publish = AfterCommit.publish(every_steps=2, mode="sync", cache=str(tmp_path / "cache"))
+    settings = SaveSettings(every_steps=4, keep_last=1, after_commit=publish)
+    trainer = Trainer.remote(uri, raycheck.adapters.start_coordinator(uri, owner=uuid4().hex), settings)
+
+    ray.get(trainer.train.remote(7))
+
+    versions = raycheck.open_run(uri).published().versions
+    assert [version.step for version in versions] == [2, 4, 6, 7]
+    assert [version.is_whole for version in versions] == [True, False, False, False]
+    with raycheck.follow(uri, tmp_path / "local") as follower:
+        assert torch.equal(loaded_logits(follower.update().path), ray.get(trainer.logits.remote()))
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
 def test_older_exports_go_where_it_is_asked_for_and_one_by_hand_stays(cluster: None, tmp_path) -> None:
     uri = f"file://{tmp_path}/run"
     ray.get(trainer_of(uri, every_steps=1, at_end=False, mode="sync").train.remote(1))
