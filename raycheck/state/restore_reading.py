@@ -2,15 +2,19 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from raycheck.bucket.format.index import Index
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.reading import Checkpoint, missing_error
 from raycheck.bucket.store.moved_bytes import moved_bytes
 from raycheck.errors import NotFoundError
+from raycheck.state.deferred_tensors import DeferredTensors
+from raycheck.state.entries.optimizer.optimizer_entry import OptimizerEntry
 from raycheck.state.restore_matching import CheckpointMatch
 from raycheck.transfer.read.aliased_tensors import overlapping, read_again, writable
 from raycheck.transfer.read.reader import read_into
@@ -26,11 +30,13 @@ def read_tensors(
     boxes: Sequence[LocalBox],
     *,
     shared_by: tuple[int, int] | None,
+    group: "dist.ProcessGroup | None" = None,
 ) -> int:
     """Fill the live tensors, and prove that each of them was filled. Return the bytes fetched by this rank.
 
     shared_by: this rank and the world size, if all ranks call this together, so that one of them reads what several
-    need. Raises DamagedError, CorruptError or NotFoundError; the state is then partly restored.
+    need. group: the process group to do so; None: the default one. Raises DamagedError, CorruptError or NotFoundError;
+    the state is then partly restored.
     """
     read = partial(read_into, checkpoint.shards or checkpoint.store, manifest.prefixes(), index)
     written = WrittenBytes()
@@ -46,7 +52,7 @@ def read_tensors(
     _synchronize(boxes)
     try:
         if shared_by is not None:
-            fetched = read_and_broadcast(read_own, targets, *shared_by, written=written)
+            fetched = read_and_broadcast(read_own, targets, *shared_by, written=written, group=group)
         else:
             fetched = read_own(targets)
         written.check(targets)
@@ -65,16 +71,19 @@ def _largest_rank_bytes(manifest: Manifest) -> int:
     return max(sizes.values(), default=0)
 
 
-def load_objects(match: CheckpointMatch) -> None:
+def load_objects(match: CheckpointMatch, deferred: DeferredTensors | None = None) -> None:
     """Load into the live objects what was not read in place.
 
-    Raises ConfigError unless they contain all that was read.
+    deferred: what is read only later. Raises ConfigError unless they contain all that was read.
     """
     for entry, tensors in match.wanted.items():
         entry.load(match.saved[entry], tensors)
-    for entry, tensors in match.wanted.items():
-        for name in entry.not_held(tensors):
-            raise not_restored(name, "it was read, but the live object holds something else")
+        if deferred is not None and isinstance(entry, OptimizerEntry):
+            deferred.loaded(entry, tensors)
+    with nullcontext() if deferred is None else deferred.not_awaited():
+        for entry, tensors in match.wanted.items():
+            for name in entry.not_held(tensors):
+                raise not_restored(name, "it was read, but the live object holds something else")
 
 
 def _synchronize(boxes: Sequence[LocalBox]) -> None:

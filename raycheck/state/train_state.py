@@ -7,7 +7,7 @@ anything (restore_matching.py); then it reads, and proves what it read (restore_
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
 from raycheck.errors import ConfigError, StoreError
 from raycheck.state.changed_attributes import ChangedAttributes
+from raycheck.state.deferred_tensors import DeferredTensors
 from raycheck.state.entries.hf_assets import CONFIG, assets_of
 from raycheck.state.entries.make_entries import Containers, make_entries, objects_by_name
 from raycheck.state.entries.meta_tensors import ADVICE, is_on_meta
@@ -105,6 +106,7 @@ class TrainState:
         self._has_staged = False
         self._attributes = ChangedAttributes(self.objects)
         self._warnings: set[str] = set()  # already logged
+        self.deferred: DeferredTensors | None = None  # of the last restore
         self._touched: set[str] = set()  # entries and tensors that a restore has changed, or may have
 
     @property
@@ -136,7 +138,8 @@ class TrainState:
     def check_memory(self) -> None:
         """Raise ConfigError, naming the path, for anything that is still on the meta device after a restore."""
         if self._is_on_meta:
-            self._gather()
+            with self._not_awaited():
+                self._gather()
 
     def check_selection(self, selection: Selection) -> None:
         """Raise ConfigError for a name that is not in the live state."""
@@ -144,8 +147,23 @@ class TrainState:
 
     def frozen_components(self) -> dict[str, list[LocalBox]]:
         """Return this rank's boxes of tensors without gradients, by component, including shared ones."""
-        boxes = by_component(self._boxes(self._gather()))
+        with self._not_awaited():
+            boxes = by_component(self._boxes(self._gather()))
         return {name: own for name, own in boxes.items() if name != TRAIN}
+
+    def _not_awaited(self) -> AbstractContextManager[None]:
+        """Return the context in which to look at where tensors are, whether or not they have been read."""
+        return nullcontext() if self.deferred is None else self.deferred.not_awaited()
+
+    def wait(self) -> None:
+        """Wait for the tensors that a restore has left for later. Raises, each time, why they cannot be there."""
+        if self.deferred is not None:
+            self.deferred.wait()
+
+    def abandon_deferred(self) -> None:
+        """Stop reading what a restore has left for later."""
+        if self.deferred is not None:
+            self.deferred.abandon()
 
     @property
     def alone_bytes(self) -> int | None:
@@ -256,10 +274,12 @@ class TrainState:
         once: bool = False,
         share: bool = False,
         cast: bool = False,
+        defer_optimizer: bool = False,
     ) -> Restored:
         """Restore a checkpoint into the live objects, resharded to this rank. Tensors on the meta device get memory.
 
         cast: accept floating-point tensors of modules and optimizers that were saved in another floating-point type.
+        defer_optimizer: leave tensors of optimizers for later; `deferred` must then read them.
         once: restore a checkpoint completely if it was saved after the same selection was applied. share: all ranks
         call this together, so that one rank can read what all of them need. strict: refuse what is only here or only in
         the checkpoint; otherwise leave it unchanged and report it. What both sides have but with differences is always
@@ -271,6 +291,8 @@ class TrainState:
         changed.
         """
         place = self._role.place
+        self.abandon_deferred()
+        self.deferred = None
         with errors_on_all_ranks(place.world_size if share else 1):
             manifest = checkpoint.read_manifest()
             index = checkpoint.read_index(manifest)
@@ -281,18 +303,26 @@ class TrainState:
             )
             random_source = self._matcher.random_source(checkpoint.entry.key, index)
         self._touched |= match.touched
-        shared_by = place if share else None
-        fetched = read_tensors(checkpoint, manifest, index, match.boxes, shared_by=shared_by)
+        read = partial(read_tensors, checkpoint, manifest, index)
+        if defer_optimizer:  # a thread must not use the script's process group: without one of its own, it reads alone
+            self.deferred = DeferredTensors(
+                match,
+                lambda boxes, group: read(boxes, shared_by=None if group is None else place, group=group),
+                world_size=place.world_size,
+            )
+        later = {id(box) for box in self.deferred.boxes} if self.deferred else set()
+        at_once = [box for box in match.boxes if id(box) not in later]
+        fetched = read(at_once, shared_by=place if share else None)
         there = [part for part in manifest.components if checkpoint.shards is None or part.checkpoint != manifest.key]
         in_bucket = replace(manifest, components=tuple(there))
         self.components.restored(in_bucket, index, match.boxes)  # before the objects can change the tensors
-        load_objects(match)
+        load_objects(match, self.deferred)
         return Restored(
             manifest=manifest,
             progress=match.progress,
             lineage=manifest.partial if selection == EVERYTHING else (*manifest.partial, str(selection)),
             random_source=random_source if selection.takes("rng") and random_source.states else None,
-            tensors=len(match.boxes),
+            tensors=len(at_once),
             bytes_fetched=fetched,
             report=replace(match.report, drifted=manifest.drifted),
             is_whole=not cast and self._is_whole(manifest, index, selection, strict=strict),

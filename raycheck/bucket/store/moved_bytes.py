@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from raycheck.bucket.store.retry import LEAST_LEFT_S, ends_by
-from raycheck.errors import StoreError
+from raycheck.errors import StoppedError, StoreError
 
 PLAUSIBLE_BYTES_PER_S = 10e6
 """One connection to a cloud's store carries several times as much."""
@@ -33,6 +33,7 @@ class MovedBytes:
         self._late = late
         self._lock = threading.Lock()
         self._failed = ""
+        self._is_stopped = False
         self._at_hand: dict[str, int] = {}  # how many requests of each object are in progress, oldest first
 
     @property
@@ -61,9 +62,15 @@ class MovedBytes:
         with self._lock:
             self.done += size_bytes
 
+    def stop(self) -> None:
+        """Begin no further request."""
+        self._is_stopped = True
+
     @contextmanager
     def at(self, key: str) -> Iterator[None]:
-        """Have an object at hand inside the block."""
+        """Have an object at hand inside the block. Raises StoppedError after `stop`."""
+        if self._is_stopped:
+            raise StoppedError(f"{key}: stopped before it was read")
         with self._lock:
             self._at_hand[key] = self._at_hand.get(key, 0) + 1
         try:

@@ -184,7 +184,7 @@ class Coordinator:
         if rank_restore.group in self._adopted:  # a restarted coordinator no longer knows which ranks have a decision
             raise SupersededError("the coordinator was started again while the ranks restored; start the workers again")
         claim, group, key = self._claims[rank_restore.group], rank_restore.group, rank_restore.key
-        kind: Kind = "peek" if rank_restore.is_peek else "restore"
+        kind: Kind = "peek" if rank_restore.is_peek else "deferred" if rank_restore.is_deferred else "restore"
         if not self._table.find(group, kind, key) and claim.entry and claim.entry.key != key:
             return RestoreDecision(claim=claim, message="found damaged before")
         awaited = "peeked at it" if rank_restore.is_peek else "restored it"
@@ -404,8 +404,10 @@ class Coordinator:
         return RestoreDecision(claim=claim, message=problem)
 
     def _go_on(self, rank_restore: RankRestore, arrivals: list[Arrival]) -> RestoreDecision:
-        if rank_restore.is_peek:
+        if rank_restore.is_peek or rank_restore.is_deferred:
             return RestoreDecision()
+        if len({arrival.defers for arrival in arrivals}) > 1:
+            raise ConfigError("some ranks call restore(defer_optimizer=True), and others do not: all must, or none")
         claim = self._claims[rank_restore.group]
         return RestoreDecision(
             resume=self._run_log.resumed(

@@ -131,7 +131,7 @@ class Arrival:
     """The position that a rank's restore has reached, and what the restore cost.
 
     trained_s: seconds of training in the restored state, as in the manifest. seconds: from the claim until the restore
-    was done. what: the rank's restore report in words.
+    was done. what: the rank's restore report in words. defers: the rank reads tensors of optimizers only now.
     """
 
     step: int = 0
@@ -139,6 +139,7 @@ class Arrival:
     seconds: float = 0.0
     bytes_fetched: int = 0
     what: str = "nothing was restored"
+    defers: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +147,7 @@ class RankRestore:
     """The report to the coordinator on how one rank's restore of checkpoint `key`, or its peek at it, ended.
 
     damage: the proof that the checkpoint is damaged. failure: any other error. A rank with neither has succeeded, and
-    its `arrival` counts.
+    its `arrival` counts. is_deferred: this is about what the rank has read after its restore had returned.
     """
 
     group: str
@@ -158,6 +159,7 @@ class RankRestore:
     arrival: Arrival = Arrival()
     on_corrupt: OnCorrupt = "previous"
     is_peek: bool = False
+    is_deferred: bool = False
 
     @property
     def what(self) -> str:

@@ -1,9 +1,9 @@
 """A rendezvous collects a value from each rank, makes one decision, and tells it to all ranks.
 
 There is one for the first claim, the comparison of the ranks' data, each peek or restore (how far each rank came), what
-a base offers and what matches it, each agreement before a save (their replica checksums), each save and each memory
-checkpoint (the ranks' reports), and the end of training. Each lives in the coordinator's event loop. A rank gets the
-decision or `Pending`, never just a confirmation that its call arrived; on `Pending` it asks again
+a restore defers, what a base offers and what matches it, each agreement before a save (their replica checksums), each
+save and each memory checkpoint (the ranks' reports), and the end of training. Each lives in the coordinator's event
+loop. A rank gets the decision or `Pending`, never just a confirmation that its call arrived; on `Pending` it asks again
 (`group.ask_until_decided`).
 """
 
@@ -21,7 +21,9 @@ WAIT_S = 10.0
 """How long a rank's call waits for the decision before it is answered with `Pending` and repeated."""
 MAX_NAMED = 32
 """How many missing ranks a `Pending` names."""
-Kind = Literal["claim", "data", "peek", "restore", "base offer", "base match", "agreement", "save", "memory", "end"]
+Kind = Literal[
+    "claim", "data", "peek", "restore", "deferred", "base offer", "base match", "agreement", "save", "memory", "end"
+]
 
 
 class Rendezvous(Generic[Arrived, Decision]):

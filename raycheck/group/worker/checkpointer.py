@@ -212,6 +212,7 @@ class Checkpointer:
         skip: Iterable[str] = (),
         on_corrupt: OnCorrupt = "previous",
         cast: bool = False,
+        defer_optimizer: bool = False,
     ) -> RestoreResult:
         """Claim the run for this worker group and load the checkpoint that the claim names into the live state.
 
@@ -231,6 +232,10 @@ class Checkpointer:
             report lists the damaged one under `refused`. "raise" changes nothing.
         cast: whether to convert floating-point tensors of modules and optimizers that were saved in another
             floating-point type, as stock DCP does; the report lists them under `cast`. By default they are refused.
+        defer_optimizer: whether to return when everything but the tensors of torch's own optimizers is restored. These
+            are read during the first forward and backward pass, and the first optimizer step waits until all ranks have
+            theirs. If a rank cannot read them, that step raises the error on all ranks, and nothing is saved; after a
+            restart, a damaged checkpoint is not restored again. It must be the same on all ranks.
 
         Tensors on the meta device get memory on their module's device and remain the same objects.
 
@@ -256,7 +261,16 @@ class Checkpointer:
             if claim.entry is None:
                 result = self._start_fresh(state, claim, selection, tasks)
             else:
-                result = self._fill(state, claim, selection, tasks, strict=strict, on_corrupt=on_corrupt, cast=cast)
+                result = self._fill(
+                    state,
+                    claim,
+                    selection,
+                    tasks,
+                    strict=strict,
+                    on_corrupt=on_corrupt,
+                    cast=cast,
+                    defer_optimizer=defer_optimizer,
+                )
             self._live().save_at_start()
         return result
 
@@ -323,6 +337,7 @@ class Checkpointer:
         strict: bool,
         on_corrupt: OnCorrupt,
         cast: bool,
+        defer_optimizer: bool,
     ) -> RestoreResult:
         """Put a checkpoint into the live state."""
         group, began = self._group, time.monotonic()
@@ -334,6 +349,7 @@ class Checkpointer:
             strict=strict,
             on_corrupt=on_corrupt,
             cast=cast,
+            defer_optimizer=defer_optimizer,
             peeked=self._peeked,
             timeout_s=self.settings.save_timeout_s,
         )
@@ -393,7 +409,7 @@ class Checkpointer:
         if self._is_counting_only():
             self._counter.end_step(tokens=tokens, episodes=episodes)
             return
-        self._live().end_step(metrics, tokens=tokens, episodes=episodes)
+        self._complete().end_step(metrics, tokens=tokens, episodes=episodes)
 
     def end_epoch(self) -> None:
         """Call this when an epoch is complete, including the script's work at its end (evaluation, a scheduler's step).
@@ -403,7 +419,7 @@ class Checkpointer:
         if self._is_counting_only():
             self._counter.end_epoch()
             return
-        self._live().end_epoch()
+        self._complete().end_epoch()
 
     def save(
         self,
@@ -462,7 +478,7 @@ class Checkpointer:
             if step is not None:
                 self._counter.count_to(step)
             return SaveHandle.committed(uri=self.uri, key="", progress=self._counter.progress)
-        return self._live().save_as(kind, metrics, label, tasks=tasks, leaving=leaving, step=step)
+        return self._complete().save_as(kind, metrics, label, tasks=tasks, leaving=leaving, step=step)
 
     def keep_rows(self, rows: Columns) -> None:
         """Take the metrics of steps that a driver has kept. The next save takes them to the history."""
@@ -480,7 +496,7 @@ class Checkpointer:
         """
         check_timeout("wait", timeout_s)
         if not self._is_counting_only():
-            self._live().wait(timeout_s)
+            self._complete().wait(timeout_s)
 
     def close(self) -> None:
         """Save the last step if it is not saved, wait for the commit, and write into `latest` that the run has ended.
@@ -492,7 +508,7 @@ class Checkpointer:
         try:
             if self._attempt is not None:
                 with self._told_to_others():
-                    self._attempt.finish()
+                    self._complete().finish()
         finally:
             self._stop()
 
@@ -519,6 +535,8 @@ class Checkpointer:
         self._watch.end()
         if self._attempt is not None:
             self._attempt.stop()
+        if self._state is not None:
+            self._state.abandon_deferred()
 
     def _is_counting_only(self) -> bool:
         """Return whether raycheck is turned off. Raises ConfigError before a restore, even when it is turned off."""
@@ -530,6 +548,13 @@ class Checkpointer:
         if self._attempt is None:
             raise ConfigError(RESTORE_FIRST)
         return self._attempt
+
+    def _complete(self) -> LiveAttempt:
+        """Return the live attempt once everything is restored."""
+        live = self._live()
+        if self._state is not None:
+            self._state.wait()
+        return live
 
 
 def _check_choice(on_corrupt: OnCorrupt) -> None:

@@ -6,7 +6,9 @@ When one rank finds the checkpoint damaged, all of them go back to the one befor
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 from raycheck.bucket.attempt_records import ResumeRecord
@@ -27,9 +29,10 @@ from raycheck.group.coordinator.messages import (
     RestoreDecision,
 )
 from raycheck.group.group import CLAIM_TIMEOUT_S, Group, ask_until_decided
-from raycheck.group.worker.slow_progress import slow_progress
+from raycheck.group.worker.slow_progress import SlowProgress, slow_progress
 from raycheck.log import event, logger
 from raycheck.settings import Alerts
+from raycheck.state.deferred_tensors import DeferredTensors
 from raycheck.state.preview import Preview
 from raycheck.state.random_state import rng_values
 from raycheck.state.restore_result import Restored, RestoreReport
@@ -51,11 +54,12 @@ class RestoreResult:
     step: index of the next optimizer step. epoch, epoch_step, samples: consumed position of the data. tokens, episodes:
     the sums of what was passed to `end_step` so far. checkpoint: name of the restored checkpoint, None in a fresh run.
     attempt: number of this attempt. saved_world_size: number of ranks that wrote the checkpoint. seconds,
-    bytes_fetched, tensors: what this rank's restore took. rng: what was done about random state. report: which entries
-    were restored, and which were not. resume: what the end of the previous attempt cost, None in a run's first attempt.
-    is_finished: whether training had ended with this checkpoint: all ranks had left the Checkpointer's block without an
-    exception. A loop that continues from here trains more, or nothing. is_from_memory: `checkpoint` is a memory
-    checkpoint (SaveSettings.memory_every_steps), which was in the nodes' memory and not in the bucket.
+    bytes_fetched, tensors: what this rank's restore took, without what it has deferred. rng: what was done about random
+    state. report: which entries were restored, and which were not. resume: what the end of the previous attempt cost,
+    None in a run's first attempt. is_finished: whether training had ended with this checkpoint: all ranks had left the
+    Checkpointer's block without an exception. A loop that continues from here trains more, or nothing. is_from_memory:
+    `checkpoint` is a memory checkpoint (SaveSettings.memory_every_steps), which was in the nodes' memory and not in the
+    bucket.
     """
 
     step: int = 0
@@ -172,25 +176,76 @@ def restore_together(
     strict: bool,
     on_corrupt: OnCorrupt,
     cast: bool = False,
+    defer_optimizer: bool = False,
     peeked: Checkpoint | None = None,
     timeout_s: float,
 ) -> tuple[Claim, Restored, ResumeRecord | None]:
     """Load the checkpoint of `claim`, or the newest good one before it, into the live state on all ranks.
 
-    peeked: the checkpoint that `peek_together` found. timeout_s: how long this rank may take to read each checkpoint,
-    but never less than LEAST_S, and more if it reads much, see MovedBytes. Returns the final claim, which names the
-    restored one. Raises DamagedError when there is no good one, or when on_corrupt is "raise"; SupersededError when it
-    is not `peeked`.
+    defer_optimizer: tensors of optimizers are still being read when this returns, see DeferredTensors. peeked: the
+    checkpoint that `peek_together` found. timeout_s: how long this rank may take to read each checkpoint, but never
+    less than LEAST_S, and more if it reads much, see MovedBytes. Returns the final claim, which names the restored one.
+    Raises DamagedError when there is no good one, or when on_corrupt is "raise"; SupersededError when it is not
+    `peeked`.
     """
 
     def read(checkpoint: Checkpoint, claim: Claim) -> Restored:
-        limit_s = max(timeout_s, LEAST_S)
-        with slow_progress(group, checkpoint.entry.key, until=time.monotonic() + limit_s, limit_s=limit_s):
-            done = state.apply(checkpoint, selection, strict=strict, once=True, share=True, cast=cast)
+        with _bounded(group, checkpoint.entry.key, timeout_s):
+            done = state.apply(
+                checkpoint,
+                selection,
+                strict=strict,
+                once=True,
+                share=True,
+                cast=cast,
+                defer_optimizer=defer_optimizer,
+            )
         return replace(done, report=replace(done.report, refused=claim.refused))
 
-    agreed = _read_together(group, claim, read, _arrival, on_corrupt=on_corrupt, peeked=peeked)
+    try:
+        arrival = partial(_arrival, defers=defer_optimizer)
+        agreed = _read_together(group, claim, read, arrival, on_corrupt=on_corrupt, peeked=peeked)
+    except BaseException:
+        state.abandon_deferred()
+        raise
+    if state.deferred is not None:
+        _begin_deferred(group, state.deferred, agreed.claim, on_corrupt=on_corrupt, timeout_s=timeout_s)
     return agreed.claim, agreed.result, agreed.resume
+
+
+def _bounded(group: Group, key: str, timeout_s: float) -> AbstractContextManager[SlowProgress]:
+    """Return the context of a rank's reading of a checkpoint, with its deadline."""
+    limit_s = max(timeout_s, LEAST_S)
+    return slow_progress(group, key, until=time.monotonic() + limit_s, limit_s=limit_s)
+
+
+def _begin_deferred(
+    group: Group, deferred: DeferredTensors, claim: Claim, *, on_corrupt: OnCorrupt, timeout_s: float
+) -> None:
+    """Read in a thread what the restore of the checkpoint of `claim` has left for later. A collective."""
+    mine = replace(_ended(group, claim, on_corrupt), is_deferred=True)
+
+    def decide(read: Callable[[], int]) -> None:
+        def read_bounded() -> tuple[int, Arrival]:
+            with _bounded(group, mine.key, timeout_s):
+                return read(), Arrival()
+
+        _, decision = _decided(group, mine, read_bounded)
+        if decision.claim is not None:
+            # The script has trained on this checkpoint's weights already. All ranks get this error.
+            before = decision.claim.entry
+            raise SupersededError(
+                f"rank {group.rank}: {mine.key} is damaged in what was read after restore() had returned "
+                f"({decision.message}); restart the workers, which will restore {before.key if before else 'nothing'}"
+            )
+
+    def complete(waited_s: float) -> None:
+        if not group.rank:
+            text = "the optimizers' tensors have come"
+            read = {"bytes": deferred.bytes_fetched, "read_s": deferred.seconds, "waited_s": waited_s}
+            logger.info(event(text, checkpoint=mine.key, **read, run=group.uri))
+
+    deferred.begin(decide, complete)
 
 
 def _read_together(
@@ -207,25 +262,13 @@ def _read_together(
     began = time.monotonic()
     while True:
         assert claim.entry is not None, "a fresh run restores nothing"
-        mine = RankRestore(
-            group=group.id,
-            rank=group.rank,
-            world_size=group.world_size,
-            key=claim.entry.key,
-            on_corrupt=on_corrupt,
-            is_peek=is_peek,
-        )
-        result: T | None = None
-        try:
-            result = read(peeked or _checkpoint(group, claim, claim.entry), claim)
-            mine = replace(mine, arrival=arrival(result, time.monotonic() - began))
-        except DamagedError as error:
-            mine = replace(mine, damage=str(error))
-        except Exception as error:
-            failure = error if isinstance(error, RaycheckError) else StoreError(f"{type(error).__name__}: {error}")
-            group.tell("restored", replace(mine, failure=failure))  # the other ranks must not wait for this one
-            raise
-        decision = _decision_on(group, mine)
+        mine = replace(_ended(group, claim, on_corrupt), is_peek=is_peek)
+
+        def read_one(claim: Claim = claim, entry: Entry = claim.entry) -> tuple[T, Arrival]:
+            found = read(peeked or _checkpoint(group, claim, entry), claim)
+            return found, arrival(found, time.monotonic() - began)
+
+        result, decision = _decided(group, mine, read_one)
         if decision.claim is None:
             assert result is not None, "a rank that found damage never gets a final decision"
             return _Agreed(claim=claim, result=result, resume=decision.resume)
@@ -243,6 +286,37 @@ def _read_together(
             )
 
 
+def _ended(group: Group, claim: Claim, on_corrupt: OnCorrupt) -> RankRestore:
+    """Return the report of this rank to the coordinator, before anything is known but which checkpoint it restores."""
+    assert claim.entry is not None, "a fresh run restores nothing"
+    return RankRestore(
+        group=group.id,
+        rank=group.rank,
+        world_size=group.world_size,
+        key=claim.entry.key,
+        on_corrupt=on_corrupt,
+    )
+
+
+def _decided(
+    group: Group, mine: RankRestore, read: Callable[[], tuple[T, Arrival]]
+) -> tuple[T | None, RestoreDecision]:
+    """Read, report how that ended, and wait for the decision that all ranks are told. None if it is damaged."""
+    result: T | None = None
+    try:
+        result, arrival = read()
+        mine = replace(mine, arrival=arrival)
+    except DamagedError as error:
+        mine = replace(mine, damage=str(error))
+    except Exception as error:
+        failure = error if isinstance(error, RaycheckError) else StoreError(f"{type(error).__name__}: {error}")
+        group.tell("restored", replace(mine, failure=failure))  # the other ranks must not wait for this one
+        raise
+    deadline = time.monotonic() + RESTORE_TIMEOUT_S
+    decision: RestoreDecision = ask_until_decided(group, "restored", mine, deadline=deadline, what=mine.what)
+    return result, decision
+
+
 def _checkpoint(group: Group, claim: Claim, entry: Entry) -> Checkpoint:
     """Return the checkpoint that this rank has to read: from the bucket, or from the nodes' memory.
 
@@ -256,22 +330,15 @@ def _checkpoint(group: Group, claim: Claim, entry: Entry) -> Checkpoint:
     return Checkpoint(group.store, entry, held.documents, shards=group.memory_reader(held.holders))
 
 
-def _arrival(done: Restored, seconds: float) -> Arrival:
+def _arrival(done: Restored, seconds: float, *, defers: bool) -> Arrival:
     return Arrival(
         step=done.progress.step,
         trained_s=done.trained_s,
         seconds=seconds,
         bytes_fetched=done.bytes_fetched,
         what=str(done.report),
+        defers=defers,
     )
-
-
-def _decision_on(group: Group, mine: RankRestore) -> RestoreDecision:
-    """Report how this rank's restore ended, and wait for the decision that all ranks are told."""
-    decision: RestoreDecision = ask_until_decided(
-        group, "restored", mine, deadline=time.monotonic() + RESTORE_TIMEOUT_S, what=mine.what
-    )
-    return decision
 
 
 def apply_random_state(done: Restored, group: Group, data: Iterable[DataStream]) -> str:

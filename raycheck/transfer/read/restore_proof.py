@@ -59,5 +59,13 @@ def holds(live: torch.Tensor, read: torch.Tensor) -> bool:
     live, read = local_of(live.detach()), local_of(read.detach())
     if (live.shape, live.dtype) != (read.shape, read.dtype) or not has_memory(live):
         return False
-    is_same = (live.data_ptr(), live.stride(), live.device) == (read.data_ptr(), read.stride(), read.device)
-    return is_same or torch.equal(bytes_of(live.cpu()), bytes_of(read.cpu()))
+    return shares_memory(live, read) or torch.equal(bytes_of(live.cpu()), bytes_of(read.cpu()))
+
+
+def shares_memory(live: torch.Tensor, read: torch.Tensor) -> bool:
+    """Return whether two tensors are the same elements of the same memory."""
+    live, read = local_of(live.detach()), local_of(read.detach())
+    return all(getattr(live, name) == getattr(read, name) for name in ("shape", "dtype", "device")) and (
+        live.data_ptr(),
+        live.stride(),
+    ) == (read.data_ptr(), read.stride())

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from raycheck.state.entries.optimizer.parameter_groups import ParameterGroups
 from raycheck.state.entries.optimizer.slot_allocation import STEP
+from raycheck.state.entries.optimizer.slot_locations import is_plain
 
 _FOUR_BITS = getattr(torch, "float4_e2m1fn_x2", None)
 """Older versions of torch lack this dtype."""
@@ -45,6 +46,13 @@ def load_exactly(
 def loads_as_torch(optimizer: Optimizer) -> bool:
     """Return whether the optimizer loads its state with torch's own load_state_dict."""
     return type(optimizer).load_state_dict is Optimizer.load_state_dict and "load_state_dict" not in vars(optimizer)
+
+
+def is_torchs_own(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer is of torch.optim, with nothing added to how it loads its state or returns it."""
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks  # noqa: SLF001
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    return is_torchs and loads_as_torch(optimizer) and is_plain(optimizer) and not any(hooks)
 
 
 class _Shield:

@@ -18,7 +18,7 @@ from raycheck.bucket.format.values import decode
 from raycheck.errors import ConfigError
 from raycheck.state.entries.meta_tensors import ADVICE, is_on_meta
 from raycheck.state.entries.module.parameter_names import NamedParameters, ParameterNames
-from raycheck.state.entries.optimizer.exact_loading import load_exactly, loads_as_torch
+from raycheck.state.entries.optimizer.exact_loading import is_torchs_own, load_exactly, loads_as_torch
 from raycheck.state.entries.optimizer.parameter_groups import ParameterGroups, join_ranks
 from raycheck.state.entries.optimizer.sharded_slots import (
     cut_of,
@@ -47,7 +47,11 @@ OWN = "own_state"
 
 
 class OptimizerEntry(StateEntry):
-    """The entry of an optimizer whose state_dict() has "state" and "param_groups"."""
+    """The entry of an optimizer whose state_dict() has "state" and "param_groups".
+
+    deferrable: the names of the tensors that the last `match` wants and that may be read after `load`. None of an
+    optimizer that is not torch's own: it might use its tensors when it loads them, or step without its `state`.
+    """
 
     may_differ = True
     cure = ""
@@ -57,6 +61,7 @@ class OptimizerEntry(StateEntry):
         super().__init__(name)
         self.optimizer = optimizer
         self.stock_names = StockNames(name, [self])
+        self.deferrable: frozenset[str] = frozenset()
         self._groups = ParameterGroups(optimizer, named)
         self._last: tuple[GatherCache, GatheredEntry] | None = None
         self._refresh_groups()
@@ -123,6 +128,11 @@ class OptimizerEntry(StateEntry):
                 locations = SlotLocations(self.optimizer, self._live_slots(), found.tensors)
                 self._last = GatherCache(found.tensors, locations.fetch), replace(found, tensors={})
         return found
+
+    def slots(self) -> Named:
+        """Return the live tensors of the slots, by name."""
+        slots = {name: self.optimizer.state[parameter][slot] for name, (parameter, slot) in self._live_slots().items()}
+        return {name: value for name, value in slots.items() if isinstance(value, torch.Tensor)}
 
     def _live_slots(self) -> dict[str, tuple[torch.Tensor, Any]]:
         """Return the parameter and the key of every slot, by the slot's name."""
@@ -194,6 +204,7 @@ class OptimizerEntry(StateEntry):
         in_modules = self._groups.in_modules()
         for name in sorted(shared):
             wanted |= self._match_slots(saved, values, name, in_modules)
+        self.deferrable = frozenset(wanted if is_torchs_own(self.optimizer) else ())
         return wanted | self._match_inner_tensors(saved, values, shared)
 
     def _match_parameters(self, saved: SavedEntry, values: Any) -> set[str]:

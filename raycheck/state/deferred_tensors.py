@@ -1,0 +1,210 @@
+"""Lets a restore return before the tensors of optimizers are read: whoever looks at these optimizers waits for them.
+
+Until they are there, `optimizer.state` is an object that waits before it gives anything away. So a step waits, however
+it is called, and so do state_dict(), a save, and a script that looks itself. Torch's hooks would be too little: a step
+that was compiled with torch.compile calls none.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from raycheck.bucket.store.moved_bytes import MovedBytes, moved_bytes
+from raycheck.errors import ConfigError, StoppedError
+from raycheck.state.entries.optimizer.optimizer_entry import OptimizerEntry
+from raycheck.state.restore_matching import CheckpointMatch
+from raycheck.transfer.read.aliased_tensors import overlapping
+from raycheck.transfer.read.replica_broadcast import own_group
+from raycheck.transfer.read.restore_proof import not_restored, shares_memory
+from raycheck.transfer.stage.gather_cache import local_of
+from raycheck.transfer.stage.local_box import LocalBox
+
+Read = Callable[[Sequence[LocalBox], "dist.ProcessGroup | None"], int]
+
+
+class DeferredTensors:
+    """The tensors of optimizers that a restore leaves for later. One for each restore.
+
+    boxes: what is read later. seconds, bytes_fetched: how long this rank has taken to read it, and what it has fetched.
+    """
+
+    def __init__(self, match: CheckpointMatch, read: Read, *, world_size: int) -> None:
+        """read: fills the boxes, and proves it. It is given a process group of its own, if there is one, and returns the
+        bytes fetched. world_size: the number of ranks that restore together."""
+        self._names = {name for entry in match.wanted if isinstance(entry, OptimizerEntry) for name in entry.deferrable}
+        apart = {id(box) for box in overlapping(match.boxes)}
+        self.boxes = [
+            box
+            for box in match.boxes
+            if id(box) not in apart and self._names.issuperset((box.name, *dict(box.aliases)))
+        ]
+        self._names = {name for box in self.boxes for name in (box.name, *dict(box.aliases))}
+        self.seconds, self.bytes_fetched = 0.0, 0
+        self._read = read
+        self._world_size = world_size
+        self._group: dist.ProcessGroup | None = None
+        self._complete: Callable[[float], None] = lambda _: None
+        self._states: list[_AwaitedState] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._lock = threading.RLock()
+        self._outcome: Future[None] | None = None  # from `begin` on
+        self._has_read = threading.Event()
+        self._moved: MovedBytes | None = None
+        self._is_abandoned = self._is_over = False
+
+    def loaded(self, entry: OptimizerEntry, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Have those who look at the entry's optimizer wait from now on.
+
+        tensors: those that the entry has loaded, by name. Of some, the optimizer may hold a copy, such as its steps on
+        another device: it is made again later. Raises ConfigError for one that it has changed.
+        """
+        live = entry.slots() if self._names & tensors.keys() else {}
+        for name in self._names & tensors.keys():
+            if not shares_memory(live[name], tensors[name]):
+                here, read = local_of(live[name].detach()), local_of(tensors[name].detach())
+                if (here.shape, here.dtype) != (read.shape, read.dtype):
+                    raise not_restored(name, "the optimizer changes it when it is loaded")
+                self._copies.append((here, read))
+        if live:
+            self._states.append(_AwaitedState(entry.optimizer, self.wait))
+
+    @contextmanager
+    def not_awaited(self) -> Iterator[None]:
+        """Let the block look at the optimizers without waiting. It must not use what their tensors hold."""
+        with self._lock:
+            for state in self._states:
+                state.take_away()
+            try:
+                yield
+            finally:
+                for state in self._states if not self._is_over else ():
+                    state.put_in_place()
+
+    def begin(self, decide: Callable[[Callable[[], int]], None], complete: Callable[[float], None]) -> None:
+        """Read in a thread from now on. A collective.
+
+        decide: is called there with what reads. It returns when all ranks have read theirs, or raises what every rank
+        is to raise. complete: is called at the end of the first wait, with its seconds.
+        """
+        self._group = own_group(self.boxes, self._world_size)
+        self._complete = complete
+        outcome = self._outcome = Future()
+
+        def run() -> None:
+            try:
+                decide(self._read_now)
+            except BaseException as error:  # noqa: BLE001  whoever waits raises it
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(None)
+            finally:
+                self._has_read.set()
+
+        threading.Thread(target=run, name="raycheck-deferred", daemon=True).start()
+
+    def _read_now(self) -> int:
+        began = time.monotonic()
+        self._moved = moved_bytes()
+        try:
+            if self._is_abandoned:
+                raise StoppedError("the rest of a restore was stopped")
+            self.bytes_fetched = self._read(self.boxes, self._group)
+        finally:
+            self.seconds = time.monotonic() - began
+            self._has_read.set()
+        return self.bytes_fetched
+
+    def wait(self) -> None:
+        """Return once all ranks have their tensors. Raises, each time, the error that all ranks raise without them."""
+        with self._lock:
+            if self._is_over:
+                return
+            if self._is_abandoned:
+                self._has_read.wait()  # nothing may write into the tensors any more
+            elif self._outcome is None:
+                raise ConfigError(
+                    "the optimizer was looked at before its tensors are there; call restore() without defer_optimizer"
+                )
+            else:
+                self._await_outcome(self._outcome)
+            self._is_over = True
+            for state in self._states:
+                state.take_away()
+            if self._group is not None:
+                with suppress(ValueError):  # the script has destroyed all groups
+                    dist.destroy_process_group(self._group)
+
+    def _await_outcome(self, outcome: Future[None]) -> None:
+        began = time.monotonic()
+        outcome.result()
+        with torch.no_grad():
+            for live, read in self._copies:
+                live.copy_(read)
+        self._complete(time.monotonic() - began)
+
+    def abandon(self) -> None:
+        """Stop reading, since the attempt is over. The optimizers are then as a restore leaves them that has failed."""
+        self._is_abandoned = True
+        if self._outcome is None:
+            self._has_read.set()
+        if self._moved is not None:
+            self._moved.stop()
+
+
+class _AwaitedState:
+    """The stand-in for an optimizer's `state`: it waits, and is then what was there."""
+
+    def __init__(self, optimizer: Optimizer, wait: Callable[[], None]) -> None:
+        self.__dict__.update(_optimizer=optimizer, _real=optimizer.state, _wait=wait)
+        self.put_in_place()
+
+    def put_in_place(self) -> None:
+        if vars(self._optimizer)["state"] is self._real:  # the script may have loaded another one
+            vars(self._optimizer)["state"] = self
+
+    def take_away(self) -> None:
+        if vars(self._optimizer)["state"] is self:
+            vars(self._optimizer)["state"] = self._real
+
+    def _awaited(self) -> Any:
+        self._wait()
+        return self._real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._awaited(), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._awaited()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._awaited()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._awaited()[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._awaited()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._awaited())
+
+    def __len__(self) -> int:
+        return len(self._awaited())
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._awaited() == other)
+
+    __hash__ = None  # type: ignore[assignment]  # a dict has none either
+
+    def __repr__(self) -> str:
+        return repr(self._awaited())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._awaited().__reduce_ex__(protocol)
