@@ -78,18 +78,27 @@ class Head:
         return found[1] if found else ""
 
     @property
+    def first_byte(self) -> int:
+        """Where the range begins that it asks for."""
+        return int(re.findall(r"\d+", self.headers.get("range", "0"))[0])
+
+    @property
     def region(self) -> str:
         return self.headers["authorization"].partition("Credential=")[2].split("/")[2]
 
 
 @dataclass
 class Rule:
-    """What happens to the next `times` requests of `method` whose path matches the regular expression `key`."""
+    """What happens to the next `times` requests of `method` whose path matches the regular expression `key`.
+
+    from_byte: only to those of a range that begins there or later.
+    """
 
     kind: Kind
     method: str
     key: str
     times: int = 1
+    from_byte: int = 0
     delay_s: float = 0.0
     back: int = 0
     answer: Answer | None = None
@@ -159,7 +168,7 @@ class FaultProxy:
         return len(self._tasks)
 
     def rule(self, kind: Kind, method: str, key: str, **more: Any) -> Rule:
-        """`method` is a regular expression too. more: times, delay_s, back, answer, edit."""
+        """`method` is a regular expression too. more: times, from_byte, delay_s, back, answer, edit."""
         rule = Rule(kind=kind, method=method, key=key, **more)
         self._rules.append(rule)
         return rule
@@ -225,7 +234,7 @@ class FaultProxy:
         self.requests.append(f"{method} {path}")
         request = Head(method, re.sub("^http://[^/]*", "", path), _headers(head), time.time())
         self.heads.append(request)
-        rule = self._match(method, path)
+        rule = self._match(request, path)
         if rule is not None:
             rule.seen.append(path)
             rule.reached.set()
@@ -317,8 +326,11 @@ class FaultProxy:
             rest = re.sub(rb"(?im)^host:[^\r]*", b"Host: " + ":".join(self._upstream).encode(), rest)
         return b" ".join((method, target, version)) + b"\r\n" + rest
 
-    def _match(self, method: str, path: str) -> Rule | None:
+    def _match(self, request: Head, path: str) -> Rule | None:
+        method = request.method
         for rule in self._rules:
+            if request.first_byte < rule.from_byte:
+                continue
             if rule.times > 0 and re.fullmatch(rule.method, method) and re.search(rule.key, path):
                 rule.times -= 1
                 return rule

@@ -51,7 +51,7 @@ def loads_as_torch(optimizer: Optimizer) -> bool:
 def is_torchs_own(optimizer: Optimizer) -> bool:
     """Return whether the optimizer is of torch.optim, with nothing added to how it loads its state or returns it."""
     hooks = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks  # noqa: SLF001
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")
     return is_torchs and loads_as_torch(optimizer) and is_plain(optimizer) and not any(hooks)
 
 
