@@ -36,7 +36,7 @@ class DeferredTensors:
     """
 
     def __init__(self, match: CheckpointMatch, read: Read, *, world_size: int) -> None:
-        """read: fills the boxes, and proves it. It is given a process group of its own, if there is one, and returns the
+        """read: fills the boxes, and proves it. It is given a process group that only it uses, or None, and returns the
         bytes fetched. world_size: the number of ranks that restore together."""
         self._names = {name for entry in match.wanted if isinstance(entry, OptimizerEntry) for name in entry.deferrable}
         apart = {id(box) for box in overlapping(match.boxes)}

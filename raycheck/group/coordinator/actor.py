@@ -326,7 +326,9 @@ class Coordinator:
     async def note_progress(self, progress: RankProgress) -> str:
         """Record how far a rank is that takes long. Return which one is the slowest, in words; "" if not known."""
         which: tuple[Kind, Any]
-        which = ("restore", progress.checkpoint) if progress.save is None else ("save", progress.save)
+        which = ("deferred" if progress.is_deferred else "restore", progress.checkpoint)
+        if progress.save is not None:
+            which = "save", progress.save
         return self._slow_ranks.note(progress, self._table.find(progress.group, *which))
 
     async def keep_rows(self, rows: StepRows) -> None:

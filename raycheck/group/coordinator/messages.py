@@ -283,7 +283,8 @@ class RankProgress:
     """A rank's message that its upload or restore is not over yet, sent only by one that takes long.
 
     save: the number of the save; None for a restore. wanted_bytes: None while it is not known. object: the one that has
-    been at hand for longest; "" when none is. seconds: since the upload or the restore began.
+    been at hand for longest; "" when none is. seconds: since the upload or the restore began. is_deferred: the restore
+    has returned already, and this is about what it has left for later.
     """
 
     group: str
@@ -296,6 +297,7 @@ class RankProgress:
     wanted_bytes: int | None
     object: str
     seconds: float
+    is_deferred: bool = False
 
     @property
     def share(self) -> float:

@@ -190,7 +190,7 @@ def restore_together(
     """
 
     def read(checkpoint: Checkpoint, claim: Claim) -> Restored:
-        with _bounded(group, checkpoint.entry.key, timeout_s):
+        with _bounded(group, checkpoint.entry.key, timeout_s, is_deferred=False):
             done = state.apply(
                 checkpoint,
                 selection,
@@ -213,10 +213,10 @@ def restore_together(
     return agreed.claim, agreed.result, agreed.resume
 
 
-def _bounded(group: Group, key: str, timeout_s: float) -> AbstractContextManager[SlowProgress]:
+def _bounded(group: Group, key: str, timeout_s: float, *, is_deferred: bool) -> AbstractContextManager[SlowProgress]:
     """Return the context of a rank's reading of a checkpoint, with its deadline."""
     limit_s = max(timeout_s, LEAST_S)
-    return slow_progress(group, key, until=time.monotonic() + limit_s, limit_s=limit_s)
+    return slow_progress(group, key, until=time.monotonic() + limit_s, limit_s=limit_s, is_deferred=is_deferred)
 
 
 def _begin_deferred(
@@ -227,7 +227,7 @@ def _begin_deferred(
 
     def decide(read: Callable[[], int]) -> None:
         def read_bounded() -> tuple[int, Arrival]:
-            with _bounded(group, mine.key, timeout_s):
+            with _bounded(group, mine.key, timeout_s, is_deferred=True):
                 return read(), Arrival()
 
         _, decision = _decided(group, mine, read_bounded)

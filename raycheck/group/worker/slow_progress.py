@@ -27,11 +27,14 @@ class SlowProgress:
     moved: see MovedBytes.
     """
 
-    def __init__(self, group: Group, checkpoint: str, save: int | None, limit_s: float) -> None:
+    def __init__(
+        self, group: Group, checkpoint: str, save: int | None, limit_s: float, *, is_deferred: bool = False
+    ) -> None:
         self.moved = MovedBytes(limit_s, self._late)
         self._group = group
         self._checkpoint = checkpoint
         self._save = save
+        self._is_deferred = is_deferred
         self._node = socket.gethostname()
         self._told: Any = None
         self._slowest = ""
@@ -72,6 +75,7 @@ class SlowProgress:
             node=self._node,
             checkpoint=self._checkpoint,
             save=self._save,
+            is_deferred=self._is_deferred,
             done_bytes=self.moved.done,
             wanted_bytes=self.moved.wanted,
             object=self.moved.object,
@@ -81,14 +85,20 @@ class SlowProgress:
 
 @contextmanager
 def slow_progress(
-    group: Group, checkpoint: str, *, save: int | None = None, until: float, limit_s: float
+    group: Group,
+    checkpoint: str,
+    *,
+    save: int | None = None,
+    until: float,
+    limit_s: float,
+    is_deferred: bool = False,
 ) -> Iterator[SlowProgress]:
     """Count what this thread moves inside the block, and tell the coordinator if it takes long.
 
     save: its number; None for a restore. until: when the requests of the block must have ended, by time.monotonic.
-    limit_s: how long that is after the beginning; errors name it.
+    limit_s: how long that is after the beginning; errors name it. is_deferred: the restore has returned already.
     """
-    told, is_over = SlowProgress(group, checkpoint, save, limit_s), threading.Event()
+    told, is_over = SlowProgress(group, checkpoint, save, limit_s, is_deferred=is_deferred), threading.Event()
 
     def tell() -> None:
         pause_s = min(FIRST_AFTER_S, limit_s / 4)
