@@ -23,6 +23,7 @@ from raycheck.group.worker.after_commit import AfterCommitTasks
 from raycheck.group.worker.base_run import refer_to_base
 from raycheck.group.worker.data_proof import prove_together
 from raycheck.group.worker.group_restore import (
+    RestoreOptions,
     RestoreResult,
     apply_random_state,
     claim_run,
@@ -232,10 +233,8 @@ class Checkpointer:
             report lists the damaged one under `refused`. "raise" changes nothing.
         cast: whether to convert floating-point tensors of modules and optimizers that were saved in another
             floating-point type, as stock DCP does; the report lists them under `cast`. By default they are refused.
-        defer_optimizer: whether to return when everything but the tensors of torch's own optimizers is restored. These
-            are read during the first forward and backward pass, and the first optimizer step waits until all ranks have
-            theirs. If a rank cannot read them, that step raises the error on all ranks, and nothing is saved; after a
-            restart, a damaged checkpoint is not restored again. It must be the same on all ranks.
+        defer_optimizer: whether to return before the tensors of torch's own optimizers are read. The first optimizer
+            step waits for them, and raises on all ranks if one cannot read its part. All ranks must pass the same.
 
         Tensors on the meta device get memory on their module's device and remain the same objects.
 
@@ -246,6 +245,7 @@ class Checkpointer:
             raise ConfigError("restore() was called before; a Checkpointer restores once, at the start")
         _check_choice(on_corrupt)
         selection, wish = Selection.of(only, skip), parse_at(at)
+        how = RestoreOptions(strict=strict, on_corrupt=on_corrupt, cast=cast, defer_optimizer=defer_optimizer)
         if self._is_off:
             self._is_restored = True
             self._counter.start_at(self._counter.progress)
@@ -261,16 +261,7 @@ class Checkpointer:
             if claim.entry is None:
                 result = self._start_fresh(state, claim, selection, tasks)
             else:
-                result = self._fill(
-                    state,
-                    claim,
-                    selection,
-                    tasks,
-                    strict=strict,
-                    on_corrupt=on_corrupt,
-                    cast=cast,
-                    defer_optimizer=defer_optimizer,
-                )
+                result = self._fill(state, claim, selection, tasks, how)
             self._live().save_at_start()
         return result
 
@@ -333,11 +324,7 @@ class Checkpointer:
         claim: Claim,
         selection: Selection,
         tasks: AfterCommitTasks,
-        *,
-        strict: bool,
-        on_corrupt: OnCorrupt,
-        cast: bool,
-        defer_optimizer: bool,
+        how: RestoreOptions,
     ) -> RestoreResult:
         """Put a checkpoint into the live state."""
         group, began = self._group, time.monotonic()
@@ -346,10 +333,7 @@ class Checkpointer:
             state,
             claim,
             selection,
-            strict=strict,
-            on_corrupt=on_corrupt,
-            cast=cast,
-            defer_optimizer=defer_optimizer,
+            how,
             peeked=self._peeked,
             timeout_s=self.settings.save_timeout_s,
         )

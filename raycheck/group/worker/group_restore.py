@@ -101,6 +101,16 @@ class RestoreResult:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestoreOptions:
+    """How to restore, see Checkpointer.restore."""
+
+    strict: bool
+    on_corrupt: OnCorrupt
+    cast: bool
+    defer_optimizer: bool
+
+
 T = TypeVar("T")
 
 
@@ -172,17 +182,14 @@ def restore_together(
     state: TrainState,
     claim: Claim,
     selection: Selection,
+    how: RestoreOptions,
     *,
-    strict: bool,
-    on_corrupt: OnCorrupt,
-    cast: bool = False,
-    defer_optimizer: bool = False,
     peeked: Checkpoint | None = None,
     timeout_s: float,
 ) -> tuple[Claim, Restored, ResumeRecord | None]:
     """Load the checkpoint of `claim`, or the newest good one before it, into the live state on all ranks.
 
-    defer_optimizer: tensors of optimizers are still being read when this returns, see DeferredTensors. peeked: the
+    With defer_optimizer, tensors of optimizers are still being read when this returns, see DeferredTensors. peeked: the
     checkpoint that `peek_together` found. timeout_s: how long this rank may take to read each checkpoint, but never
     less than LEAST_S, and more if it reads much, see MovedBytes. Returns the final claim, which names the restored one.
     Raises DamagedError when there is no good one, or when on_corrupt is "raise"; SupersededError when it is not
@@ -194,22 +201,22 @@ def restore_together(
             done = state.apply(
                 checkpoint,
                 selection,
-                strict=strict,
+                strict=how.strict,
                 once=True,
                 share=True,
-                cast=cast,
-                defer_optimizer=defer_optimizer,
+                cast=how.cast,
+                defer_optimizer=how.defer_optimizer,
             )
         return replace(done, report=replace(done.report, refused=claim.refused))
 
     try:
-        arrival = partial(_arrival, defers=defer_optimizer)
-        agreed = _read_together(group, claim, read, arrival, on_corrupt=on_corrupt, peeked=peeked)
+        arrival = partial(_arrival, defers=how.defer_optimizer)
+        agreed = _read_together(group, claim, read, arrival, on_corrupt=how.on_corrupt, peeked=peeked)
     except BaseException:
         state.abandon_deferred()
         raise
     if state.deferred is not None:
-        _begin_deferred(group, state.deferred, agreed.claim, on_corrupt=on_corrupt, timeout_s=timeout_s)
+        _begin_deferred(group, state.deferred, agreed.claim, on_corrupt=how.on_corrupt, timeout_s=timeout_s)
     return agreed.claim, agreed.result, agreed.resume
 
 
