@@ -159,6 +159,7 @@ class TrainState:
         """Wait for the tensors that a restore has left for later. Raises, each time, why they cannot be there."""
         if self.deferred is not None:
             self.deferred.wait()
+            self.deferred = None
 
     def abandon_deferred(self) -> None:
         """Stop reading what a restore has left for later."""

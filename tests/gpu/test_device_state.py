@@ -5,7 +5,7 @@ Needs one device, and neither Ray nor a store server: `pytest --gpu tests/gpu`.
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from uuid import uuid4
 
 import pytest
@@ -91,6 +91,30 @@ def test_a_restored_training_goes_on_bit_for_bit(
     restored.apply_rng()
 
     assert train(other, 3, drawn=True) == expected
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["trained before", "fresh"])
+@pytest.mark.parametrize("adam", [{"foreach": True}, {"fused": True}, {"capturable": True}], ids=str)
+def test_the_step_waits_for_moments_that_a_thread_brings_to_the_device(
+    store: Store, group_of_one: None, adam: dict[str, bool], *, fresh: bool
+) -> None:
+    """The device is behind with the script's own work meanwhile. Fused and capturable steps count on the device."""
+    state = build(1, sharded=True, **adam)
+    train(state, 3)
+    checkpoint = save_state(store, state, step=3)
+    expected = train(state, 3)
+    other = build(2, sharded=True, **adam)
+    train(other, 0 if fresh else 1)
+    live = TrainState(other, rank=0, world_size=1)
+
+    def decide(read: Callable[[], int]) -> None:
+        read()
+
+    live.apply(checkpoint, defer_optimizer=True)
+    torch.cuda._sleep(LONG)
+    live.deferred.begin(decide, lambda _: None)
+
+    assert train(other, 3) == expected
 
 
 def test_what_the_step_after_a_save_writes_is_not_in_it(store: Store) -> None:

@@ -234,8 +234,14 @@ def _begin_deferred(
 
     def decide(read: Callable[[], int]) -> None:
         def read_bounded() -> tuple[int, Arrival]:
-            with _bounded(group, mine.key, timeout_s, is_deferred=True):
-                return read(), Arrival()
+            try:
+                with _bounded(group, mine.key, timeout_s, is_deferred=True):
+                    return read(), Arrival()
+            except RaycheckError:
+                raise
+            except Exception as error:  # such as that of gloo when another rank has died
+                said = f"rank {group.rank}: {mine.what}: {type(error).__name__}: {error}"
+                raise StoreError(said) from error
 
         _, decision = _decided(group, mine, read_bounded)
         if decision.claim is not None:
