@@ -7,7 +7,7 @@ that was compiled with torch.compile calls none.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from raycheck.bucket.assembly.role import RankPlace
 from raycheck.bucket.store.moved_bytes import MovedBytes, moved_bytes
 from raycheck.errors import ConfigError, StoppedError
 from raycheck.state.entries.optimizer.optimizer_entry import OptimizerEntry
@@ -24,31 +25,28 @@ from raycheck.transfer.read.aliased_tensors import overlapping
 from raycheck.transfer.read.replica_broadcast import own_group
 from raycheck.transfer.read.restore_proof import not_restored, shares_memory
 from raycheck.transfer.stage.gather_cache import local_of
-from raycheck.transfer.stage.local_box import LocalBox
-
-Read = Callable[[Sequence[LocalBox], "dist.ProcessGroup | None"], int]
 
 
 class DeferredTensors:
     """The tensors of optimizers that a restore leaves for later. One for each restore.
 
-    boxes: what is read later. seconds, bytes_fetched: how long this rank has taken to read it, and what it has fetched.
+    boxes: what is read later. at_once: all others. seconds, bytes_fetched: how long this rank has taken to read `boxes`,
+    and what it has fetched.
     """
 
-    def __init__(self, match: CheckpointMatch, read: Read, *, world_size: int) -> None:
-        """read: fills the boxes, and proves it. It is given a process group that only it uses, or None, and returns the
-        bytes fetched. world_size: the number of ranks that restore together."""
-        self._names = {name for entry in match.wanted if isinstance(entry, OptimizerEntry) for name in entry.deferrable}
+    def __init__(self, match: CheckpointMatch, read: Callable[..., int], *, place: RankPlace) -> None:
+        """read: fills boxes, and proves it; see read_tensors. It returns the bytes fetched. place: this rank's."""
+        names = {name for entry in match.wanted if isinstance(entry, OptimizerEntry) for name in entry.deferrable}
         apart = {id(box) for box in overlapping(match.boxes)}
         self.boxes = [
-            box
-            for box in match.boxes
-            if id(box) not in apart and self._names.issuperset((box.name, *dict(box.aliases)))
+            box for box in match.boxes if id(box) not in apart and names.issuperset((box.name, *dict(box.aliases)))
         ]
+        later = set(map(id, self.boxes))
+        self.at_once = [box for box in match.boxes if id(box) not in later]
         self._names = {name for box in self.boxes for name in (box.name, *dict(box.aliases))}
         self.seconds, self.bytes_fetched = 0.0, 0
         self._read = read
-        self._world_size = world_size
+        self._place = place
         self._group: dist.ProcessGroup | None = None
         self._complete: Callable[[float], None] = lambda _: None
         self._states: list[_AwaitedState] = []
@@ -67,6 +65,8 @@ class DeferredTensors:
         """
         live = entry.slots() if self._names & tensors.keys() else {}
         for name in self._names & tensors.keys():
+            if name not in live:
+                raise not_restored(name, "it was loaded, but the optimizer does not hold it")
             if not shares_memory(live[name], tensors[name]):
                 here, read = local_of(live[name].detach()), local_of(tensors[name].detach())
                 if (here.shape, here.dtype) != (read.shape, read.dtype):
@@ -93,7 +93,7 @@ class DeferredTensors:
         decide: is called there with what reads. It returns when all ranks have read theirs, or raises what every rank
         is to raise. complete: is called at the end of the first wait, with its seconds.
         """
-        self._group = own_group(self.boxes, self._world_size)
+        self._group = own_group(self.boxes, self._place.world_size)
         self._complete = complete
         outcome = self._outcome = Future()
 
@@ -115,7 +115,9 @@ class DeferredTensors:
         try:
             if self._is_abandoned:
                 raise StoppedError("the rest of a restore was stopped")
-            self.bytes_fetched = self._read(self.boxes, self._group)
+            # A thread must not use the script's process group: without one of its own, it reads alone.
+            shared_by = None if self._group is None else self._place
+            self.bytes_fetched = self._read(self.boxes, shared_by=shared_by, group=self._group)
         finally:
             self.seconds = time.monotonic() - began
             self._has_read.set()

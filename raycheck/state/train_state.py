@@ -305,14 +305,9 @@ class TrainState:
             random_source = self._matcher.random_source(checkpoint.entry.key, index)
         self._touched |= match.touched
         read = partial(read_tensors, checkpoint, manifest, index)
-        if defer_optimizer:  # a thread must not use the script's process group: without one of its own, it reads alone
-            self.deferred = DeferredTensors(
-                match,
-                lambda boxes, group: read(boxes, shared_by=None if group is None else place, group=group),
-                world_size=place.world_size,
-            )
-        later = {id(box) for box in self.deferred.boxes} if self.deferred else set()
-        at_once = [box for box in match.boxes if id(box) not in later]
+        if defer_optimizer:
+            self.deferred = DeferredTensors(match, read, place=place)
+        at_once = match.boxes if self.deferred is None else self.deferred.at_once
         fetched = read(at_once, shared_by=place if share else None)
         there = [part for part in manifest.components if checkpoint.shards is None or part.checkpoint != manifest.key]
         in_bucket = replace(manifest, components=tuple(there))
