@@ -30,8 +30,8 @@ from raycheck.transfer.stage.gather_cache import local_of
 class DeferredTensors:
     """The tensors of optimizers that a restore leaves for later. One for each restore.
 
-    boxes: what is read later. at_once: all others. seconds, bytes_fetched: how long this rank has taken to read `boxes`,
-    and what it has fetched.
+    boxes: what is read later. at_once: all others. seconds, bytes_fetched: how long this rank has taken to read
+    `boxes`, and what it has fetched.
     """
 
     def __init__(self, match: CheckpointMatch, read: Callable[..., int], *, place: RankPlace) -> None:
