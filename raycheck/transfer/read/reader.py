@@ -290,13 +290,7 @@ def _place(payload: memoryview, read: Read) -> int:
     into = local.view(-1) if len(read.sizes) != local.dim() else local
     for dim, (start, size) in enumerate(zip(read.target_low, read.sizes, strict=True)):
         into = into.narrow(dim, start, size)
-    if into.is_cpu or into.is_meta:
-        into.copy_(saved)
-    else:  # on a stream of its own, so that it does not wait for what the script computes meanwhile
-        stream = torch.Stream(into.device)
-        with stream:
-            into.copy_(saved)
-        stream.synchronize()
+    into.copy_(saved)
     return written_bytes(into)
 
 
