@@ -4,14 +4,14 @@
 
 The store is a server in a process of its own (tests/support/servers/shaped_bucket.py). A save is a shard that is uploaded, a
 load reads it into the tensors and verifies it. Each fixed number is tried, with parts and ranges of the size that
-belongs to it; then raycheck as it is, in alternating rounds. `first` is its first save or load in a process, `warm` its
-median after the warm-up, both as the time of the best fixed number over its own.
+belongs to it, and raycheck as it is, in alternating rounds. `first` is the first save or load, with new clients and
+windows, `warm` one after the warm-up: medians, as the time of the best fixed number in the same place over raycheck's.
 """
 
 import argparse
 import os
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from time import perf_counter
 
 import torch
@@ -85,19 +85,26 @@ class Side:
         )
 
 
-def measured(
-    shape: Shape, engine: str, size_bytes: int, rounds: int
-) -> tuple[dict[str, list[Mapping[str, float]]], str]:
+Took = dict[str, list[Mapping[str, float]]]
+
+
+def measured(shape: Shape, engine: str, size_bytes: int, rounds: int) -> tuple[Took, Took, str]:
+    """What the first turns took, and the later ones, of each side; and raycheck's sizes at the end."""
     tensor = torch.empty(size_bytes // 8, dtype=torch.int64).random_()
+    numbers = {str(number): number for number in FIXED} | {OURS: None}
+    first: Took = {side: [] for side in numbers}
+    warm: Took = {side: [] for side in numbers}
     with shaped_bucket(shape) as uri:
-        store = open_with(engine, join_uri(uri, "run"))
-        sides = {str(number): Side(store, tensor, number) for number in FIXED} | {OURS: Side(store, tensor, None)}
-        took: dict[str, list[Mapping[str, float]]] = {side: [] for side in sides}
-        took[OURS] = [sides[OURS].turn() for _ in range(WARM_UPS)]
+        for _ in range(rounds):
+            sides = {name: Side(open_with(engine, join_uri(uri, "run")), tensor, numbers[name]) for name in numbers}
+            for name, side in sides.items():
+                first[name].append(side.turn())
+        for _ in range(WARM_UPS - 1):
+            sides[OURS].turn()
         for _ in range(rounds):
             for name, side in sides.items():
-                took[name].append(side.turn())
-        return took, sides[OURS].sizes
+                warm[name].append(side.turn())
+        return first, warm, sides[OURS].sizes
 
 
 def main() -> None:
@@ -110,26 +117,21 @@ def main() -> None:
     os.environ |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
     torch.set_num_threads(1)
     print(
-        "| network | engine | | best fixed | s | first | warm | in flight at the end |\n|---|---|---|---|---|---|---|---|"
+        "| network | engine | | best first | s | first | best | s | warm | in flight at the end |\n" + "|---" * 10 + "|"
     )
     for name, shape in shapes(is_quick=arguments.quick).items():
         for engine in arguments.engine or ENGINES:
-            took, sizes = measured(shape, engine, arguments.mib << 20, arguments.rounds)
+            *both, sizes = measured(shape, engine, arguments.mib << 20, arguments.rounds)
             for what in ("save", "load"):
-                _print(name, engine, what, took, sizes)
+                cells = " | ".join(_ratio(took, what) for took in both)
+                print(f"| {name} | {engine} | {what} | {cells} | {sizes} |", flush=True)
 
 
-def _print(name: str, engine: str, what: str, took: Mapping[str, list[Mapping[str, float]]], sizes: str) -> None:
-    median: Callable[[str], float] = lambda side: statistics.median(turn[what] for turn in took[side][-_rounds(took) :])  # noqa: E731
-    best = min(map(str, FIXED), key=median)
-    first, warm = median(best) / took[OURS][0][what], median(best) / median(OURS)
-    print(
-        f"| {name} | {engine} | {what} | {best} | {median(best):.2f} | {first:.2f} | {warm:.2f} | {sizes} |", flush=True
-    )
-
-
-def _rounds(took: Mapping[str, list[Mapping[str, float]]]) -> int:
-    return len(took[str(FIXED[0])])
+def _ratio(took: Took, what: str) -> str:
+    """The best fixed number, its seconds, and these over raycheck's."""
+    median = {side: statistics.median(turn[what] for turn in turns) for side, turns in took.items()}
+    best = min(map(str, FIXED), key=median.__getitem__)
+    return f"{best} | {median[best]:.2f} | {median[best] / median[OURS]:.2f}"
 
 
 if __name__ == "__main__":
