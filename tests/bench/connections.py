@@ -1,6 +1,6 @@
 """Measures saves and loads over networks of many shapes against the best fixed number of requests in flight.
 
-    python -m tests.bench.connections [--quick] [--mib 128] [--rounds 3]
+    python -m tests.bench.connections [--quick] [--mib 128] [--rounds 3] [--stuck]
 
 The store is a server in a process of its own (tests/support/servers/shaped_bucket.py). A save is a shard that is uploaded, a
 load reads it into the tensors and verifies it. Each fixed number is tried, with parts and ranges of the size that
@@ -11,13 +11,13 @@ windows, `warm` one after the warm-up: medians, as the time of the best fixed nu
 import argparse
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from time import perf_counter
 
 import torch
 
 from raycheck.bucket.format.object_keys import component_prefix
-from raycheck.bucket.store import Store, request_window
+from raycheck.bucket.store import Store, request_window, send_each
 from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.request_window import RequestWindow
 from raycheck.state.train_state import Progress, TrainState
@@ -31,6 +31,7 @@ OURS = "raycheck"
 WARM_UPS = 4
 LOST = 0.004  # about one piece of a part of 16 MiB
 LIMIT = 16
+STUCK_S = 30.0
 NAME = "step-000000001-a1-s1"
 
 
@@ -107,15 +108,35 @@ def measured(shape: Shape, engine: str, size_bytes: int, rounds: int) -> tuple[T
         return first, warm, sides[OURS].sizes
 
 
+def print_stuck_loads(engines: Iterable[str], size_bytes: int, rounds: int) -> None:
+    """Print how long a load takes without a stuck range, and with one, as it is and without second requests."""
+    tensor = torch.empty(size_bytes // 8, dtype=torch.int64).random_()
+    print("| engine | no range stuck, s | one stuck, s | one stuck, nothing requested twice, s |\n" + "|---" * 4 + "|")
+    patience_s = send_each.REPEAT_AFTER_S
+    for engine in engines:
+        cells = []
+        for stuck_s, repeat_after_s in ((0.0, patience_s), (STUCK_S, patience_s), (STUCK_S, 2 * STUCK_S)):
+            send_each.REPEAT_AFTER_S = repeat_after_s
+            with shaped_bucket(Shape(mb_per_s=50, latency_s=0.02, stuck_s=stuck_s)) as uri:
+                side = Side(open_with(engine, join_uri(uri, "run")), tensor, None)
+                cells.append(statistics.median(side.turn()["load"] for _ in range(rounds)))
+        send_each.REPEAT_AFTER_S = patience_s
+        print(f"| {engine} | " + " | ".join(f"{seconds:.1f}" for seconds in cells) + " |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.connections")
     parser.add_argument("--quick", action="store_true", help="one latency")
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stuck", action="store_true", help="only loads of which one range is stuck for 30 s")
     parser.add_argument("--engine", choices=tuple(ENGINES), action="append")
     arguments = parser.parse_args()
     os.environ |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
     torch.set_num_threads(1)
+    if arguments.stuck:
+        print_stuck_loads(arguments.engine or ENGINES, arguments.mib << 20, arguments.rounds)
+        return
     print(
         "| network | engine | | best first | s | first | best | s | warm | in flight at the end |\n" + "|---" * 10 + "|"
     )
