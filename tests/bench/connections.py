@@ -1,6 +1,6 @@
 """Measures saves and loads over networks of many shapes against the best fixed number of requests in flight.
 
-    python -m tests.bench.connections [--quick] [--mib 128] [--rounds 3] [--stuck]
+    python -m tests.bench.connections [--quick] [--mib 128] [--rounds 3] [--network "10 MB/s, 20 ms"] [--stuck]
 
 The store is a server in a process of its own (tests/support/servers/shaped_bucket.py). A save is a shard that is uploaded, a
 load reads it into the tensors and verifies it. Each fixed number is tried, with parts and ranges of the size that
@@ -10,6 +10,7 @@ windows, `warm` one after the warm-up: medians, as the time of the best fixed nu
 
 import argparse
 import os
+import random
 import statistics
 from collections.abc import Iterable, Mapping
 from time import perf_counter
@@ -95,16 +96,17 @@ def measured(shape: Shape, engine: str, size_bytes: int, rounds: int) -> tuple[T
     numbers = {str(number): number for number in FIXED} | {OURS: None}
     first: Took = {side: [] for side in numbers}
     warm: Took = {side: [] for side in numbers}
+    chance = random.Random(0)
     with shaped_bucket(shape) as uri:
         for _ in range(rounds):
             sides = {name: Side(open_with(engine, join_uri(uri, "run")), tensor, numbers[name]) for name in numbers}
-            for name, side in sides.items():
-                first[name].append(side.turn())
+            for name in chance.sample(sorted(sides), len(sides)):
+                first[name].append(sides[name].turn())
         for _ in range(WARM_UPS - 1):
             sides[OURS].turn()
         for _ in range(rounds):
-            for name, side in sides.items():
-                warm[name].append(side.turn())
+            for name in chance.sample(sorted(sides), len(sides)):
+                warm[name].append(sides[name].turn())
         return first, warm, sides[OURS].sizes
 
 
@@ -129,6 +131,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one latency")
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--network", action="append", choices=tuple(shapes(is_quick=False)))
     parser.add_argument("--stuck", action="store_true", help="only loads of which one range is stuck for 30 s")
     parser.add_argument("--engine", choices=tuple(ENGINES), action="append")
     arguments = parser.parse_args()
@@ -140,9 +143,10 @@ def main() -> None:
     print(
         "| network | engine | | best first | s | first | best | s | warm | in flight at the end |\n" + "|---" * 10 + "|"
     )
-    for name, shape in shapes(is_quick=arguments.quick).items():
+    found = shapes(is_quick=arguments.quick and not arguments.network)
+    for name in arguments.network or found:
         for engine in arguments.engine or ENGINES:
-            *both, sizes = measured(shape, engine, arguments.mib << 20, arguments.rounds)
+            *both, sizes = measured(found[name], engine, arguments.mib << 20, arguments.rounds)
             for what in ("save", "load"):
                 cells = " | ".join(_ratio(took, what) for took in both)
                 print(f"| {name} | {engine} | {what} | {cells} | {sizes} |", flush=True)
