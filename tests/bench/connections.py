@@ -1,6 +1,6 @@
 """Measures saves and loads over networks of many shapes against the best fixed number of requests in flight.
 
-    python -m tests.bench.connections [--quick] [--mib 128] [--rounds 3] [--network "10 MB/s, 20 ms"] [--stuck]
+    python -m tests.bench.connections [--quick] [--mib 128] [--rounds 3] [--network "10 MB/s, 20 ms"] [--stuck | --simulated]
 
 The store is a server in a process of its own (tests/support/servers/shaped_bucket.py). A save is a shard that is uploaded, a
 load reads it into the tensors and verifies it. Each fixed number is tried, with parts and ranges of the size that
@@ -9,10 +9,12 @@ windows, `warm` one after the warm-up: medians, as the time of the best fixed nu
 """
 
 import argparse
+import math
 import os
 import random
 import statistics
 from collections.abc import Iterable, Mapping
+from itertools import product
 from time import perf_counter
 
 import torch
@@ -25,6 +27,7 @@ from raycheck.state.train_state import Progress, TrainState
 from raycheck.transfer.read.reader import read_into
 from raycheck.transfer.stage.local_box import boxes_of
 from tests.bench.place import ENGINES, open_with
+from tests.support.samples.simulated_store import MB, SimulatedStore, best_fixed_s, mean_s, new_window
 from tests.support.servers.shaped_bucket import Shape, shaped_bucket
 
 FIXED = (4, 8, 16, 32, 64)
@@ -110,6 +113,23 @@ def measured(shape: Shape, engine: str, size_bytes: int, rounds: int) -> tuple[T
         return first, warm, sides[OURS].sizes
 
 
+def print_simulated(size_bytes: int) -> None:
+    """Print the ratios of a window that begins with FIRST, for objects of this size, with speeds that differ by 15 %."""
+    print("| each connection, and all | latency, ms | first | second | warm | 503 above 16: first | second | warm |")
+    print("|---" * 8 + "|")
+    for (each, total), latency_s in product(((10, 0), (50, 0), (50, 1000), (400, 1000)), (0.001, 0.02, 0.04)):
+        cells = [f"{each} MB/s, {total or 'unlimited'}", f"{1000 * latency_s:.0f}"]
+        for limit in (math.inf, LIMIT):
+            speeds = {"each": each * MB, "total": total * MB or math.inf, "noise": 0.15}
+            shape = speeds | {"latency_s": latency_s, "limit": limit}
+            best_s, store = best_fixed_s(size_bytes=size_bytes, **shape), SimulatedStore(**shape)
+            window = new_window(store)
+            for saves in (1, 1, WARM_UPS - 2, 8):
+                took_s = mean_s(store, window, saves=saves, size_bytes=size_bytes)
+                cells += [f"{best_s / took_s:.2f}"] if saves != WARM_UPS - 2 else []
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
 def print_stuck_loads(engines: Iterable[str], size_bytes: int, rounds: int) -> None:
     """Print how long a load takes without a stuck range, and with one, as it is and without second requests."""
     tensor = torch.empty(size_bytes // 8, dtype=torch.int64).random_()
@@ -132,11 +152,15 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--network", action="append", choices=tuple(shapes(is_quick=False)))
+    parser.add_argument("--simulated", action="store_true", help="the window against a store in virtual time")
     parser.add_argument("--stuck", action="store_true", help="only loads of which one range is stuck for 30 s")
     parser.add_argument("--engine", choices=tuple(ENGINES), action="append")
     arguments = parser.parse_args()
     os.environ |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
     torch.set_num_threads(1)
+    if arguments.simulated:
+        print_simulated(arguments.mib << 20)
+        return
     if arguments.stuck:
         print_stuck_loads(arguments.engine or ENGINES, arguments.mib << 20, arguments.rounds)
         return

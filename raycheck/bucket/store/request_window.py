@@ -31,10 +31,10 @@ GROUP_FIRST = 1024
 """The most with which the new windows of all ranks of a group begin together. S3 takes some thousands in a second."""
 GAIN = 1.02
 """How many times as many bytes per second must arrive for a larger size to be kept."""
+LOSS = 0.985
+"""How many times as many must still arrive for a smaller one."""
 STEP = 1.15
 """How many times as large the next size is, or as small: after doubling or halving has failed, or with refusals."""
-LOSS = {2.0: 0.93, STEP: 0.985}
-"""How many times as many must still arrive for a size that is so many times smaller."""
 UNANSWERED_S = 0.05
 """How long a new window is full, without any answer, before it doubles: such connections do not keep this host busy."""
 MIN_SAMPLES = 4
@@ -232,7 +232,7 @@ class RequestWindow:
             self._waited += 1
             if self._waited >= self._patience or stride > STEP:
                 self._try()
-        elif rate >= self._kept_rate * (GAIN if self.size > self._kept else LOSS[stride]):
+        elif rate >= self._kept_rate * (GAIN if self.size > self._kept else LOSS):
             self._keep(rate)
             self._patience = max(1, self._patience // 2)
             self._try()
