@@ -36,6 +36,7 @@ from raycheck.state.restore_matching import CheckpointMatcher
 from raycheck.state.restore_reading import load_objects, read_tensors
 from raycheck.state.restore_result import Restored
 from raycheck.state.restore_selection import EVERYTHING, Selection
+from raycheck.transfer.collector_pause import collector_paused
 from raycheck.transfer.incremental_upload import (
     BoxesAndSources,
     Components,
@@ -117,6 +118,7 @@ class TrainState:
         """Return whether the state contains a loader with its own position."""
         return any(isinstance(entry, LoaderEntry) for entry in self._entries)
 
+    @collector_paused()
     def check(self, *, is_before_restore: bool = False) -> None:
         """Raise ConfigError, naming the path, for anything that could not be saved.
 
@@ -152,6 +154,7 @@ class TrainState:
         """Return how much only one rank can write; see Agreement."""
         return self._agreement.alone_bytes
 
+    @collector_paused()
     def replica_checksums(
         self, *, is_compared: bool = True, may_spread: bool = True, with_spares: bool = False
     ) -> Holdings:
@@ -200,6 +203,7 @@ class TrainState:
         """
         return self._stage(progress, partial(self.components.stage_for_memory, slot))
 
+    @collector_paused()
     def _stage(
         self,
         progress: Progress,
@@ -271,7 +275,7 @@ class TrainState:
         changed.
         """
         place = self._role.place
-        with errors_on_all_ranks(place.world_size if share else 1):
+        with errors_on_all_ranks(place.world_size if share else 1), collector_paused():
             manifest = checkpoint.read_manifest()
             index = checkpoint.read_index(manifest)
             if once and str(selection) in manifest.partial:
@@ -286,7 +290,8 @@ class TrainState:
         there = [part for part in manifest.components if checkpoint.shards is None or part.checkpoint != manifest.key]
         in_bucket = replace(manifest, components=tuple(there))
         self.components.restored(in_bucket, index, match.boxes)  # before the objects can change the tensors
-        load_objects(match)
+        with collector_paused():
+            load_objects(match)
         return Restored(
             manifest=manifest,
             progress=match.progress,

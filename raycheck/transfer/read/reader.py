@@ -28,6 +28,7 @@ from raycheck.bucket.store.request_window import RequestWindow
 from raycheck.bucket.store.retry import deadline
 from raycheck.bucket.store.send_each import send_each
 from raycheck.errors import CorruptError, DamagedError, NotFoundError, StoreError
+from raycheck.transfer.collector_pause import collector_paused
 from raycheck.transfer.read.restore_proof import WrittenBytes, written_bytes
 from raycheck.transfer.stage.local_box import LocalBox, as_bytes, strides_of
 
@@ -95,7 +96,8 @@ def read_into(
     if request_bytes is None:
         size_bytes = sum(box.local.nbytes for box in boxes)
         request_bytes = piece_bytes(size_bytes, window.size, SUB_BLOCK, REQUEST_BYTES) // SUB_BLOCK * SUB_BLOCK
-    requests = list(_requests(prefixes, _reads(index, boxes, request_bytes), request_bytes))
+    with collector_paused():
+        requests = list(_requests(prefixes, _reads(index, boxes, request_bytes), request_bytes))
     moved_bytes().want(sum(map(len, requests)))
     pool = ThreadPoolExecutor(window.most, thread_name_prefix="raycheck-read")
 
