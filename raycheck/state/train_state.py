@@ -58,6 +58,7 @@ from raycheck.transfer.stage.local_box import (
     without_memory,
 )
 from raycheck.transfer.stage.stock_torch_names import Places
+from raycheck.transfer.stage.tensor_parts import parts_of
 
 logger = logging.getLogger("raycheck")
 
@@ -126,7 +127,9 @@ class TrainState:
         """
         check_scalers(self._given, self.objects.values())
         gathered = self._gather(may_be_on_meta=is_before_restore)
-        self._boxes(gathered)
+        for found in gathered:
+            for name, tensor in found.tensors.items():
+                parts_of(name, tensor)
         self._warn_of_left_out(gathered)
 
     def _warn_of_left_out(self, gathered: Sequence[GatheredEntry]) -> None:
