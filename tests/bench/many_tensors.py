@@ -90,7 +90,10 @@ def measure_tree(tree: Path, num_tensors: int) -> dict[str, float]:
 
 def table(num_tensors: int, trees: Mapping[str, Mapping[str, float]]) -> str:
     """Return the rows for one state. trees: what was measured, by the tree's title."""
-    lines = [f"| {num_tensors:,} tensors, us of CPU per tensor | {' | '.join(trees)} |", "|---" * (1 + len(trees)) + "|"]
+    lines = [
+        f"| {num_tensors:,} tensors, us of CPU per tensor | {' | '.join(trees)} |",
+        "|---" * (1 + len(trees)) + "|",
+    ]
     lines += [f"| {phase} | {' | '.join(f'{found[phase]:.1f}' for found in trees.values())} |" for phase in PHASES]
     return "\n".join(lines)
 
@@ -110,9 +113,7 @@ def main() -> None:
         rounds = [
             {title: measure_tree(tree, num_tensors) for title, tree in trees.items()} for _ in range(asked.rounds)
         ]
-        lowest = {
-            title: {phase: min(found[title][phase] for found in rounds) for phase in PHASES} for title in trees
-        }
+        lowest = {title: {phase: min(found[title][phase] for found in rounds) for phase in PHASES} for title in trees}
         print(table(num_tensors, lowest), flush=True)
 
 
