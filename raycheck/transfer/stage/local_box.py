@@ -167,7 +167,7 @@ def memory_key(box: LocalBox) -> tuple[object, ...]:
     return (address, local.device, local.dtype, local.stride(), box.shape, box.offsets, box.sizes)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=4096)
 def strides_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor of these sizes, in elements."""
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))

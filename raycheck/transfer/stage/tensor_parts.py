@@ -40,7 +40,7 @@ class Part:
     start: Numbers
 
     @staticmethod
-    @lru_cache(maxsize=65536)
+    @lru_cache(maxsize=4096)
     def whole(shape: Numbers) -> "Part":
         """Return the part of a tensor that is not divided."""
         return Part((0,) * len(shape), shape, (0,) * len(shape))
