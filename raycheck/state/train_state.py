@@ -36,6 +36,7 @@ from raycheck.state.restore_matching import CheckpointMatcher
 from raycheck.state.restore_reading import load_objects, read_tensors
 from raycheck.state.restore_result import Restored
 from raycheck.state.restore_selection import EVERYTHING, Selection
+from raycheck.transfer.collector_pause import collector_paused
 from raycheck.transfer.incremental_upload import (
     BoxesAndSources,
     Components,
@@ -57,6 +58,7 @@ from raycheck.transfer.stage.local_box import (
     without_memory,
 )
 from raycheck.transfer.stage.stock_torch_names import Places
+from raycheck.transfer.stage.tensor_parts import parts_of
 
 logger = logging.getLogger("raycheck")
 
@@ -117,6 +119,7 @@ class TrainState:
         """Return whether the state contains a loader with its own position."""
         return any(isinstance(entry, LoaderEntry) for entry in self._entries)
 
+    @collector_paused()
     def check(self, *, is_before_restore: bool = False) -> None:
         """Raise ConfigError, naming the path, for anything that could not be saved.
 
@@ -124,7 +127,9 @@ class TrainState:
         """
         check_scalers(self._given, self.objects.values())
         gathered = self._gather(may_be_on_meta=is_before_restore)
-        self._boxes(gathered)
+        for found in gathered:
+            for name, tensor in found.tensors.items():
+                parts_of(name, tensor)
         self._warn_of_left_out(gathered)
 
     def _warn_of_left_out(self, gathered: Sequence[GatheredEntry]) -> None:
@@ -152,6 +157,7 @@ class TrainState:
         """Return how much only one rank can write; see Agreement."""
         return self._agreement.alone_bytes
 
+    @collector_paused()
     def replica_checksums(
         self, *, is_compared: bool = True, may_spread: bool = True, with_spares: bool = False
     ) -> Holdings:
@@ -200,6 +206,7 @@ class TrainState:
         """
         return self._stage(progress, partial(self.components.stage_for_memory, slot))
 
+    @collector_paused()
     def _stage(
         self,
         progress: Progress,
@@ -271,7 +278,7 @@ class TrainState:
         changed.
         """
         place = self._role.place
-        with errors_on_all_ranks(place.world_size if share else 1):
+        with errors_on_all_ranks(place.world_size if share else 1), collector_paused():
             manifest = checkpoint.read_manifest()
             index = checkpoint.read_index(manifest)
             if once and str(selection) in manifest.partial:
@@ -286,7 +293,8 @@ class TrainState:
         there = [part for part in manifest.components if checkpoint.shards is None or part.checkpoint != manifest.key]
         in_bucket = replace(manifest, components=tuple(there))
         self.components.restored(in_bucket, index, match.boxes)  # before the objects can change the tensors
-        load_objects(match)
+        with collector_paused():
+            load_objects(match)
         return Restored(
             manifest=manifest,
             progress=match.progress,
