@@ -111,6 +111,7 @@ SLEEPS = {
     "support/processes/ray_jobs.py": "makes the length of a step",
     "group/coordinator/test_wait.py": "makes a commit longer than the call that waits for it; any length is right",
     "on_ray/api/test_tune.py": "makes the length of a step",
+    "published/test_kills.py": "only with --all: makes the length of a step",
     "on_ray/test_finish.py": "only with --all: a heartbeat is a second old at most",
 }
 """Files with a sleep that is not the pause of a loop which polls for an event, and why no answer depends on its length."""

@@ -67,7 +67,7 @@ def publish(  # noqa: PLR0917  typer makes options of them
     elif done is None:
         out.print(Text("nothing to do: this checkpoint is the newest version already"))
     else:
-        how = "whole" if done.version.is_whole else f"as a patch of version {done.version.base}"
+        how = "whole" if done.version.is_whole else f"as a patch of version {done.version.number - 1}"
         what = f"published {done.version.checkpoint} as version {done.version.number}, {how}"
         out.print(Text(f"{what}: {size(done.bytes_written)} in {seconds:.1f} s, to {shown_uri(done.uri)}"))
 

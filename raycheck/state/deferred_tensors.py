@@ -5,6 +5,7 @@ it is called, and so do state_dict(), a save, and a script that looks itself. To
 that was compiled with torch.compile calls none.
 """
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,9 @@ from raycheck.transfer.read.aliased_tensors import overlapping
 from raycheck.transfer.read.replica_broadcast import own_group
 from raycheck.transfer.read.restore_proof import not_restored, shares_memory
 from raycheck.transfer.stage.gather_cache import local_of
+
+LEAVE_S = 10.0
+"""How long the end of the process waits for requests that are on their way."""
 
 
 class DeferredTensors:
@@ -55,6 +59,7 @@ class DeferredTensors:
         self._outcome: Future[None] | None = None  # from `begin` on
         self._has_read = threading.Event()
         self._moved: MovedBytes | None = None
+        self._leave: Callable[[], None] = lambda: None
         self._is_abandoned = self._is_over = False
 
     def loaded(self, entry: OptimizerEntry, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -73,7 +78,11 @@ class DeferredTensors:
                     raise not_restored(name, "the optimizer changes it when it is loaded")
                 self._copies.append((here, read))
         if live:
-            self._states.append(_AwaitedState(entry.optimizer, self.wait))
+            self._states.append(_AwaitedState(entry.optimizer, self))
+
+    @property
+    def is_abandoned(self) -> bool:
+        return self._is_abandoned
 
     @contextmanager
     def not_awaited(self) -> Iterator[None]:
@@ -106,8 +115,19 @@ class DeferredTensors:
                 outcome.set_result(None)
             finally:
                 self._has_read.set()
+                if self._group is not None:
+                    with suppress(ValueError):  # the script has destroyed all groups
+                        dist.destroy_process_group(self._group)
 
-        threading.Thread(target=run, name="raycheck-deferred", daemon=True).start()
+        thread = threading.Thread(target=run, name="raycheck-deferred", daemon=True)
+
+        def leave() -> None:
+            self.abandon()
+            thread.join(LEAVE_S)
+
+        self._leave = leave
+        atexit.register(leave)  # a thread of gloo's that is still there at the end aborts the process
+        thread.start()
 
     def _read_now(self) -> int:
         began = time.monotonic()
@@ -128,20 +148,24 @@ class DeferredTensors:
         with self._lock:
             if self._is_over:
                 return
-            if self._is_abandoned:
-                self._has_read.wait()  # nothing may write into the tensors any more
-            elif self._outcome is None:
+            if self._is_abandoned and not self._has_succeeded:
+                raise StoppedError(
+                    "the optimizer's state is not there: the attempt was over before all of it was read; restore again"
+                )
+            if self._outcome is None:
                 raise ConfigError(
                     "the optimizer was looked at before its tensors are there; call restore() without defer_optimizer"
                 )
-            else:
-                self._await_outcome(self._outcome)
+            self._await_outcome(self._outcome)
             self._is_over = True
             for state in self._states:
                 state.take_away()
-            if self._group is not None:
-                with suppress(ValueError):  # the script has destroyed all groups
-                    dist.destroy_process_group(self._group)
+            atexit.unregister(self._leave)
+
+    @property
+    def _has_succeeded(self) -> bool:
+        outcome = self._outcome
+        return outcome is not None and outcome.done() and outcome.exception() is None
 
     def _await_outcome(self, outcome: Future[None]) -> None:
         began = time.monotonic()
@@ -152,19 +176,27 @@ class DeferredTensors:
         self._complete(time.monotonic() - began)
 
     def abandon(self) -> None:
-        """Stop reading, since the attempt is over. The optimizers are then as a restore leaves them that has failed."""
+        """Stop reading, since the attempt is over. Whoever looks at the optimizers gets an error, until `give_up`."""
         self._is_abandoned = True
         if self._outcome is None:
             self._has_read.set()
         if self._moved is not None:
             self._moved.stop()
 
+    def give_up(self) -> None:
+        """After `abandon`: return once nothing writes into the tensors any more, with the optimizers as they are."""
+        self._has_read.wait()
+        with self._lock:
+            self._is_over = True
+            for state in self._states:
+                state.take_away()
+
 
 class _AwaitedState:
     """The stand-in for an optimizer's `state`: it waits, and is then what was there."""
 
-    def __init__(self, optimizer: Optimizer, wait: Callable[[], None]) -> None:
-        self.__dict__.update(_optimizer=optimizer, _real=optimizer.state, _wait=wait)
+    def __init__(self, optimizer: Optimizer, deferred: DeferredTensors) -> None:
+        self.__dict__.update(_optimizer=optimizer, _real=optimizer.state, deferred=deferred)
         self.put_in_place()
 
     def put_in_place(self) -> None:
@@ -176,7 +208,7 @@ class _AwaitedState:
             vars(self._optimizer)["state"] = self._real
 
     def _awaited(self) -> Any:
-        self._wait()
+        self.deferred.wait()
         return self._real
 
     def __getattr__(self, name: str) -> Any:
@@ -210,3 +242,10 @@ class _AwaitedState:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._awaited().__reduce_ex__(protocol)
+
+
+def give_up_abandoned(optimizer: Optimizer) -> None:
+    """Free an optimizer of a restore that is over without having read all of its tensors, so that another may begin."""
+    state = vars(optimizer).get("state")
+    if isinstance(state, _AwaitedState) and state.deferred.is_abandoned:
+        state.deferred.give_up()

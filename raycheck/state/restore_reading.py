@@ -88,5 +88,5 @@ def load_objects(match: CheckpointMatch, deferred: DeferredTensors | None = None
 
 def _synchronize(boxes: Sequence[LocalBox]) -> None:
     """Wait until the accelerators that hold any of the boxes have finished all enqueued work, on every stream."""
-    for device in {box.local.device for box in boxes if box.local.device.type != "cpu"}:
+    for device in {box.local.device for box in boxes if not box.local.is_cpu}:
         torch.accelerator.synchronize(device)

@@ -22,10 +22,11 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
 from raycheck.errors import ConfigError, StoreError
 from raycheck.state.changed_attributes import ChangedAttributes
-from raycheck.state.deferred_tensors import DeferredTensors
+from raycheck.state.deferred_tensors import DeferredTensors, give_up_abandoned
 from raycheck.state.entries.hf_assets import CONFIG, assets_of
 from raycheck.state.entries.make_entries import Containers, make_entries, objects_by_name
 from raycheck.state.entries.meta_tensors import ADVICE, is_on_meta
+from raycheck.state.entries.optimizer.optimizer_entry import OptimizerEntry
 from raycheck.state.entries.per_rank_entries import LoaderEntry, RankZeroEntry
 from raycheck.state.entries.state_entry import ASSETS, GatheredEntry, Leaves
 from raycheck.state.entries.wrappers import check_scalers
@@ -37,6 +38,7 @@ from raycheck.state.restore_matching import CheckpointMatcher
 from raycheck.state.restore_reading import load_objects, read_tensors
 from raycheck.state.restore_result import Restored
 from raycheck.state.restore_selection import EVERYTHING, Selection
+from raycheck.transfer.collector_pause import collector_paused
 from raycheck.transfer.incremental_upload import (
     BoxesAndSources,
     Components,
@@ -58,6 +60,7 @@ from raycheck.transfer.stage.local_box import (
     without_memory,
 )
 from raycheck.transfer.stage.stock_torch_names import Places
+from raycheck.transfer.stage.tensor_parts import parts_of
 
 logger = logging.getLogger("raycheck")
 
@@ -88,6 +91,7 @@ class TrainState:
         self._role = role or Role(in_group=RankPlace(rank, world_size))
         self._entries = make_entries(self.objects, self._role)
         self._matcher = CheckpointMatcher(self._entries, self._role)
+        self._give_up_abandoned()
         self._assets = assets_of(self.objects)
         self._rank = rank
         self._world_size = world_size
@@ -119,6 +123,7 @@ class TrainState:
         """Return whether the state contains a loader with its own position."""
         return any(isinstance(entry, LoaderEntry) for entry in self._entries)
 
+    @collector_paused()
     def check(self, *, is_before_restore: bool = False) -> None:
         """Raise ConfigError, naming the path, for anything that could not be saved.
 
@@ -126,7 +131,9 @@ class TrainState:
         """
         check_scalers(self._given, self.objects.values())
         gathered = self._gather(may_be_on_meta=is_before_restore)
-        self._boxes(gathered)
+        for found in gathered:
+            for name, tensor in found.tensors.items():
+                parts_of(name, tensor)
         self._warn_of_left_out(gathered)
 
     def _warn_of_left_out(self, gathered: Sequence[GatheredEntry]) -> None:
@@ -161,6 +168,12 @@ class TrainState:
             self.deferred.wait()
             self.deferred = None
 
+    def _give_up_abandoned(self) -> None:
+        """Free the optimizers of an earlier restore that is over."""
+        for entry in self._entries:
+            if isinstance(entry, OptimizerEntry):
+                give_up_abandoned(entry.optimizer)
+
     def abandon_deferred(self) -> None:
         """Stop reading what a restore has left for later."""
         if self.deferred is not None:
@@ -171,6 +184,7 @@ class TrainState:
         """Return how much only one rank can write; see Agreement."""
         return self._agreement.alone_bytes
 
+    @collector_paused()
     def replica_checksums(
         self, *, is_compared: bool = True, may_spread: bool = True, with_spares: bool = False
     ) -> Holdings:
@@ -219,6 +233,7 @@ class TrainState:
         """
         return self._stage(progress, partial(self.components.stage_for_memory, slot))
 
+    @collector_paused()
     def _stage(
         self,
         progress: Progress,
@@ -294,7 +309,8 @@ class TrainState:
         place = self._role.place
         self.abandon_deferred()
         self.deferred = None
-        with errors_on_all_ranks(place.world_size if share else 1):
+        self._give_up_abandoned()
+        with errors_on_all_ranks(place.world_size if share else 1), collector_paused():
             manifest = checkpoint.read_manifest()
             index = checkpoint.read_index(manifest)
             if once and str(selection) in manifest.partial:
@@ -312,7 +328,8 @@ class TrainState:
         there = [part for part in manifest.components if checkpoint.shards is None or part.checkpoint != manifest.key]
         in_bucket = replace(manifest, components=tuple(there))
         self.components.restored(in_bucket, index, match.boxes)  # before the objects can change the tensors
-        load_objects(match, self.deferred)
+        with collector_paused():
+            load_objects(match, self.deferred)
         return Restored(
             manifest=manifest,
             progress=match.progress,

@@ -8,6 +8,7 @@ A tensor's bytes pass through these files when they are saved:
    already in the bucket (tensor_digest.py detects whether a tensor was written to).
 4. stager.py: copies the boxes into one host buffer (host_buffer.py), which is the shard object itself. If the host has
    no memory for that, the upload copies them slice by slice while training waits (live_slices.py).
+   collector_pause.py keeps Python's garbage collector from running while all this makes one object per tensor.
 5. torch_record.py: frames each box's bytes, so that stock torch can load them. stock_torch_names.py adds the names
    under which stock torch looks for an optimizer's state.
 6. shard.py: records where each box is in the shard, for the checkpoint's index.

@@ -1,29 +1,33 @@
 """Measures saves and loads over networks of many shapes against the best fixed number of requests in flight.
 
-    python -m tests.bench.connections [--quick] [--mib 128] [--rounds 3]
+    python -m tests.bench.connections [--quick] [--mib 128] [--rounds 3] [--network "10 MB/s, 20 ms"] [--stuck | --simulated]
 
 The store is a server in a process of its own (tests/support/servers/shaped_bucket.py). A save is a shard that is uploaded, a
 load reads it into the tensors and verifies it. Each fixed number is tried, with parts and ranges of the size that
-belongs to it; then raycheck as it is, in alternating rounds. `first` is its first save or load in a process, `warm` its
-median after the warm-up, both as the time of the best fixed number over its own.
+belongs to it, and raycheck as it is, in alternating rounds. `first` is the first save or load, with new clients and
+windows, `warm` one after the warm-up: medians, as the time of the best fixed number in the same place over raycheck's.
 """
 
 import argparse
+import math
 import os
+import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
+from itertools import product
 from time import perf_counter
 
 import torch
 
 from raycheck.bucket.format.object_keys import component_prefix
-from raycheck.bucket.store import Store, request_window
+from raycheck.bucket.store import Store, request_window, send_each
 from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.request_window import RequestWindow
 from raycheck.state.train_state import Progress, TrainState
 from raycheck.transfer.read.reader import read_into
 from raycheck.transfer.stage.local_box import boxes_of
 from tests.bench.place import ENGINES, open_with
+from tests.support.samples.simulated_store import MB, SimulatedStore, best_fixed_s, mean_s, new_window
 from tests.support.servers.shaped_bucket import Shape, shaped_bucket
 
 FIXED = (4, 8, 16, 32, 64)
@@ -31,6 +35,7 @@ OURS = "raycheck"
 WARM_UPS = 4
 LOST = 0.004  # about one piece of a part of 16 MiB
 LIMIT = 16
+STUCK_S = 30.0
 NAME = "step-000000001-a1-s1"
 
 
@@ -85,19 +90,60 @@ class Side:
         )
 
 
-def measured(
-    shape: Shape, engine: str, size_bytes: int, rounds: int
-) -> tuple[dict[str, list[Mapping[str, float]]], str]:
+Took = dict[str, list[Mapping[str, float]]]
+
+
+def measured(shape: Shape, engine: str, size_bytes: int, rounds: int) -> tuple[Took, Took, str]:
+    """What the first turns took, and the later ones, of each side; and raycheck's sizes at the end."""
     tensor = torch.empty(size_bytes // 8, dtype=torch.int64).random_()
+    numbers = {str(number): number for number in FIXED} | {OURS: None}
+    first: Took = {side: [] for side in numbers}
+    warm: Took = {side: [] for side in numbers}
+    chance = random.Random(0)
     with shaped_bucket(shape) as uri:
-        store = open_with(engine, join_uri(uri, "run"))
-        sides = {str(number): Side(store, tensor, number) for number in FIXED} | {OURS: Side(store, tensor, None)}
-        took: dict[str, list[Mapping[str, float]]] = {side: [] for side in sides}
-        took[OURS] = [sides[OURS].turn() for _ in range(WARM_UPS)]
         for _ in range(rounds):
-            for name, side in sides.items():
-                took[name].append(side.turn())
-        return took, sides[OURS].sizes
+            sides = {name: Side(open_with(engine, join_uri(uri, "run")), tensor, numbers[name]) for name in numbers}
+            for name in chance.sample(sorted(sides), len(sides)):
+                first[name].append(sides[name].turn())
+        for _ in range(WARM_UPS - 1):
+            sides[OURS].turn()
+        for _ in range(rounds):
+            for name in chance.sample(sorted(sides), len(sides)):
+                warm[name].append(sides[name].turn())
+        return first, warm, sides[OURS].sizes
+
+
+def print_simulated(size_bytes: int) -> None:
+    """Print the ratios of a window that begins with FIRST, for objects of this size, with speeds that differ by 15 %."""
+    print("| each connection, and all | latency, ms | first | second | warm | 503 above 16: first | second | warm |")
+    print("|---" * 8 + "|")
+    for (each, total), latency_s in product(((10, 0), (50, 0), (50, 1000), (400, 1000)), (0.001, 0.02, 0.04)):
+        cells = [f"{each} MB/s, {total or 'unlimited'}", f"{1000 * latency_s:.0f}"]
+        for limit in (math.inf, LIMIT):
+            speeds = {"each": each * MB, "total": total * MB or math.inf, "noise": 0.15}
+            shape = speeds | {"latency_s": latency_s, "limit": limit}
+            best_s, store = best_fixed_s(size_bytes=size_bytes, **shape), SimulatedStore(**shape)
+            window = new_window(store)
+            for saves in (1, 1, WARM_UPS - 2, 8):
+                took_s = mean_s(store, window, saves=saves, size_bytes=size_bytes)
+                cells += [f"{best_s / took_s:.2f}"] if saves != WARM_UPS - 2 else []
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def print_stuck_loads(engines: Iterable[str], size_bytes: int, rounds: int) -> None:
+    """Print how long a load takes without a stuck range, and with one, as it is and without second requests."""
+    tensor = torch.empty(size_bytes // 8, dtype=torch.int64).random_()
+    print("| engine | no range stuck, s | one stuck, s | one stuck, nothing requested twice, s |\n" + "|---" * 4 + "|")
+    patience_s = send_each.REPEAT_AFTER_S
+    for engine in engines:
+        cells = []
+        for stuck_s, repeat_after_s in ((0.0, patience_s), (STUCK_S, patience_s), (STUCK_S, 2 * STUCK_S)):
+            send_each.REPEAT_AFTER_S = repeat_after_s
+            with shaped_bucket(Shape(mb_per_s=50, latency_s=0.02, stuck_s=stuck_s)) as uri:
+                side = Side(open_with(engine, join_uri(uri, "run")), tensor, None)
+                cells.append(statistics.median(side.turn()["load"] for _ in range(rounds)))
+        send_each.REPEAT_AFTER_S = patience_s
+        print(f"| {engine} | " + " | ".join(f"{seconds:.1f}" for seconds in cells) + " |", flush=True)
 
 
 def main() -> None:
@@ -105,31 +151,36 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one latency")
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--network", action="append", choices=tuple(shapes(is_quick=False)))
+    parser.add_argument("--simulated", action="store_true", help="the window against a store in virtual time")
+    parser.add_argument("--stuck", action="store_true", help="only loads of which one range is stuck for 30 s")
     parser.add_argument("--engine", choices=tuple(ENGINES), action="append")
     arguments = parser.parse_args()
     os.environ |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
     torch.set_num_threads(1)
+    if arguments.simulated:
+        print_simulated(arguments.mib << 20)
+        return
+    if arguments.stuck:
+        print_stuck_loads(arguments.engine or ENGINES, arguments.mib << 20, arguments.rounds)
+        return
     print(
-        "| network | engine | | best fixed | s | first | warm | in flight at the end |\n|---|---|---|---|---|---|---|---|"
+        "| network | engine | | best first | s | first | best | s | warm | in flight at the end |\n" + "|---" * 10 + "|"
     )
-    for name, shape in shapes(is_quick=arguments.quick).items():
+    found = shapes(is_quick=arguments.quick and not arguments.network)
+    for name in arguments.network or found:
         for engine in arguments.engine or ENGINES:
-            took, sizes = measured(shape, engine, arguments.mib << 20, arguments.rounds)
+            *both, sizes = measured(found[name], engine, arguments.mib << 20, arguments.rounds)
             for what in ("save", "load"):
-                _print(name, engine, what, took, sizes)
+                cells = " | ".join(_ratio(took, what) for took in both)
+                print(f"| {name} | {engine} | {what} | {cells} | {sizes} |", flush=True)
 
 
-def _print(name: str, engine: str, what: str, took: Mapping[str, list[Mapping[str, float]]], sizes: str) -> None:
-    median: Callable[[str], float] = lambda side: statistics.median(turn[what] for turn in took[side][-_rounds(took) :])  # noqa: E731
-    best = min(map(str, FIXED), key=median)
-    first, warm = median(best) / took[OURS][0][what], median(best) / median(OURS)
-    print(
-        f"| {name} | {engine} | {what} | {best} | {median(best):.2f} | {first:.2f} | {warm:.2f} | {sizes} |", flush=True
-    )
-
-
-def _rounds(took: Mapping[str, list[Mapping[str, float]]]) -> int:
-    return len(took[str(FIXED[0])])
+def _ratio(took: Took, what: str) -> str:
+    """The best fixed number, its seconds, and these over raycheck's."""
+    median = {side: statistics.median(turn[what] for turn in turns) for side, turns in took.items()}
+    best = min(map(str, FIXED), key=median.__getitem__)
+    return f"{best} | {median[best]:.2f} | {median[best] / median[OURS]:.2f}"
 
 
 if __name__ == "__main__":

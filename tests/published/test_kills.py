@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 WRITES = "put", "put_parts", "put_if_absent", "put_if_match", "delete"
 STEPS = 200
-CAMPAIGN_S = 420.0
 
 
 class KilledError(BaseException):
@@ -165,7 +164,6 @@ def test_200_steps_with_kills_and_a_store_that_fails(tmp_path: Path):
         processes[name] = fork_server().Process(target=publish_all if name == "publisher" else follow_all, args=args)
         processes[name].start()
 
-    end = time.monotonic() + CAMPAIGN_S
     for step in range(1, STEPS + 1):
         trained.step(share=0.01)
         expected[step] = trained.model(IDS).logits.float().sum(0).flatten()[:8].tolist()
@@ -178,7 +176,6 @@ def test_200_steps_with_kills_and_a_store_that_fails(tmp_path: Path):
                 kills += 1
                 start(name)
         time.sleep(0.3)
-    assert time.monotonic() < end
     done, end = 0, time.monotonic() + 120
     while done < STEPS and time.monotonic() < end:
         lines = [line.split(" ", 1) for line in log.read_text().splitlines()]

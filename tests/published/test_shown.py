@@ -53,7 +53,7 @@ def test_the_page_lists_versions(trained: Trained, tmp_path: Path):
 def test_publish_and_pull_by_command(trained: Trained, tmp_path: Path):
     trained.step()
     text = said("publish", trained.store.uri)
-    assert "published step-000000003-a1-s3 as version 3, as a patch of version-000000002" in text
+    assert "published step-000000003-a1-s3 as version 3, as a patch of version 2" in text
     assert "nothing to do" in said("publish", trained.store.uri)
     assert json.loads(said("publish", trained.store.uri, "--whole", "--json"))["whole"]
 

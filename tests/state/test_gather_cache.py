@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ import torch
 from torch import nn
 
 from raycheck.bucket.format.index import Index
+from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError
 from raycheck.state.entries.deepspeed_engine import ParameterRange
 from raycheck.state.entries.engine_model import EngineModel, EngineModelEntry, EngineOptimizer
 from raycheck.state.train_state import Progress, TrainState
-from tests.support.processes.save_without_ray import shard_bytes
+from tests.support.processes.save_without_ray import save_state, shard_bytes
 
 
 @dataclass
@@ -374,3 +376,19 @@ def test_an_engine_s_slots_that_are_let_go_between_saves_are_free() -> None:
 
     assert gone() is None
     assert saved_by(used) == saved_by(engine.state())
+
+
+def test_an_engine_is_restored_at_once_also_where_optimizers_are_deferred(tmp_path: Path) -> None:
+    engine, store = Engine(), open_store(f"file://{tmp_path}/run")
+    engine.step()
+    expected = [engine.memory.detach().clone(), *(engine.slots[name].clone() for name in ("exp_avg", "exp_avg_sq"))]
+    checkpoint = save_state(store, {"model": engine.model, "optimizer": engine.optimizer})
+    engine.step()
+
+    state = engine.state()
+    state.apply(checkpoint, defer_optimizer=True)
+
+    assert state.deferred is not None
+    assert state.deferred.boxes == []
+    found = [engine.memory.detach(), engine.slots["exp_avg"], engine.slots["exp_avg_sq"]]
+    assert all(torch.equal(one[:16], other[:16]) for one, other in zip(found, expected, strict=True))

@@ -17,14 +17,14 @@ from typing import TypeVar, cast
 
 from raycheck.bucket.store.address import folder_uri, shown_uri, uri_beside
 from raycheck.bucket.store.bucket_rules import BucketRules
-from raycheck.bucket.store.request_window import RequestWindow, window_of
+from raycheck.bucket.store.request_window import FIRST, RequestWindow, window_of
 from raycheck.errors import ConfigError, CorruptError
 
 MAX_CONDITIONAL_BYTES = 1024 * 1024
 MAX_WHOLE_BYTES = 1 << 30
 """Nothing larger than an index is read whole. In a hostile bucket any object may be larger than a reader's memory."""
 READS_IN_FLIGHT = 8
-"""How many ranged reads of a bucket are made at a time at first."""
+"""The fewest ranged reads of a bucket that a window makes at a time."""
 Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
 U = TypeVar("U")
@@ -173,7 +173,7 @@ class Store(ABC):
     @property
     def reads(self) -> RequestWindow:
         """Return the window for ranged reads of this bucket, which all its stores in this process share."""
-        return window_of(self.bucket_id, "reads", least=READS_IN_FLIGHT)
+        return window_of(self.bucket_id, "reads", least=READS_IN_FLIGHT, first=FIRST)
 
     @abstractmethod
     def head(self, key: str) -> int:

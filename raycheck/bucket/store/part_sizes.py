@@ -27,7 +27,7 @@ def _number_of_ranks(variable: str) -> int:
 
 
 def fewest_in_flight(least: int) -> int:
-    """Return the number of requests that a rank keeps in flight at first. It falls from `least` to one as the number of
+    """Return the least number of requests that a rank keeps in flight. It falls from `least` to one as the number of
     ranks grows."""
     return max(1, min(least, least * MANY_RANKS // ranks_in_group()))
 
@@ -48,7 +48,7 @@ class PartSizes:
     """The sizes of the parts into which one store's objects are cut.
 
     part_bytes: the size of each part but the last, at most. max_parts: how many the service allows, so that larger
-    objects get larger parts; None where there is no limit. in_flight: how many parts are sent at a time at first.
+    objects get larger parts; None where there is no limit. in_flight: how many parts are sent at a time at least.
     """
 
     part_bytes: int = 16 * 1024 * 1024

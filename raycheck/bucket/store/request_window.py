@@ -3,7 +3,8 @@
 One connection to a cloud's store carries some 50 MB/s, and one to a store on the same machine as much as ten do. So a
 window tries one size after another. It keeps a larger one if more bytes per second arrive with it, and a smaller one if
 no fewer do. It shrinks at once when the store refuses a request because there are too many, or does not answer in time.
-What it has found lasts as long as the process, for all uploads and restores of one bucket.
+What it has found lasts as long as the process, for all uploads and restores of one bucket. A window for reads begins
+with half of what it may have, since a restarted job waits for its first restore.
 """
 
 import logging
@@ -17,19 +18,25 @@ from dataclasses import dataclass
 from typing import Self
 
 from raycheck.bucket.store.moved_bytes import moved_bytes
-from raycheck.bucket.store.part_sizes import fewest_in_flight, most_in_flight, ranks_on_node
+from raycheck.bucket.store.part_sizes import fewest_in_flight, most_in_flight, ranks_in_group, ranks_on_node
 
 logger = logging.getLogger("raycheck")
 MOST = 64
 """The most requests that one process keeps in flight in one direction of a bucket."""
 NODE_MOST = 256
 """The same for all ranks of a node. No rank can see the others' requests, so each may use its part of these."""
+FIRST = MOST // 2
+"""The most with which a new window begins, where more requests of the same bytes take little more CPU time."""
+GROUP_FIRST = 1024
+"""The most with which the new windows of all ranks of a group begin together. S3 takes some thousands in a second."""
 GAIN = 1.02
 """How many times as many bytes per second must arrive for a larger size to be kept."""
 LOSS = 0.985
 """How many times as many must still arrive for a smaller one."""
 STEP = 1.15
-"""How many times as large the next size is, or as small: after doubling has failed, or when requests are refused."""
+"""How many times as large the next size is, or as small: after doubling or halving has failed, or with refusals."""
+UNANSWERED_S = 0.05
+"""How long a new window is full, without any answer, before it doubles: such connections do not keep this host busy."""
 MIN_SAMPLES = 4
 MOST_PATIENCE = 16
 BARRED_S = 1.0
@@ -93,6 +100,7 @@ class Share:
 
     def may_begin(self) -> bool:
         """Return whether one more request may begin now."""
+        self.window.look()
         return self.flying < (min(self.window.least, self.window.part) if self._is_small else self.window.part)
 
     def wait_to_begin(self) -> None:
@@ -107,14 +115,16 @@ class Share:
 class RequestWindow:
     """How many requests to one bucket are in flight in one direction, for all threads of a process.
 
-    size: how many may be. flying: how many are. least, most: the bounds of `size`, which falls below `least` only where
-    the store refuses requests. clock: in seconds.
+    size: how many may be; `first` to begin with. flying: how many are. least, most: the bounds of `size`, which falls
+    below `least` only where the store refuses requests. clock: in seconds.
     """
 
-    def __init__(self, *, least: int, most: int, clock: Callable[[], float] = time.monotonic, name: str = "") -> None:
+    def __init__(
+        self, *, least: int, most: int, first: int = 0, clock: Callable[[], float] = time.monotonic, name: str = ""
+    ) -> None:
         self.least = min(least, most)
         self.most = most
-        self.size = self.least
+        self.size = max(self.least, min(first, most))
         self._clock = clock
         self._name = name
         self._changed = threading.Condition()
@@ -122,12 +132,15 @@ class RequestWindow:
         self.flying = 0
         self._area = 0.0  # the integral of the number in flight over time, up to _seen_at
         self._seen_at = clock()
+        self._is_new = self.size > self.least  # until a request has ended or was refused, or it has doubled
+        self._last_began_at = self._seen_at
         self._trial = 0  # counts the changes of the size
         self._samples = _Samples(self.size)
         self._kept = self.size  # the best size so far; `size` differs while another one is tried
         self._kept_rate: float | None = None
         self._grows = True  # whether the next trial is of a larger size
-        self._doubles = True  # until a trial has failed, or the store has refused a request
+        # How far the next trial goes up, and down. What has begun with few does not have to come down far.
+        self._strides = {True: 2.0, False: 2.0 if self._is_new else STEP}
         self._patience = 1  # how many times the kept size is measured before the next trial
         self._waited = 0
         self._barred_s = BARRED_S
@@ -153,12 +166,21 @@ class RequestWindow:
         """Wait until a condition is true that depends on the window."""
         with self._changed:
             while not is_true():
-                self._changed.wait(1.0)  # so that Ctrl-C is handled
+                self._changed.wait(UNANSWERED_S if self._is_new else 1.0)  # so that Ctrl-C is handled
+
+    def look(self) -> None:
+        """Double a new window that has been full for a while without any answer."""
+        with self._changed:
+            is_full = self._is_new and self.flying >= self.size
+            if is_full and self._clock() >= self._last_began_at + UNANSWERED_S and self.size < self.most:
+                self._is_new = False
+                self._resize(min(self.most, 2 * self.size))
+                self._keep(None)
 
     def begin(self, share: Share) -> Flight:
         """Record that a request of `share` begins."""
         with self._changed:
-            now = self._tick()
+            now = self._last_began_at = self._tick()
             self.flying += 1
             share.flying += 1
             return Flight(share, now, self._area, self._trial, self._samples if self._samples.take() else None)
@@ -167,6 +189,7 @@ class RequestWindow:
         """Record that a request has ended, and judge the size once enough of them have. size_bytes: see Flight.end."""
         with self._changed:
             now = self._tick()
+            self._is_new = False
             self.flying -= 1
             flight.share.flying -= 1
             if flight.samples is self._samples:
@@ -187,12 +210,13 @@ class RequestWindow:
             if self.size > self._kept:
                 self._set(self._kept)
             else:
-                self._set(max(1, min(self.size - 1, int(self.size / STEP))))
+                self._set(max(1, self.size // 2 if self._is_new else min(self.size - 1, int(self.size / STEP))))
                 self._keep(None)
+            self._is_new = False
             if now >= self._barred_until:
                 self._barred_s = min(MOST_BARRED_S, 2 * self._barred_s)
             self._barred_until = now + self._barred_s
-            self._doubles = False
+            self._strides = {True: STEP, False: STEP}
 
     def _tick(self) -> float:
         now = self._clock()
@@ -202,30 +226,31 @@ class RequestWindow:
 
     def _judge(self, rate: float) -> None:
         """Keep the size that was tried or go back, and try another one. rate: bytes per second with this size."""
+        stride = self._strides[self._grows]
         if self._kept_rate is None or self.size == self._kept:
             self._kept_rate = rate if self._kept_rate is None or not self._waited else (self._kept_rate + rate) / 2
             self._waited += 1
-            if self._waited >= self._patience or self._doubles:
+            if self._waited >= self._patience or stride > STEP:
                 self._try()
-            return
-        if rate >= self._kept_rate * (GAIN if self.size > self._kept else LOSS):
+        elif rate >= self._kept_rate * (GAIN if self.size > self._kept else LOSS):
             self._keep(rate)
             self._patience = max(1, self._patience // 2)
             self._try()
-            return
-        self._doubles = False
-        self._grows = not self._grows
-        self._patience = min(MOST_PATIENCE, 2 * self._patience)
-        self._set(self._kept)
+        else:
+            self._patience = min(MOST_PATIENCE, 2 * self._patience)
+            self._strides[self._grows] = self._strides[True] = STEP
+            self._grows = not self._grows
+            self._set(self._kept)
 
     def _try(self) -> None:
         """Try a larger or a smaller size next."""
         self._waited = 0
-        larger = min(self.most, 2 * self.size if self._doubles else max(self.size + 1, int(self.size * STEP)))
-        smaller = min(self.size - 1, int(self.size / STEP))
+        stride = self._strides[self._grows]
+        larger = min(self.most, max(self.size + 1, int(self.size * stride)))
+        smaller = max(self.least, min(self.size - 1, int(self.size / stride)))
         if self._grows and larger > self.size and self._seen_at >= self._barred_until:
             self._set(larger)
-        elif not self._grows and smaller >= self.least:
+        elif not self._grows and smaller < self.size:
             self._set(smaller)
         else:
             self._grows = not self._grows
@@ -234,10 +259,13 @@ class RequestWindow:
         self._kept, self._kept_rate = self.size, rate
 
     def _set(self, size: int) -> None:
+        self._resize(size)
+        self._trial += 1
+
+    def _resize(self, size: int) -> None:
         if size != self.size:
             logger.debug("%s: %d requests in flight (were %d)", self._name, size, self.size)
             self.size = size
-        self._trial += 1
         self._samples = _Samples(size)
 
 
@@ -278,13 +306,15 @@ _windows: dict[tuple[Hashable, str], RequestWindow] = {}
 os.register_at_fork(after_in_child=_windows.clear)  # a forked child has none of the threads that hold their locks
 
 
-def window_of(bucket_id: Hashable, way: str, *, least: int) -> RequestWindow:
+def window_of(bucket_id: Hashable, way: str, *, least: int, first: int = 0) -> RequestWindow:
     """Return this process's window for requests to a bucket. way: what they do, such as "uploads".
 
-    least: the size with which it begins, unless there are hundreds of ranks.
+    least: the smallest size to which it shrinks on its own, unless there are hundreds of ranks. first: the size with
+    which it begins if there are few; at least `least`.
     """
     least = fewest_in_flight(least)
     most = most_in_flight(min(MOST, NODE_MOST // ranks_on_node()))
+    first = min(first, most // 2, GROUP_FIRST // ranks_in_group())
     bucket = " ".join(str(part) for part in bucket_id if part) if isinstance(bucket_id, tuple) else bucket_id
-    made = RequestWindow(least=least, most=max(least, most), name=f"{bucket}: {way}")
+    made = RequestWindow(least=least, most=max(least, most), first=first, name=f"{bucket}: {way}")
     return _windows.setdefault((bucket_id, way), made)

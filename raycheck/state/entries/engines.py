@@ -6,6 +6,7 @@ Engines are recognized by their classes and by the attributes they set on parame
 """
 
 import sys
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -78,10 +79,10 @@ def refuse_engine(path: str, value: object) -> None:
         raise _refusal(f"{path} is a {_full_name(kind)}", engine)
 
 
-def refuse_parts_of_engines(name: str, module: torch.nn.Module) -> None:
+def refuse_parts_of_engines(name: str, module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
     """Raise ConfigError for a module that an engine controls, and for a parameter that is trained elsewhere.
 
-    The module may be anywhere inside `module`. name: the entry's name.
+    The module may be anywhere inside `module`. name: the entry's name. parameters: all of `module`, by path.
     """
     for path, child in module.named_modules():
         kind: Any = type(child)
@@ -89,18 +90,22 @@ def refuse_parts_of_engines(name: str, module: torch.nn.Module) -> None:
             refuse_engine(".".join(filter(None, (f"state[{name!r}]", path))), child)
         if _is_model_of_megatron(kind) and _megatron_size("pipeline_model_parallel") not in (None, 1):
             raise _refusal(f"state[{name!r}] is a stage of Megatron's pipeline ({kind.__qualname__})", MEGATRON)
-    for path, parameter in module.named_parameters():
-        where = f"state[{name!r}] has the parameter {path}, which"
+    for path, parameter in parameters.items():
         if any(hasattr(parameter, mark) for mark in DEEPSPEED.marks):
-            raise _refusal(f"{where} belongs to an engine", DEEPSPEED)
+            raise _refusal(f"{_which(name, path)} belongs to an engine", DEEPSPEED)
         if getattr(parameter, _TENSOR_PARALLEL, False) and _megatron_size(_TENSOR_PARALLEL) != 1:
-            raise _refusal(f"{where} is a part of a larger one", MEGATRON)
+            raise _refusal(f"{_which(name, path)} is a part of a larger one", MEGATRON)
         is_part = is_described(parameter)  # a rank may have none of it
         if parameter.requires_grad and not is_part and not is_lazy(parameter) and not parameter.numel():
             raise ConfigError(
-                f"{where} is to be trained and has no elements. If it really is empty, call requires_grad_(False) on "
-                "it. If a training engine keeps its elements elsewhere, a save would miss them: save with that engine"
+                f"{_which(name, path)} is to be trained and has no elements. If it really is empty, call "
+                "requires_grad_(False) on it. If a training engine keeps its elements elsewhere, a save would miss "
+                "them: save with that engine"
             )
+
+
+def _which(name: str, path: str) -> str:
+    return f"state[{name!r}] has the parameter {path}, which"
 
 
 def is_lazy(parameter: torch.Tensor) -> bool:

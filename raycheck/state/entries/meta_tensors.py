@@ -17,7 +17,7 @@ ADVICE = "give it memory before the optimizer and the state are made (module.to_
 
 def is_on_meta(tensor: torch.Tensor) -> bool:
     """Return whether the tensor, or one of its inner tensors, has no memory."""
-    return tensor.is_meta or any(is_on_meta(inner) for inner in _inner(tensor).values())
+    return tensor.is_meta or any(map(is_on_meta, _inner(tensor).values()))
 
 
 def untied_views(live: Mapping[str, torch.Tensor]) -> list[str]:

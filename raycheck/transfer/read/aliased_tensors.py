@@ -44,6 +44,8 @@ def overlapping(boxes: Sequence[LocalBox]) -> list[LocalBox]:
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Return whether the tensor's elements may share memory, judged by its strides alone."""
+    if tensor.is_contiguous():
+        return False
     reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -73,5 +75,7 @@ def read_again(boxes: Sequence[LocalBox], read: Callable[[Sequence[LocalBox]], i
 
 def _span(tensor: torch.Tensor) -> int:
     """Return the bytes from the tensor's first element to the end of its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (reach + 1) * tensor.element_size()

@@ -28,6 +28,7 @@ from raycheck.bucket.store.request_window import RequestWindow
 from raycheck.bucket.store.retry import deadline
 from raycheck.bucket.store.send_each import send_each
 from raycheck.errors import CorruptError, DamagedError, NotFoundError, StoreError
+from raycheck.transfer.collector_pause import collector_paused
 from raycheck.transfer.read.restore_proof import WrittenBytes, written_bytes
 from raycheck.transfer.stage.local_box import LocalBox, as_bytes, strides_of
 
@@ -95,7 +96,8 @@ def read_into(
     if request_bytes is None:
         size_bytes = sum(box.local.nbytes for box in boxes)
         request_bytes = piece_bytes(size_bytes, window.size, SUB_BLOCK, REQUEST_BYTES) // SUB_BLOCK * SUB_BLOCK
-    requests = list(_requests(prefixes, _reads(index, boxes, request_bytes), request_bytes))
+    with collector_paused():
+        requests = list(_requests(prefixes, _reads(index, boxes, request_bytes), request_bytes))
     moved_bytes().want(sum(map(len, requests)))
     pool = ThreadPoolExecutor(window.most, thread_name_prefix="raycheck-read")
 
@@ -148,8 +150,6 @@ def _reads_of_box(  # noqa: PLR0917
     They are cut at sub-blocks where both sides are contiguous, otherwise at rows. low, sizes: the overlap of the two
     boxes in the tensor.
     """
-    inside = tuple(a - b for a, b in zip(low, chunk.offsets, strict=True))
-    target = tuple(a - b for a, b in zip(low, box.offsets, strict=True))
     item = _saved_dtype(box).itemsize
     if chunk.payload_size != math.prod(chunk.sizes) * item or len(chunk.crcs) != -(-chunk.payload_size // SUB_BLOCK):
         raise CorruptError(f"{tensor.name}: a saved box of {chunk.sizes} has {chunk.payload_size} bytes")
@@ -168,6 +168,12 @@ def _reads_of_box(  # noqa: PLR0917
             target_low=into,
         )
 
+    if sizes == chunk.sizes == box.sizes and chunk.payload_size <= request_bytes and box.local.is_contiguous():
+        count = math.prod(sizes)  # all of a small tensor, as nearly always at the same world size
+        yield read(0, count, (count,), (0,), (1,))
+        return
+    inside = tuple(a - b for a, b in zip(low, chunk.offsets, strict=True))
+    target = tuple(a - b for a, b in zip(low, box.offsets, strict=True))
     strides = strides_of(chunk.sizes)
     if sizes[1:] == chunk.sizes[1:] == box.sizes[1:] and box.local.is_contiguous():
         at = inside[0] * strides[0] if sizes else 0
@@ -195,29 +201,19 @@ def _requests(prefixes: dict[str, str], reads: Iterator[Read], request_bytes: in
     for key, group in by_key.items():
         group.sort(key=_start_in_object)
         batch: list[Read] = []
-        end = 0
+        first = end = 0
         for read in group:
-            if batch:
-                size = max(end, _stop_in_object(read)) - _start_in_object(batch[0])
-                if _start_in_object(read) - end > GAP_BYTES or size > request_bytes:
-                    yield _request(key, batch)
-                    batch, end = [], 0
+            start, stop = _start_in_object(read), read.chunk.payload_offset + read.stop
+            if batch and (start - end > GAP_BYTES or max(end, stop) - first > request_bytes):
+                yield Request(key=key, start=first, stop=end, reads=tuple(batch))
+                batch = []
+            first, end = (first, max(end, stop)) if batch else (start, stop)
             batch.append(read)
-            end = max(end, _stop_in_object(read))
-        yield _request(key, batch)
-
-
-def _request(key: str, batch: list[Read]) -> Request:
-    stop = max(map(_stop_in_object, batch))
-    return Request(key=key, start=_start_in_object(batch[0]), stop=stop, reads=tuple(batch))
+        yield Request(key=key, start=first, stop=end, reads=tuple(batch))
 
 
 def _start_in_object(read: Read) -> int:
     return read.chunk.payload_offset + read.start
-
-
-def _stop_in_object(read: Read) -> int:
-    return read.chunk.payload_offset + read.stop
 
 
 def _serve(store: RangeReader, request: Request) -> list[tuple[LocalBox, int]]:

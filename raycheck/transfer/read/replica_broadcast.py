@@ -44,10 +44,10 @@ def read_and_broadcast(
     Return the bytes that this rank fetched. Raises what `read` raised on this rank, otherwise what it raised on the
     lowest rank that failed.
     """
-    if not _has_group(world_size):
+    if group is None and not _has_group(world_size):
         return read(boxes)
     by_key = {_key_of(box): box for box in boxes if box.sizes == box.shape}
-    own = sorted(by_key) if dist.get_rank() == rank and _can_send(boxes, group) else []
+    own = sorted(by_key) if dist.get_rank(group) == rank and _can_send(boxes, group) else []
     digest = hashlib.blake2b(repr(own).encode(), digest_size=16).digest()
     is_alike = len(set(_gathered((digest, None), world_size, group))) == 1
     common = own if is_alike else sorted(set(own).intersection(*_gather(own, world_size, group)))

@@ -7,18 +7,17 @@ agree on who writes those (replica_agreement.py). Whatever several ranks may hav
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from raycheck.transfer.stage.tensor_parts import (
     Part,
-    described_parts,
-    is_described,
-    parts_of_dtensor,
+    parts_of,
     whole_shape,
     writes_parts,
 )
@@ -115,11 +114,12 @@ def boxes_of(
         is_unique = mesh.size() == world_size
         is_first_replica = coordinate is not None and not any(coordinate[dim] for dim in replicated)
         has_replicas = coordinate is not None and (not is_unique or any(mesh.size(dim) > 1 for dim in replicated))
-        parts = parts_of_dtensor(name, tensor)
     else:
         own, is_unique, is_first_replica = tensor.detach(), False, writes_parts(tensor)
         has_replicas = is_first_replica and world_size > 1  # what is only read here may be cut otherwise there
-        parts = described_parts(name, tensor) if is_described(tensor) else [Part.whole(shape)]
+    parts = parts_of(name, tensor)
+    if parts is None:
+        parts = [Part.whole(shape)]
     if not parts and shape:
         nothing = (0,) * len(shape)
         sizes = tuple(own.shape) if isinstance(tensor, DTensor) else shape if 0 in shape else nothing
@@ -144,9 +144,13 @@ def boxes_of(
 
 def merge_tied(boxes: Iterable[LocalBox]) -> list[LocalBox]:
     """Merge boxes of the same memory into one under the first name, and keep the other names as its aliases."""
-    first: dict[tuple[object, ...], LocalBox] = {}
-    for box in boxes:
-        key = memory_key(box)
+    boxes = list(boxes)
+    addresses = [box.local.data_ptr() for box in boxes]
+    at_address = Counter(addresses)
+    first: dict[object, LocalBox] = {}
+    for address, box in zip(addresses, boxes, strict=True):
+        is_alone = address and at_address[address] == 1  # then it is tied to none
+        key = address if is_alone else memory_key(box)
         known = first.get(key)
         first[key] = box if known is None else replace(known, aliases=(*known.aliases, (box.name, box.path)))
     return list(first.values())
@@ -163,6 +167,7 @@ def memory_key(box: LocalBox) -> tuple[object, ...]:
     return (address, local.device, local.dtype, local.stride(), box.shape, box.offsets, box.sizes)
 
 
+@lru_cache(maxsize=4096)
 def strides_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor of these sizes, in elements."""
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))

@@ -1,7 +1,7 @@
 """Describes a shard object: where the records of its boxes are in it, and its rows of manifest and index."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from raycheck.bucket.format.index import Chunk, Leaf, Tensor
 from raycheck.bucket.format.manifest import ShardRecord
@@ -32,21 +32,20 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """The place of a box's record in the shard. start: in bytes."""
+    """The place of a box's record in the shard.
+
+    start, stop: of the record, in bytes. payload: the range of the shard that is the box's own bytes.
+    """
 
     start: int
     torch_record: TorchRecord
+    payload: slice = field(init=False, compare=False)
+    stop: int = field(init=False)
 
-    @property
-    def payload(self) -> slice:
-        """Return the range of the shard that is the box's own bytes."""
+    def __post_init__(self) -> None:
         begin = self.start + len(self.torch_record.head)
-        return slice(begin, begin + self.torch_record.payload_size)
-
-    @property
-    def stop(self) -> int:
-        """Return the end of the record in the shard, in bytes."""
-        return self.start + self.torch_record.record_size
+        object.__setattr__(self, "payload", slice(begin, begin + self.torch_record.payload_size))
+        object.__setattr__(self, "stop", self.start + self.torch_record.record_size)
 
 
 def rows(

@@ -6,7 +6,7 @@ record's payload, so it is written here, into the part that contains it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -130,10 +130,16 @@ class Staged:
             assert len(self._crcs) == len(self._slots), "checksums are known once all parts were taken"
             record = ShardRecord(**asdict(self.name), size_bytes=self.size_bytes, crc32=self.crc32)
             tensors, chunks = rows(self.name, self._boxes, self._slots, self._crcs)
-            more = [(leaf, place) for leaf in self._leaves for place in self._also.get(leaf.name, ())]
-            leaves = (*self._leaves, *(replace(leaf, name=name, path=path) for leaf, (name, path) in more))
+            leaves = (*self._leaves, *self._leaves_elsewhere())
             self._shard = Shard(record=record, tensors=tensors, chunks=chunks, leaves=leaves)
         return self._shard
+
+    def _leaves_elsewhere(self) -> Iterator[Leaf]:
+        """Yield the leaves under their further names, of which each parameter of an optimizer has several."""
+        for leaf in self._leaves:
+            component, rank, start, size = leaf.component, leaf.rank, leaf.record_offset, leaf.record_size
+            for name, path in self._also.get(leaf.name, ()):
+                yield Leaf(name=name, path=path, component=component, rank=rank, record_offset=start, record_size=size)
 
     def _sealed_part(self, start: int, stop: int) -> memoryview:
         """Return the bytes start..stop, which follow those of the last call, including the tails of records."""
@@ -168,7 +174,8 @@ class Staged:
     def _end_payload(self, slot: Slot) -> None:
         """Compute a record's tail, and include its payload in the shard's checksum without reading it twice."""
         size = slot.torch_record.payload_size
-        whole = combined(zip(self._own, sub_block_lengths(size), strict=True))
+        is_one = len(self._own) == 1
+        whole = self._own[0] if is_one else combined(zip(self._own, sub_block_lengths(size), strict=True))
         self._tail = slot.torch_record.sealed_tail(whole)
         self.crc32 = combined([(whole, size)], self.crc32)
 

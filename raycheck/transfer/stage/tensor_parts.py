@@ -10,6 +10,7 @@ says that other ranks save these elements, perhaps in other boxes; a restore sti
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise, product
 from typing import Any, TypeVar
 
@@ -38,10 +39,11 @@ class Part:
     sizes: Numbers
     start: Numbers
 
-    @classmethod
-    def whole(cls, shape: Numbers) -> "Part":
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def whole(shape: Numbers) -> "Part":
         """Return the part of a tensor that is not divided."""
-        return cls((0,) * len(shape), shape, (0,) * len(shape))
+        return Part((0,) * len(shape), shape, (0,) * len(shape))
 
     def of(self, own: torch.Tensor) -> torch.Tensor:
         """Return the box as a view of the rank's own tensor."""
@@ -200,6 +202,17 @@ def _is_inside(part: Part, shape: Numbers, own: torch.Tensor) -> bool:
         and len(part.start) == own.dim() == len(shape)
         and all(0 <= low <= low + size <= end for low, size, end in zip(part.start, part.sizes, own.shape, strict=True))
     )
+
+
+def parts_of(name: str, tensor: torch.Tensor) -> list[Part] | None:
+    """Return the parts that this rank has of a tensor, or None if its own tensor is the whole.
+
+    Raises ConfigError, which names the tensor, for a DTensor without final values, and for a plain tensor that
+    describes parts which it cannot have.
+    """
+    if isinstance(tensor, DTensor):
+        return parts_of_dtensor(name, tensor)
+    return described_parts(name, tensor) if is_described(tensor) else None
 
 
 def parts_of_dtensor(name: str, tensor: DTensor) -> list[Part]:

@@ -6,22 +6,14 @@ ranks are numbers that count, too, when they are sorted, hashed or compared, as 
 """
 
 import asyncio
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 
-import raycheck
 from raycheck.group.coordinator.background_deletes import BackgroundDeletes
 from raycheck.group.coordinator.history_writer import HistoryWriter
 from tests.bench.many_ranks import LAYOUTS, Cost, measured
+from tests.support.processes.counted_lines import Lines
 
-PACKAGE = str(Path(raycheck.__file__).parent)
 WORLDS = (64, 128, 256)
 TENSORS = 2
 MOST = 2.5
@@ -51,49 +43,8 @@ class Rank(int):
 OF_RANKS = {method.__code__ for method in (Rank.__hash__, Rank.__eq__, Rank.__lt__)}
 
 
-class Lines:
-    """The number of lines that all threads have executed in raycheck's code, and of what is done with ranks."""
-
-    def __init__(self) -> None:
-        self._made: dict[int, int] = {}  # by thread
-        self._in_background: set[int] = set()  # threads
-
-    def __call__(self) -> float:
-        return sum(self._made.values())
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        threading.settrace(self._enter)
-        sys.settrace(self._enter)
-        try:
-            yield
-        finally:
-            sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
-
-    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
-        thread = threading.current_thread()
-        if frame.f_code in BACKGROUND:
-            self._in_background.add(thread.ident or 0)
-            return self._until_it_returns
-        if thread.ident in self._in_background or thread.name.startswith("raycheck-records"):
-            return None
-        is_counted = frame.f_code in OF_RANKS or frame.f_code.co_filename.startswith(PACKAGE)
-        return self._count if is_counted else None
-
-    def _until_it_returns(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "return":
-            self._in_background.discard(threading.get_ident())
-        return self._until_it_returns
-
-    def _count(self, frame: FrameType, event: str, arg: Any) -> Any:
-        thread = threading.get_ident()
-        self._made[thread] = self._made.get(thread, 0) + 1
-        return self._count
-
-
 def costs_of(layout: str, world_size: int) -> dict[str, Cost]:
-    lines = Lines()
+    lines = Lines(also=OF_RANKS, background=BACKGROUND)
     with lines.counted():
         return asyncio.run(measured(layout, world_size, TENSORS, clock=lines, idle_after_s=0.0, numbered=Rank))
 

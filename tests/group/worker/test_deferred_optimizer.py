@@ -18,7 +18,7 @@ import raycheck
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.errors import ConfigError, DamagedError, RaycheckError, StoreError, SupersededError
+from raycheck.errors import ConfigError, DamagedError, RaycheckError, StoppedError, StoreError, SupersededError
 from raycheck.group.worker import group_restore
 from raycheck.state.deferred_tensors import DeferredTensors
 from tests.group.worker.test_damaged_restore import damage
@@ -151,7 +151,7 @@ def assert_waits(call: InThread) -> None:
 
 def _is_in_wait(call: InThread) -> bool:
     frame = sys._current_frames().get(call._thread.ident or 0)
-    while frame is not None and frame.f_code is not DeferredTensors.wait.__code__:
+    while frame is not None and frame.f_code not in (DeferredTensors.wait.__code__, DeferredTensors.give_up.__code__):
         frame = frame.f_back
     return frame is not None
 
@@ -574,6 +574,24 @@ def test_a_restore_in_the_same_process_waits_until_nothing_of_the_last_one_write
     held.comes_to_the_same()
 
 
+@pytest.mark.server
+def test_a_block_that_is_left_with_an_error_gives_no_moments_away(wire: FaultProxy, s3: str, name: str) -> None:
+    held = Held(wire, s3, name)
+    held.restore()
+    held.rank.backward()
+    held.rank.fail()
+
+    for _ in range(2):
+        with pytest.raises(StoppedError, match="the optimizer's state is not there"):
+            held.rank.step_once()
+        with pytest.raises(StoppedError, match="restore again"):
+            held.rank.optimizer.state_dict()
+    held.release()
+    held.rank.open(again([held.rank.ckpt._group])[0])
+    assert held.rank.restore().step == SAVED
+    held.comes_to_the_same()
+
+
 def test_all_ranks_must_ask_for_it(uri: str) -> None:
     saved(uri, world_size=2)
     pair = pair_of(uri, "bob")
@@ -584,8 +602,9 @@ def test_all_ranks_must_ask_for_it(uri: str) -> None:
         with pytest.raises(ConfigError, match=r"some ranks call restore\(defer_optimizer=True\)"):
             restore.join()
     on_all(pair, "fail")
-    for rank in pair:  # nothing waits for what will not come
-        assert len(rank.optimizer.state) == 2
+    with pytest.raises(StoppedError, match="the optimizer's state is not there"):  # and nothing waits for it
+        len(pair[0].optimizer.state)
+    assert len(pair[1].optimizer.state) == 2
 
 
 def test_a_fresh_run_and_a_part_without_optimizers(uri: str) -> None:

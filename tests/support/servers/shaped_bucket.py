@@ -1,7 +1,8 @@
 """A bucket on S3 behind a network of a given shape, in a process of its own, for measurements of a client.
 
 Each connection carries so many bytes per second, every answer comes late, a piece of 64 KiB may be lost and comes 200 ms
-later, and above a number of requests at a time the server answers 503 to a further one. It knows objects, uploads in
+later, and above a number of requests at a time the server answers 503 to a further one. One range of each object that
+was uploaded in parts may be stuck for a while, the first time that it is requested. It knows objects, uploads in
 parts and ranged GETs, and verifies nothing; what a store must do is the matter of the real servers.
 """
 
@@ -25,12 +26,14 @@ BUCKET = "shaped"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
     """mb_per_s: of one connection; 0 for no limit. latency_s: of each answer. loss: the share of pieces that are lost.
-    limit: how many requests for data are served at a time; 0 for no limit."""
+    limit: how many requests for data are served at a time; 0 for no limit. stuck_s: how much later the first answer
+        comes to the range with the middle of an object."""
 
     mb_per_s: float = 0.0
     latency_s: float = 0.001
     loss: float = 0.0
     limit: int = 0
+    stuck_s: float = 0.0
 
 
 @contextmanager
@@ -73,6 +76,7 @@ class _Server:
         self._objects: dict[str, bytes | bytearray] = {}
         self._uploads: dict[str, dict[int, bytearray]] = {}
         self._served = 0
+        self._is_unread = False  # whether nobody has read the middle of the newest object
 
     async def serve(self) -> None:
         server = await asyncio.start_server(self._connection, "127.0.0.1", 0, limit=1 << 20)
@@ -106,6 +110,8 @@ class _Server:
                 status, more, answer = "503 Slow Down", (), b"<Error><Code>SlowDown</Code></Error>"
             else:
                 status, more, answer = self._answer(method, target, head, body)
+            if self._shape.stuck_s and self._is_stuck(more):
+                await asyncio.sleep(self._shape.stuck_s)
             writer.write("\r\n".join((f"HTTP/1.1 {status}", *more, f"Content-Length: {len(answer)}", "", "")).encode())
             view = memoryview(answer)
             for at in range(0, len(view), PIECE_BYTES):
@@ -114,6 +120,13 @@ class _Server:
                 await writer.drain()
         finally:
             self._served -= is_data and not is_refused
+
+    def _is_stuck(self, more: tuple[str, ...]) -> bool:
+        """Return whether an answer, of which these are headers, has an object's middle for the first time since then."""
+        found = re.search(r"bytes (\d+)-(\d+)/(\d+)", more[0]) if more and self._is_unread else None
+        is_stuck = found is not None and int(found[1]) <= int(found[3]) // 2 <= int(found[2])
+        self._is_unread &= not is_stuck
+        return is_stuck
 
     async def _body(self, reader: asyncio.StreamReader, size: int, line: Line | None) -> bytearray:
         body = bytearray()
@@ -138,6 +151,7 @@ class _Server:
         if method == "POST":
             made = self._uploads.pop(upload)
             self._objects[key] = b"".join(made[number] for number in sorted(made))
+            self._is_unread = True
             return "200 OK", (), f"<{_DONE}><ETag>1</ETag></{_DONE}>".encode()
         if method == "PUT" and upload:
             self._uploads[upload][int(query["partNumber"][0])] = body

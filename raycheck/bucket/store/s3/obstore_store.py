@@ -25,7 +25,7 @@ from raycheck.bucket.store.client_options import obstore_options
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer, check_length, check_process, check_whole
 from raycheck.bucket.store.part_sizes import PART_SIZES
 from raycheck.bucket.store.remote_store import not_accepted, until_deadline
-from raycheck.bucket.store.request_window import Share
+from raycheck.bucket.store.request_window import FIRST, Share
 from raycheck.bucket.store.retry import CLEAN_UP_S, OverloadedError, ends_by, note_refusal
 from raycheck.bucket.store.s3.buffer_loan import LOOK_EVERY_S, BufferLoan
 from raycheck.bucket.store.s3.errors import BAD_IDENTITY
@@ -55,6 +55,8 @@ _PLAIN_REGION = "us-east-1"
 
 class FastS3Store(S3Store):
     """An S3Store that transfers bytes through obstore, and does everything else through s3fs."""
+
+    _first_in_flight = FIRST
 
     def __init__(self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings) -> None:
         super().__init__(uri, bucket=bucket, prefix=prefix, settings=settings)

@@ -77,17 +77,17 @@ class ModuleEntry(StateEntry):
 
     def tree(self) -> dict[str, Any]:
         self._unwrap()
-        refuse_parts_of_engines(self.name, self.module)
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        refuse_parts_of_engines(self.name, self.module, parameters)
         tree: dict[str, Any] = {}
-        keys = [key for key, _ in self.module.named_parameters(remove_duplicate=False)]
-        self._parameters = {self._name(key) for key in keys}  # some may have been added since the last time
+        self._parameters = set(map(self._name, parameters))  # some may have been added since the last time
         self._flattened = {}
         self._adapted = self._adapted_layers()
         with calling(self.name, "state_dict"):
             state = self.module.state_dict()
         if not state:
             refuse_unsaved(self.name, self.module)
-        live = self._live()
+        live = self._live()  # a hook of state_dict(), as FSDP2's, may have replaced some
         described = {key for key, tensor in live.items() if is_described(tensor)}
         for key, value in state.items():
             plain = self._plain(key)

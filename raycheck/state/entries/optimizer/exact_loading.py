@@ -5,7 +5,7 @@ well have fp32 state. It also rebuilds strings, deques and dicts as something el
 parameter to its real part, with a warning, and it cannot cast packed 4-bit floats at all.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -39,6 +39,8 @@ def load_exactly(
     if loads_as_torch(optimizer):
         packed |= {number[name]: _shielded(slots, groups.parameters[name].dtype) for name, slots in state.items()}
     options = groups.with_options_of(other["param_groups"])
+    if loads_as_torch(optimizer) and not optimizer._optimizer_load_state_dict_pre_hooks:  # noqa: SLF001  they see it
+        options = [{**group, "params": _searched_at_once(group["params"])} for group in options]
     optimizer.load_state_dict({**other, "state": packed, "param_groups": options})
     _put_exactly(optimizer, {groups.parameters[name]: slots for name, slots in state.items()})
 
@@ -50,9 +52,20 @@ def loads_as_torch(optimizer: Optimizer) -> bool:
 
 def is_torchs_own(optimizer: Optimizer) -> bool:
     """Return whether the optimizer is of torch.optim, with nothing added to how it loads its state or returns it."""
+    if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
+        return False
     hooks = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks  # noqa: SLF001
-    is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")
-    return is_torchs and loads_as_torch(optimizer) and is_plain(optimizer) and not any(hooks)
+    return loads_as_torch(optimizer) and is_plain(optimizer) and not any(hooks)
+
+
+def _searched_at_once(numbers: list[int]) -> Sequence[int]:
+    """Return the same numbers as a range, if they are one.
+
+    Torch looks for the number of a parameter in those of its group, once for each slot: in a list, that takes longer
+    the more parameters there are.
+    """
+    found = range(numbers[0], numbers[0] + len(numbers)) if numbers else range(0)
+    return found if list(found) == numbers else numbers
 
 
 class _Shield:
