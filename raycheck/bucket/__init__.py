@@ -5,6 +5,7 @@ order:
 
 - format/: the contents of each object, as values and as bytes. Accesses no store.
 - store/: one interface to S3, Google Cloud Storage, Azure, a folder or memory. The only place that imports a client.
+- local_files.py: writes files that appear under their names only when complete.
 - document_reading.py: reads a document twice before it counts as damaged.
 - reading.py, verify.py: read `latest` and a checkpoint's documents, and check whether all its objects are complete.
 - choice.py: finds the checkpoint that a person means.

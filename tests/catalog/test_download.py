@@ -15,9 +15,9 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.index import Tensor
 from raycheck.bucket.protocol.pin_and_evict import evict
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.store import Store
+from raycheck.bucket.store import Store, read_ahead
 from raycheck.bucket.store.address import join_uri
-from raycheck.catalog import download_safetensors, read_ahead
+from raycheck.catalog import download_safetensors
 from raycheck.errors import ConfigError, DamagedError, NotFoundError, StoreError
 from raycheck.settings import Retention
 from tests.catalog.conftest import Sample, make_sample
