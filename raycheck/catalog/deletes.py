@@ -56,11 +56,11 @@ def delete_run(
 
     live: delete it even if it seems to be running; its training then ends with FencedError. keep_shared: what other
     runs use stays until they have dropped it; otherwise, a run that others use is refused. keep_exports: leave
-    `exports/` alone. lost: delete it even if `latest` is missing, when nobody can tell what its checkpoints were for or
-    whether it is still training. dry_run: make every check, count what there is, and delete nothing. progress: called
-    with the number of objects that are deleted, or counted. Raises NotFoundError if there is no run, ConflictError if
-    somebody starts it at this moment, and ConfigError if the delete is refused, for example because another run is in
-    its folder.
+    `exports/` and `published/` alone. lost: delete it even if `latest` is missing, when nobody can tell what its
+    checkpoints were for or whether it is still training. dry_run: make every check, count what there is, and delete
+    nothing. progress: called with the number of objects that are deleted, or counted. Raises NotFoundError if there is
+    no run, ConflictError if somebody starts it at this moment, and ConfigError if the delete is refused, for example
+    because another run is in its folder.
     """
     store, tally = open_store(uri, storage), ProgressTally(progress)
     if dry_run:

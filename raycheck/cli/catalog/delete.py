@@ -51,7 +51,7 @@ def delete_run(  # noqa: PLR0917  typer makes options of them
     keep_shared: Annotated[
         bool, typer.Option("--keep-shared", help="Keep what other runs use until they have dropped it.")
     ] = False,
-    keep_exports: Annotated[bool, typer.Option("--keep-exports", help="Leave exports/ alone.")] = False,
+    keep_exports: Annotated[bool, typer.Option("--keep-exports", help="Leave exports/ and published/ alone.")] = False,
     lost: Annotated[bool, typer.Option("--lost", help="Also if 'latest' is missing.")] = False,
     dry_run: DryRun = False,
     as_json: Json = False,
