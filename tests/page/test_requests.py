@@ -33,7 +33,7 @@ def asked(wire: FaultProxy, before: int) -> Counter[str]:
     found: Counter[str] = Counter()
     for head in wire.heads[before:]:
         path = head.target.partition("?")[0]
-        name = re.sub(r".*/(attempts/.*|checkpoints/.*|latest)$", r"\1", path)
+        name = re.sub(r".*/(attempts/.*|checkpoints/.*|published/.*|latest)$", r"\1", path)
         found["data" if name.endswith(".distcp") else name] += 1
     return found
 
@@ -49,9 +49,10 @@ def test_each_view_reads_each_document_once(scope: PageScope, wire: FaultProxy) 
         return asked(wire, before)
 
     latest = Counter({"latest": 1})
+    published = Counter({"published/versions.json": 1})
     records = Counter({f"attempts/000001.{name}": 1 for name in ("json", "start.json", "slow.json")})
     lists = Counter({"/raycheck": 2})  # of the segments of the history, and of the records that none of them has
-    assert view(pages.run_view, "run") == latest + lists + records + Counter(
+    assert view(pages.run_view, "run") == latest + lists + records + published + Counter(
         {f"checkpoints/{KEYS[1]}/manifest.json": 1}
     )
     assert view(pages.live_version, "run") == latest

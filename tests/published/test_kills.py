@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from raycheck.bucket.store.memory import MemoryStore
 from raycheck.errors import ConflictError, RaycheckError, StoreError
 from raycheck.published.publish import publish
 from raycheck.settings import Publish
-from tests.published.weights import Trained, assert_equal, assert_has, loaded
+from tests.published.weights import Trained, assert_equal, loaded
 from tests.support.processes.fork_server import fork_server
 from tests.support.samples.hf_models import IDS
 
@@ -64,29 +65,35 @@ def test_a_publisher_may_be_killed_at_each_of_its_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_applied: bool
 ):
     """Readers have the version before or the new one; the next publish succeeds, and leaves nothing behind."""
+    trained = Trained(open_store(f"memory://{uuid4().hex}"), tmp_path / "cache")
+    options = {"whole_every": 2, "keep_last": 1}
+    trained.publish(**options)
+    trained.publish(**options)
+    weights, later = {2: trained.weights}, {}
+    for step in (3, 4):
+        later[step], weights[step] = trained.step(), trained.weights
     number, was_killed = 0, True
     while was_killed:
         number, was_killed = number + 1, False
-        trained = Trained(open_store(f"memory://{uuid4().hex}"), tmp_path / f"cache-{number}")
-        options = {"whole_every": 2, "keep_last": 1}
-        trained.publish(**options)
-        trained.publish(**options)
-        before, checkpoint = trained.weights, trained.step()
+        store, cache = open_store(f"memory://{uuid4().hex}"), tmp_path / f"cache-{number}"
+        for item in trained.store.list_objects(""):
+            store.put(item.key, trained.store.get(item.key).data)
+        shutil.copytree(trained.cache, cache, symlinks=True)
         with monkeypatch.context() as patch:
             die_at(patch, number, is_applied=is_applied)
             try:
-                publish(checkpoint, Publish(cache=str(trained.cache), **options))
+                publish(Checkpoint(store, later[3].entry), Publish(cache=str(cache), **options))
             except KilledError:
                 was_killed = True
-        with raycheck.follow(trained.store.uri, tmp_path / f"local-{number}") as follower:
+        with raycheck.follow(store.uri, tmp_path / f"local-{number}") as follower:
             version = follower.update()
+            assert_equal(loaded(version.path), weights[version.step])
             assert version.step in (2, 3)
-            assert_equal(loaded(version.path), trained.weights if version.step == 3 else before)
-        trained.publish(**options)
-        with raycheck.follow(trained.store.uri, tmp_path / f"local-{number}") as follower:
-            assert_has(follower.update(), trained)
-        listed = {item.directory for item in raycheck.open_run(trained.store.uri).published().versions}
-        keys = [item.key.split("/")[1] for item in trained.store.list_objects("published/")]
+            publish(Checkpoint(store, later[4].entry), Publish(cache=str(cache), **options))
+            newest = follower.update()
+            assert_equal(loaded(newest.path), weights[4])
+        listed = {item.directory for item in raycheck.open_run(store.uri).published().versions}
+        keys = [item.key.split("/")[1] for item in store.list_objects("published/")]
         assert {key for key in keys if key.startswith("version-")} == listed
     assert number > 5
 

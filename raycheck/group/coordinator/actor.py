@@ -409,7 +409,7 @@ class Coordinator:
         if rank_restore.is_peek or rank_restore.is_deferred:
             return RestoreDecision()
         if len({arrival.defers for arrival in arrivals}) > 1:
-            raise ConfigError("some ranks call restore(defer_optimizer=True), and others do not: all must, or none")
+            raise ConfigError("some ranks restore with defer_optimizer=True, and others do not: all must, or none")
         claim = self._claims[rank_restore.group]
         return RestoreDecision(
             resume=self._run_log.resumed(

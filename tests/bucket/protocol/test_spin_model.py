@@ -81,6 +81,11 @@ NOT_MODELLED = {
     38: "mirrors: tests/catalog enumerates the crashes of a copy",
     39: "a base, borrowed as by a fork; test_holds enumerates it",
     41: "history, which nothing restores",
+    42: "published versions, which nothing restores",
+    43: "with 42; tests/published/test_kills.py enumerates its crashes",
+    44: "with 42",
+    45: "with 42",
+    46: "a form of bytes",
 }
 SEARCH_TIMEOUT_S = 200
 MEMORY_MIB = 6000

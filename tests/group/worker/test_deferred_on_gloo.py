@@ -120,9 +120,11 @@ def assert_same(found: list[tuple[int, Tensors]], expected: list[tuple[int, Tens
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
     [
-        ("ddp", "SGD"),
-        ("fsdp", "AdamW"),
-        *(pytest.param(*others, marks=pytest.mark.slow) for others in (("ddp", "AdamW"), ("fsdp", "SGD"))),
+        ("ddp", "AdamW"),
+        *(
+            pytest.param(*others, marks=pytest.mark.slow)
+            for others in (("ddp", "SGD"), ("fsdp", "AdamW"), ("fsdp", "SGD"))
+        ),
     ],
 )
 def test_the_first_backward_pass_runs_while_the_moments_are_read(
@@ -152,7 +154,7 @@ def test_the_first_backward_pass_runs_while_the_moments_are_read(
     assert sum(int(last) + 1 - int(first) for first, last in ranges) < 1.5 * moments, "every byte is read by one rank"
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_at_another_world_size_it_comes_to_the_same(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     uri = f"file://{tmp_path}/run"
     ranks.run(save, 2, uri, kind, "AdamW")
