@@ -199,9 +199,10 @@ class VersionFollower:
     def wait(self, timeout_s: float | None = None) -> PulledVersion | None:
         """Wait for a version that is newer than `current`. Return None after `timeout_s`, or when it was closed.
 
-        The store is asked every `poll_s`, and at once after `wake`. Errors of the store are logged, and it is asked
-        again.
+        The store is asked every `poll_s`, and at once after `wake`. An error is logged when it first occurs, and the
+        store is asked again. Raises ConfigError.
         """
+        said = ""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._closed:
             self._wake.clear()
@@ -211,7 +212,9 @@ class VersionFollower:
             except RaycheckError as error:
                 if isinstance(error, ConfigError):
                     raise
-                logger.warning(event("the newest version cannot be had yet", cause=error, run=self._store.uri))
+                if str(error) != said:
+                    said = str(error)
+                    logger.warning(event("the newest version cannot be had yet", cause=error, run=self._store.uri))
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
                 return None

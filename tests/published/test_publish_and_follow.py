@@ -316,6 +316,16 @@ def test_a_damaged_version_is_not_fetched_again_and_again(
         assert_has(follower.update(), trained)
 
 
+def test_an_error_that_stays_is_logged_once(trained: Trained, local: Path, caplog: pytest.LogCaptureFixture):
+    trained.publish()
+    damage(trained, ".safetensors")
+    with raycheck.follow(trained.store.uri, local, poll_s=0.01) as follower:
+        assert follower.wait(timeout_s=0.5) is None
+        assert [record.levelname for record in caplog.records if "cannot be had yet" in record.message] == ["WARNING"]
+        trained.publish(whole=True)
+        assert_has(follower.wait(timeout_s=60), trained)
+
+
 def test_a_reader_keeps_what_it_needs(trained: Trained, local: Path):
     with raycheck.follow(trained.store.uri, local) as follower:
         trained.publish()
