@@ -51,7 +51,12 @@ def write_file(path: Path, data: bytes) -> None:
 def appear(path: Path) -> None:
     """Give a complete, flushed file its own name."""
     partial_of(path).replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder survive a loss of power."""
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

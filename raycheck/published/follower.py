@@ -22,6 +22,7 @@ from raycheck.published.pull import Pulled, pull
 from raycheck.published.records import Reader, Versions
 from raycheck.published.series import LEASE_S, Series
 from raycheck.published.version_folder import LocalVersion, VersionFolder
+from raycheck.published.weights_file import WEIGHTS
 from raycheck.storage_settings import StorageSettings
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 POLL_S = 1.0
 TRIES = 5
 RENEW_S = LEASE_S / 4
-WEIGHTS = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ class PulledVersion:
 
         tensors: by the names that the published files have. pause: makes the context in which they are copied, so that
         no forward pass sees some of them. An error of the disk meanwhile leaves some of each version: load again then.
-        changed_only: leave out those that have not changed since the version before,
-        which must have been loaded. Raises StateMismatchError, and changes nothing, when a weight has no tensor of its
-        shape and type there, or when a tensor there gets no weight.
+        changed_only: leave out those that have not changed since the version before, which must have been loaded.
+        Raises StateMismatchError, and changes nothing, when a weight has no tensor of its shape and type there, or when
+        a tensor there gets no weight.
         """
         import torch
 
@@ -88,8 +88,22 @@ class PulledVersion:
                 count += 1
         return count
 
+    def _forms(self) -> "dict[str, tuple[tuple[int, ...], torch.dtype]]":
+        """Return the shape and type of each weight. Only the heads of the files are read."""
+        from safetensors import safe_open
+
+        from raycheck.huggingface.export_contents import SAFETENSORS_DTYPES
+
+        dtypes = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for file in self.path.glob(f"*{WEIGHTS}"):
+            with safe_open(file, framework="pt") as weights:
+                slices = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118  not a mapping
+                found |= {name: (tuple(one.get_shape()), dtypes[one.get_dtype()]) for name, one in slices.items()}
+        return found
+
     def _check(self, tensors: "Mapping[str, torch.Tensor]") -> None:
-        found = {name: (tuple(values.shape), values.dtype) for name, values in self.tensors()}
+        found = self._forms()
         problems = [f"{name} is not there" for name in found.keys() - tensors.keys()]
         for name in found.keys() & tensors.keys():
             shape, dtype = tuple(tensors[name].shape), tensors[name].dtype
@@ -325,9 +339,9 @@ def follow(
 
     uri: the run's URI, or the place to which it publishes. folder: where the versions are made, a new one or one that
     was followed before; in it, `latest` is a link to the newest. None: a temporary folder, removed by `close`. storage:
-    how to open the URI. poll_s: the seconds between two looks, each of one small GET. keep: how many
-    of the newest versions stay in the folder; the current one always does. lease: write a small record that
-    keeps the versions that this reader still needs, if it has the right to.
+    how to open the URI. poll_s: the seconds between two looks, each of one small GET. keep: how many of the newest
+    versions stay in the folder; the current one always does. lease: write a small record that keeps the versions that
+    this reader still needs, if it has the right to.
 
     Raises ConfigError when the folder contains something else, or a library is missing.
     """

@@ -36,10 +36,8 @@ from raycheck.published.pull import pull
 from raycheck.published.records import PatchFile, PublishedVersion, VersionFile, VersionRecord, Versions
 from raycheck.published.series import Series, kept
 from raycheck.published.version_folder import LocalVersion, VersionFolder, typed_errors
-from raycheck.published.weights_file import mapped
+from raycheck.published.weights_file import WEIGHTS, mapped
 from raycheck.settings import Publish
-
-WEIGHTS = ".safetensors"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

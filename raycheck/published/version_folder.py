@@ -18,6 +18,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from raycheck.bucket.format.document import dump
+from raycheck.bucket.local_files import sync_folder, write_file
 from raycheck.errors import ConfigError, CorruptError, RaycheckError, StoreError
 from raycheck.published.records import MAX_RECORD_BYTES, RECORD_FILE, VersionRecord, load_record
 
@@ -111,11 +112,7 @@ class VersionFolder:
     def show(self, made: Path, record: VersionRecord) -> None:
         """Make a folder that was built the newest version, and delete older ones that nobody has locked."""
         with typed_errors(self.path):
-            with (made / RECORD_FILE).open("wb") as file:
-                file.write(dump(record))
-                file.flush()
-                os.fsync(file.fileno())
-            _sync_folder(made)
+            write_file(made / RECORD_FILE, dump(record))
             place = self.path / record.directory
             if place.exists():  # somebody may be using it
                 place = self.path / f"{record.directory}-{uuid4().hex[:8]}"
@@ -123,7 +120,7 @@ class VersionFolder:
             link = self.path / f"{_BUILDING}{uuid4().hex[:8]}"
             link.symlink_to(place.name)
             link.replace(self.path / LINK)
-            _sync_folder(self.path)
+            sync_folder(self.path)
             self._delete_older(place)
 
     def _delete_older(self, newest: Path) -> None:
@@ -161,12 +158,6 @@ def _unlock(lock: int) -> None:
     with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
 
 
 def _remove(path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from raycheck.errors import CorruptError
 
+WEIGHTS = ".safetensors"
 MAX_HEAD_BYTES = 100_000_000
 """The limit of the safetensors library."""
 WIDTH = {
