@@ -37,34 +37,35 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[Digest]:
 class PendingDigests:
     """Digests that are computed in the background, so that the rank can copy other tensors at the same time.
 
-    Tensors in host memory are digested in threads, those on an accelerator on a separate stream. The tensors must not
-    change before `release` has returned; on an accelerator, this holds for work enqueued before that.
+    Tensors in host memory are digested in threads. Those on an accelerator are digested on a separate stream, after
+    everything that was enqueued when this object was created; `release` enqueues it, so that the host can enqueue
+    copies first. The tensors must not change before `release` has returned; on an accelerator, this holds for work
+    enqueued before that.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._digests: list[Digest | Callable[[], Digest]] = []
-        self._sums: dict[torch.device, list[torch.Tensor]] = {}
-        self._counts: dict[torch.device, int] = {}  # of these sums so far, to count thousands of tensors once
-        self._there: dict[torch.device, tuple[torch.Tensor, torch.Event]] = {}
         on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
         is_small = sum(tensor.nbytes for tensor in on_host) <= _ALONE_BYTES
         self._threads = None if is_small else ThreadPoolExecutor(_num_threads(), thread_name_prefix="raycheck-digest")
         self._running: list[Future[list[int]]] = []
-        for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
-            _stream(device).wait_stream(torch.accelerator.current_stream(device))
-        with torch.no_grad():
-            for tensor in tensors:
-                self._digests.append(self._begin(tensor.detach()))
-        for device, sums in self._sums.items():
-            with _stream(device) as stream:
-                here = torch.cat(sums).to("cpu", non_blocking=True)
-                event = torch.Event(device)
-                event.record(stream)
-            self._there[device] = here, event
-        self._sums.clear()
+        self._sums: dict[torch.device, list[torch.Tensor]] = {}
+        self._counts: dict[torch.device, int] = {}  # of these sums so far, to count thousands of tensors once
+        self._there: dict[torch.device, tuple[torch.Tensor, torch.Event]] = {}
+        self._digests: list[Digest | Callable[[], Digest]] = [
+            self._begin_on_host(tensor.detach()) if tensor.device.type == "cpu" and tensor.numel() else ()
+            for tensor in tensors
+        ]
+        self._to_enqueue = [
+            (number, tensor.detach())
+            for number, tensor in enumerate(tensors)
+            if tensor.device.type != "cpu" and tensor.numel()
+        ]
+        devices = {tensor.device for _, tensor in self._to_enqueue}
+        self._written = {device: torch.accelerator.current_stream(device).record_event() for device in devices}
 
     def release(self) -> None:
         """Wait until the tensors may change."""
+        self._enqueue()
         for running in self._running:
             running.exception()
         if self._threads is not None:
@@ -79,12 +80,21 @@ class PendingDigests:
             event.synchronize()
         return [found() if callable(found) else found for found in self._digests]
 
-    def _begin(self, tensor: torch.Tensor) -> Digest | Callable[[], Digest]:
-        if not tensor.numel():
-            return ()
-        if tensor.device.type == "cpu":
-            return self._begin_on_host(tensor)
-        return self._begin_on_device(tensor)
+    def _enqueue(self) -> None:
+        on_device, self._to_enqueue = self._to_enqueue, []
+        for device, written in self._written.items():
+            _stream(device).wait_event(written)
+        self._written = {}
+        with torch.no_grad():
+            for number, tensor in on_device:
+                self._digests[number] = self._begin_on_device(tensor)
+        for device, sums in self._sums.items():
+            with _stream(device) as stream:
+                here = torch.cat(sums).to("cpu", non_blocking=True)
+                event = torch.Event(device)
+                event.record(stream)
+            self._there[device] = here, event
+        self._sums.clear()
 
     def _begin_on_host(self, tensor: torch.Tensor) -> Digest | Callable[[], Digest]:
         if self._threads is None:

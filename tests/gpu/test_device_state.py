@@ -3,9 +3,12 @@
 Needs one device, and neither Ray nor a store server: `pytest --gpu tests/gpu`.
 """
 
+import multiprocessing
 import random
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -23,10 +26,10 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.errors import SaveFailedError
 from raycheck.state.random_state import apply_rng, rng_values
 from raycheck.state.train_state import TrainState
-from raycheck.transfer.incremental_upload import StagedState
+from raycheck.transfer.incremental_upload import SharedState, StagedState
 from raycheck.transfer.stage.local_box import boxes_of
 from raycheck.transfer.stage.stager import Stager
-from raycheck.transfer.tensor_digest import digests
+from raycheck.transfer.tensor_digest import PendingDigests, digests
 from tests.support.processes.background_call import InThread
 from tests.support.processes.save_without_ray import claimed, committed, restore_state, save_state, upload
 
@@ -102,9 +105,11 @@ def test_the_step_waits_for_moments_that_a_thread_brings_to_the_device(
     state = build(1, sharded=True, **adam)
     train(state, 3)
     checkpoint = save_state(store, state, step=3)
+    torch.manual_seed(5)  # for the dropout
     expected = train(state, 3)
     other = build(2, sharded=True, **adam)
     train(other, 0 if fresh else 1)
+    torch.manual_seed(5)
     live = TrainState(other, rank=0, world_size=1)
 
     def decide(read: Callable[[], int]) -> None:
@@ -232,6 +237,127 @@ def test_the_staging_memory_is_page_locked(store: Store) -> None:
     staged.wait()
 
 
+def test_another_process_uploads_what_the_device_copied_into_page_locked_memory(tmp_path: Path) -> None:
+    """The node's actor reads the rank's buffers: those are shared memory, which CUDA has locked afterward."""
+    store = open_store(f"file://{tmp_path}/run")
+    state = build(1)
+    train(state, 2)
+    expected = {name: values.clone() for name, values in state["model"].state_dict().items()}
+    live = TrainState(state, rank=0, world_size=1, is_shared=True)
+    live.prepare()
+    torch.cuda._sleep(LONG)
+
+    staged = live.stage(Progress(step=2))
+    is_device_behind = not torch.cuda.current_stream().query()
+    train(state, 2)
+    staged.wait()
+    shared = staged.to_share()
+    name = claimed(store, world_size=1, step=2)
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    actor = context.Process(target=upload_elsewhere, args=(shared, store.uri, name, answers))
+    actor.start()
+    checkpoint = committed(store, name, [answers.get(timeout=120)], progress=Progress(step=2))
+    actor.join(60)
+
+    (stager,) = live.components._train
+    assert stager._buffer.tensor.is_pinned()
+    assert is_device_behind, "the host waited for the device, so this shows nothing"
+    found = build(3)
+    restore_state(checkpoint, found)
+    for name, values in expected.items():
+        assert torch.equal(found["model"].state_dict()[name], values), name
+
+
+def upload_elsewhere(shared: SharedState, uri: str, name: str, answers: Any) -> None:
+    answers.put(upload(open_store(uri), shared.open(), name=name))
+
+
+def test_a_captured_step_goes_on_from_the_restored_values(store: Store) -> None:
+    """A CUDA graph knows addresses only: a restore that put new tensors in their place would be trained past."""
+    torch.manual_seed(1)
+    model = nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True)
+    state = {"model": model, "optimizer": optimizer}
+    batch = torch.randn(16, 64, device="cuda")
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    checkpoint = save_state(store, state)
+    graph.replay()
+    graph.replay()
+    expected = [values.clone() for values in model.parameters()]
+    for _ in range(3):
+        graph.replay()
+
+    restore_state(checkpoint, state)
+    graph.replay()
+    graph.replay()
+
+    for found, values in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(found, values)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
+@pytest.mark.parametrize("fresh", [False, True], ids=["trained before", "fresh"])
+def test_a_compiled_step_waits_for_deferred_moments(store: Store, *, fresh: bool) -> None:
+    def made(seed: int) -> tuple[dict[str, object], Callable[[], None]]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 257), nn.GELU(), nn.Linear(257, 8)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return {"model": model, "optimizer": optimizer}, torch.compile(optimizer.step)
+
+    def go_on(state: dict[str, object], step: Callable[[], None], steps: int) -> None:
+        batch = torch.randn(16, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(4))
+        for _ in range(steps):
+            state["model"](batch).square().mean().backward()
+            step()
+            state["optimizer"].zero_grad()
+
+    state, step = made(1)
+    go_on(state, step, 3)
+    checkpoint = save_state(store, state, step=3)
+    go_on(state, step, 2)
+    other, step = made(2)
+    go_on(other, step, 0 if fresh else 1)
+    live = TrainState(other, rank=0, world_size=1)
+
+    live.apply(checkpoint, defer_optimizer=True)
+    torch.cuda._sleep(LONG)
+    live.deferred.begin(lambda read: read() and None, lambda _: None)
+    go_on(other, step, 2)
+
+    for name, values in state["model"].state_dict().items():
+        torch.testing.assert_close(other["model"].state_dict()[name], values, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_a_sampler_on_the_device_follows_published_weights(store: Store, tmp_path: Path) -> None:
+    from tests.published.weights import Trained
+
+    trained = Trained(store, tmp_path / "cache")
+    sampler = {name: torch.zeros_like(values, device="cuda") for name, values in trained.weights.items()}
+    with raycheck.follow(store.uri, tmp_path / "local") as follower:
+        for number in range(3):
+            trained.publish()
+            follower.update().load_into(sampler, changed_only=number > 0)
+
+            for name, values in trained.weights.items():
+                assert torch.equal(sampler[name].cpu(), values), name
+
+
 def test_slices_from_the_device_wait_for_the_step_before_and_are_the_same_object(store: Store) -> None:
     """The copies wait behind a slow step on the training's own stream. Each part has arrived when it is sent."""
     own = torch.cuda.Stream()
@@ -331,6 +457,22 @@ def test_the_digest_of_device_memory_shows_one_changed_bit() -> None:
             assert digests(tensors) != before
             words[place * tensor.element_size()] ^= 1
     assert digests(tensors) == before
+
+
+def test_digests_see_the_values_of_before_their_creation_and_hold_up_those_of_after() -> None:
+    """The device is behind when they are created, and the copies of a save are enqueued before they are."""
+    tensor = torch.zeros(1 << 24, device="cuda")
+    torch.cuda._sleep(LONG)
+    tensor.fill_(5.0)
+
+    pending = PendingDigests([tensor])
+    copy = tensor.to("cpu", non_blocking=True)
+    pending.release()
+    tensor.fill_(9.0)
+
+    found = pending.result()
+    assert found == digests([torch.full((1 << 24,), 5.0, device="cuda")])
+    assert copy.min().item() == copy.max().item() == 5.0
 
 
 def test_a_frozen_base_on_the_device_is_uploaded_once(store: Store) -> None:
