@@ -4,6 +4,7 @@ This works at any world size: each wanted box is assembled from whatever boxes w
 verified, even when only part of an object is read. Nothing is unpickled.
 """
 
+import ctypes
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -281,13 +282,21 @@ def _place(payload: memoryview, read: Read) -> int:
         target = as_bytes(local).numpy()[low : low + count]
         np.copyto(target, np.frombuffer(payload, np.uint8)[skip * item :][:count])
         return int(target.nbytes)
-    flat = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(dtype)
-    saved = flat.as_strided(read.sizes, read.strides, skip)
+    saved = _to_read(payload).view(dtype).as_strided(read.sizes, read.strides, skip)
     into = local.view(-1) if len(read.sizes) != local.dim() else local
     for dim, (start, size) in enumerate(zip(read.target_low, read.sizes, strict=True)):
         into = into.narrow(dim, start, size)
-    into.copy_(saved)
+    into.copy_(saved)  # waits also for a device, so that the received bytes are not freed before
     return written_bytes(into)
+
+
+def _to_read(payload: memoryview) -> torch.Tensor:
+    """Return received bytes as a flat tensor, over the same memory. Only read it, and only while they are referenced.
+
+    Torch takes no memory that is read-only, and Python would hold its lock while it copied it.
+    """
+    received = np.frombuffer(payload, np.uint8)
+    return torch.frombuffer((ctypes.c_uint8 * received.size).from_address(received.ctypes.data), dtype=torch.uint8)
 
 
 def _saved_dtype(box: LocalBox) -> torch.dtype:
