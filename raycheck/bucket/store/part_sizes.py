@@ -40,7 +40,7 @@ def most_in_flight(most: int) -> int:
 
 def floor_bytes(ranks: int) -> int:
     """Return the smallest size of a request for data; 0 with few ranks."""
-    return min(LARGEST_FLOOR_BYTES, ranks // MANY_RANKS * 8 * 1024 * 1024)
+    return min(LARGEST_FLOOR_BYTES, ranks // MANY_RANKS * 16 * 1024 * 1024)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
