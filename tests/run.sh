@@ -26,19 +26,20 @@ case " $* " in *" --all "*) # made once
         frameworks.megatron_training frameworks.rl_frameworks frameworks.trackers; do "$python" -m "tests.support.$made"; done ;;
 esac
 
-# Up to five processes at a time: they wait much of the time, and one thread of torch's is enough for each. 5 is
+# Up to six processes at a time: they wait much of the time, and one thread of torch's is enough for each. 5 is
 # pytest's status when none of its tests was asked for.
 export OMP_NUM_THREADS=1
 priority=
 unset PYTHONDONTWRITEBYTECODE # or each process that a test starts compiles raycheck anew, for up to half a second
 case " $* " in *" --all "*) ;; *) export PYTHONHASHSEED=0 ;; esac # sets have one order; with --all any
 tests() { $priority "$python" -m pytest --durations=25 "$@" || [ $? = 5 ]; }
-bucket="tests/bucket tests/catalog tests/views tests/page"
+bucket="tests/bucket"
+catalog="tests/catalog tests/views tests/page"
 training="tests/transfer tests/group"
 frameworks="tests/frameworks tests/cli tests/data tests/huggingface"
 others() { # every test outside of these folders
     ignored=
-    for folder in $bucket $training $frameworks; do ignored="$ignored --ignore=$folder"; done
+    for folder in $bucket $catalog $training $frameworks; do ignored="$ignored --ignore=$folder"; done
     tests $ignored "$@"
 }
 beside=
@@ -56,7 +57,7 @@ case " $* " in
     tests -m "not ray" $training "$@" & # waits much, as the Ray tests do: both have precedence
     beside=$!
     priority="nice -n 5"
-    for folders in "$frameworks" "$bucket"; do
+    for folders in "$frameworks" "$bucket" "$catalog"; do
         tests -m "not ray" $folders "$@" &
         beside="$beside $!"
     done

@@ -23,7 +23,7 @@ from typing import Literal
 from raycheck.bucket.format.checksum import SUB_BLOCK
 from raycheck.bucket.store.interface import READS_IN_FLIGHT
 from raycheck.bucket.store.part_sizes import PART_SIZES, fewest_in_flight, most_in_flight, piece_bytes
-from raycheck.bucket.store.request_window import Flight, RequestWindow, Share
+from raycheck.bucket.store.request_window import GROUP_FIRST, Flight, RequestWindow, Share
 from raycheck.bucket.store.retry import pause_bounds
 from raycheck.bucket.store.s3.obstore_store import MAX_PAUSE, MAX_RETRIES
 from raycheck.settings import SaveSettings
@@ -181,7 +181,8 @@ def transferred(ranks: int, client: Client, *, is_upload: bool) -> list[Outcome]
     store = ThrottledStore(client, is_upload, limit)
     with world_of(ranks):
         least = fewest_in_flight(PART_SIZES["s3"].in_flight if is_upload else READS_IN_FLIGHT)
-        windows = [RequestWindow(least=least, most=most_in_flight(MOST), clock=store.clock) for _ in range(SIMULATED)]
+        sizes = {"least": least, "most": most_in_flight(MOST), "rises_to": 2 * GROUP_FIRST // ranks}
+        windows = [RequestWindow(**sizes, clock=store.clock) for _ in range(SIMULATED)]
         found = []
         for _ in range(TURNS):
             shares = [Share(window).__enter__() for window in windows]

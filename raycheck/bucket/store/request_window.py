@@ -3,8 +3,9 @@
 One connection to a cloud's store carries some 50 MB/s, and one to a store on the same machine as much as ten do. So a
 window tries one size after another. It keeps a larger one if more bytes per second arrive with it, and a smaller one if
 no fewer do. It shrinks at once when the store refuses a request because there are too many, or does not answer in time.
-What it has found lasts as long as the process, for all uploads and restores of one bucket. A window for reads begins
-with half of what it may have, since a restarted job waits for its first restore.
+What it has found lasts as long as the process, for all uploads and restores of one bucket. A new window doubles as long
+as no answer comes. One for reads begins with half of what it may have, since a restarted job waits for its first
+restore.
 """
 
 import logging
@@ -28,7 +29,8 @@ NODE_MOST = 256
 FIRST = MOST // 2
 """The most with which a new window begins, where more requests of the same bytes take little more CPU time."""
 GROUP_FIRST = 1024
-"""The most with which the new windows of all ranks of a group begin together. S3 takes some thousands in a second."""
+"""The most with which the new windows of all ranks of a group begin together, and half of what they rise to while no
+answer comes. S3 takes some thousands in a second."""
 GAIN = 1.02
 """How many times as many bytes per second must arrive for a larger size to be kept."""
 LOSS = 0.985
@@ -116,11 +118,19 @@ class RequestWindow:
     """How many requests to one bucket are in flight in one direction, for all threads of a process.
 
     size: how many may be; `first` to begin with. flying: how many are. least, most: the bounds of `size`, which falls
-    below `least` only where the store refuses requests. clock: in seconds.
+    below `least` only where the store refuses requests. rises_to: up to which size it doubles while no answer comes.
+    clock: in seconds.
     """
 
     def __init__(
-        self, *, least: int, most: int, first: int = 0, clock: Callable[[], float] = time.monotonic, name: str = ""
+        self,
+        *,
+        least: int,
+        most: int,
+        first: int = 0,
+        rises_to: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        name: str = "",
     ) -> None:
         self.least = min(least, most)
         self.most = most
@@ -132,7 +142,8 @@ class RequestWindow:
         self.flying = 0
         self._area = 0.0  # the integral of the number in flight over time, up to _seen_at
         self._seen_at = clock()
-        self._is_new = self.size > self.least  # until a request has ended or was refused, or it has doubled
+        self._rises_to = min(rises_to, most)
+        self._is_new = self._rises_to > self.size  # until a request has ended or was refused, or it is this large
         self._last_began_at = self._seen_at
         self._trial = 0  # counts the changes of the size
         self._samples = _Samples(self.size)
@@ -140,7 +151,7 @@ class RequestWindow:
         self._kept_rate: float | None = None
         self._grows = True  # whether the next trial is of a larger size
         # How far the next trial goes up, and down. What has begun with few does not have to come down far.
-        self._strides = {True: 2.0, False: 2.0 if self._is_new else STEP}
+        self._strides = {True: 2.0, False: 2.0 if self.size > self.least else STEP}
         self._patience = 1  # how many times the kept size is measured before the next trial
         self._waited = 0
         self._barred_s = BARRED_S
@@ -172,9 +183,10 @@ class RequestWindow:
         """Double a new window that has been full for a while without any answer."""
         with self._changed:
             is_full = self._is_new and self.flying >= self.size
-            if is_full and self._clock() >= self._last_began_at + UNANSWERED_S and self.size < self.most:
-                self._is_new = False
-                self._resize(min(self.most, 2 * self.size))
+            if is_full and self._clock() >= self._last_began_at + UNANSWERED_S:
+                self._resize(min(self._rises_to, 2 * self.size))
+                self._is_new = self.size < self._rises_to
+                self._strides[False] = 2.0
                 self._keep(None)
 
     def begin(self, share: Share) -> Flight:
@@ -314,7 +326,9 @@ def window_of(bucket_id: Hashable, way: str, *, least: int, first: int = 0) -> R
     """
     least = fewest_in_flight(least)
     most = most_in_flight(min(MOST, NODE_MOST // ranks_on_node()))
-    first = min(first, most // 2, GROUP_FIRST // ranks_in_group())
+    share = GROUP_FIRST // ranks_in_group()
+    first = min(first, most // 2, share)
     bucket = " ".join(str(part) for part in bucket_id if part) if isinstance(bucket_id, tuple) else bucket_id
-    made = RequestWindow(least=least, most=max(least, most), first=first, name=f"{bucket}: {way}")
+    most = max(least, most)
+    made = RequestWindow(least=least, most=most, first=first, rises_to=2 * share, name=f"{bucket}: {way}")
     return _windows.setdefault((bucket_id, way), made)

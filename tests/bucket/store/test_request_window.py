@@ -11,6 +11,8 @@ from raycheck.bucket.store.request_window import FIRST, UNANSWERED_S, Flight, Sh
 from tests.support.samples.simulated_store import (
     LEAST,
     MB,
+    MOST,
+    OBJECT_BYTES,
     SAVES,
     Job,
     SimulatedStore,
@@ -57,27 +59,35 @@ def test_a_new_window_is_nearly_as_fast_as_the_best_fixed_number_from_the_first_
     assert sum(warm.values()) / len(warm) > 0.93, warm
 
 
-def test_a_new_window_doubles_once_while_no_answer_comes() -> None:
+def test_a_new_window_that_begins_with_few_is_not_much_slower_with_a_large_object() -> None:
+    found = {}
+    for shape in shapes():
+        store = SimulatedStore(**shape)
+        window = window_in(store, rises_to=MOST)
+        took_s = mean_s(store, window, saves=1, size_bytes=4 * OBJECT_BYTES)
+        found[tuple(shape.values())] = best_fixed_s(**shape, size_bytes=4 * OBJECT_BYTES) / took_s
+
+    assert min(found.values()) > 0.6, found
+    assert sum(found.values()) / len(found) > 0.88, found
+
+
+def test_a_new_window_doubles_while_no_answer_comes() -> None:
     store = SimulatedStore(each=MB)
-    window = window_in(store, first=8)
+    window = window_in(store, first=8, rises_to=24)
 
     with Share(window) as share:
-        for _ in range(8):
-            assert share.may_begin()
-            share.begin()
-        assert not share.may_begin()
-        store.now = UNANSWERED_S
-        for _ in range(8):
-            assert share.may_begin()
-            share.begin()
-        store.now = 2 * UNANSWERED_S
-        assert not share.may_begin()
+        for number, more in enumerate((8, 8, 8, 0)):
+            store.now = number * UNANSWERED_S
+            for _ in range(more):
+                assert share.may_begin()
+                share.begin()
+            assert not share.may_begin()
 
 
 def test_a_new_window_does_not_double_where_answers_come_or_the_store_refuses() -> None:
     for happens in (lambda flight: flight.end(MB), Flight.refused):
         store = SimulatedStore(each=MB)
-        window = window_in(store, first=8)
+        window = window_in(store, first=8, rises_to=MOST)
         with Share(window) as share:
             flights = [share.begin() for _ in range(8)]
             happens(flights[0])
@@ -218,7 +228,7 @@ def test_slices_of_live_tensors_keep_to_the_least_size() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "part_mib", "least", "most"),
-    [("", 16, 4, 64), ("255", 16, 4, 64), ("1024", 32, 1, 8), ("4096", 64, 1, 4)],
+    [("", 16, 4, 64), ("255", 16, 4, 64), ("512", 32, 2, 8), ("1024", 64, 1, 4), ("4096", 64, 1, 4)],
 )
 def test_one_of_many_ranks_sends_few_large_parts(
     monkeypatch: pytest.MonkeyPatch, ranks: str, part_mib: int, least: int, most: int

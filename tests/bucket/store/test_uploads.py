@@ -24,7 +24,7 @@ from uuid import uuid4
 
 import pytest
 
-from raycheck.bucket.store import Store, client_options, open_store, retry, upload_parts
+from raycheck.bucket.store import Store, client_options, open_store, request_window, retry, upload_parts
 from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.part_sizes import PART_SIZES, PartSizes
 from raycheck.bucket.store.request_window import window_of
@@ -120,7 +120,8 @@ def test_the_parts_arrive_whole(store, buffer, wire):
     assert list(store.list_uploads("")) == []
 
 
-def test_a_store_that_refuses_a_part_gets_fewer_at_a_time(fast, buffer, wire):
+def test_a_store_that_refuses_a_part_gets_fewer_at_a_time(fast, buffer, wire, monkeypatch):
+    monkeypatch.setattr(request_window, "UNANSWERED_S", 60.0)
     store = by_s3fs_alone(fast)
     window = window_of(store.bucket_id, "uploads", least=2)
     wire.rule("busy", "PUT", "partNumber=2")

@@ -128,13 +128,15 @@ class SimulatedStore:
             self._arrives(request, self._chance.uniform(0.5, 1) * 0.1 * 3 ** min(4, request.attempt))
 
 
-def window_in(store: SimulatedStore, least: int = LEAST, most: int = MOST, first: int = 0) -> RequestWindow:
-    return RequestWindow(least=least, most=most, first=first, clock=store.clock)
+def window_in(
+    store: SimulatedStore, least: int = LEAST, most: int = MOST, first: int = 0, rises_to: int = 0
+) -> RequestWindow:
+    return RequestWindow(least=least, most=most, first=first, rises_to=rises_to, clock=store.clock)
 
 
 def new_window(store: SimulatedStore) -> RequestWindow:
     """The window of a process that has sent nothing yet, as `window_of` makes it."""
-    return window_in(store, first=FIRST)
+    return window_in(store, first=FIRST, rises_to=MOST)
 
 
 def parts_for(window: RequestWindow, size_bytes: int = OBJECT_BYTES) -> list[int]:
