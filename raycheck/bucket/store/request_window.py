@@ -31,6 +31,8 @@ FIRST = MOST // 2
 GROUP_FIRST = 1024
 """The most with which the new windows of all ranks of a group begin together, and half of what they rise to while no
 answer comes. S3 takes some thousands in a second."""
+RISES_TO = 16
+"""What a new window at least rises to. More would cost CPU time through s3fs, where a busy host answers late, too."""
 GAIN = 1.02
 """How many times as many bytes per second must arrive for a larger size to be kept."""
 LOSS = 0.985
@@ -328,7 +330,8 @@ def window_of(bucket_id: Hashable, way: str, *, least: int, first: int = 0) -> R
     most = most_in_flight(min(MOST, NODE_MOST // ranks_on_node()))
     share = GROUP_FIRST // ranks_in_group()
     first = min(first, most // 2, share)
+    rises_to = min(2 * share, max(2 * first, RISES_TO))
     bucket = " ".join(str(part) for part in bucket_id if part) if isinstance(bucket_id, tuple) else bucket_id
     most = max(least, most)
-    made = RequestWindow(least=least, most=most, first=first, rises_to=2 * share, name=f"{bucket}: {way}")
+    made = RequestWindow(least=least, most=most, first=first, rises_to=rises_to, name=f"{bucket}: {way}")
     return _windows.setdefault((bucket_id, way), made)

@@ -5,7 +5,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -136,6 +136,11 @@ def saved(uri: str, steps: int = SAVED, world_size: int = 1, **options: Any) -> 
     return ranks[0].tensors()
 
 
+def kinds(names: Iterable[str], *often: str) -> list[Any]:
+    """Return parameters of which only some are not left to --all."""
+    return [pytest.param(name, marks=() if name in often else pytest.mark.slow) for name in names]
+
+
 def equal(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
     assert len(found) == len(expected)
     return all(map(torch.equal, found, expected))
@@ -218,7 +223,7 @@ class Held:
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", kinds(OPTIMIZERS, "fused AdamW", "Adagrad"))
 def test_the_first_step_waits_and_changes_nothing_before(wire: FaultProxy, s3: str, name: str, kind: str) -> None:
     held = Held(wire, s3, name, make=OPTIMIZERS[kind])
     held.restore()
@@ -240,7 +245,7 @@ def test_the_first_step_waits_and_changes_nothing_before(wire: FaultProxy, s3: s
 
 @pytest.mark.server
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", kinds(["before", "after"], "before"))
 def test_a_compiled_step_waits_although_it_calls_no_hooks(wire: FaultProxy, s3: str, name: str, when: str) -> None:
     """Compiled steps round otherwise, so what is expected was trained by one too. The state exists in one case only."""
 
@@ -321,7 +326,7 @@ def test_whoever_looks_at_the_moments_waits(wire: FaultProxy, s3: str, name: str
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("kind", kinds(CALLS, "save", "end_step"))
 def test_whatever_may_save_waits(wire: FaultProxy, s3: str, name: str, kind: str) -> None:
     held = Held(wire, s3, name)
     held.restore()
