@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 4 * 1024 * 1024
 UNCHANGED, XOR, SPARSE, WHOLE = range(4)
+SAMPLED = 256 * 1024
+"""The number of elements on which the kind of a tensor's blocks is tried."""
 LEVEL = 1
 """Of zstd. Higher ones take several times as long for a few percent."""
 WIDTHS = (1, 2, 4, 8)
@@ -36,8 +38,8 @@ _HEAD = struct.Struct("<BI")
 def encode(base: memoryview, new: memoryview, width: int) -> bytes | None:
     """Return the patch that turns `base` into `new`; None if they are equal.
 
-    Both have the same size. width: bytes per element. Which of kinds 1 and 2 is smaller is tried on the first block
-    that has changed.
+    Both have the same size. width: bytes per element. Which of kinds 1 and 2 is smaller is tried on some elements, from
+    the first one that has changed.
     """
     blocks: list[bytes] = []
     kind = None
@@ -48,12 +50,9 @@ def encode(base: memoryview, new: memoryview, width: int) -> bytes | None:
             blocks.append(_HEAD.pack(UNCHANGED, 0))
             continue
         if kind is None:
-            tried = {XOR: _xor(changes), SPARSE: _sparse(changes)}
-            kind = min(tried, key=lambda kind: len(tried[kind]))
-            found = tried[kind]
-        else:
-            found = _xor(changes) if kind == XOR else _sparse(changes)
-        used = kind
+            some = changes[int((changes != 0).argmax()) :][:SAMPLED]
+            kind = XOR if len(_xor(some)) <= len(_sparse(some)) else SPARSE
+        used, found = kind, _xor(changes) if kind == XOR else _sparse(changes)
         if len(found) >= after.nbytes:
             used, found = WHOLE, _xor(after)
         blocks.append(_HEAD.pack(used, len(found)) + found)
@@ -109,7 +108,7 @@ def _xor(changes: "Elements") -> bytes:
 def _sparse(changes: "Elements") -> bytes:
     import numpy as np
 
-    places = np.flatnonzero(changes)
+    places = np.flatnonzero(changes != 0)  # four times as fast as without the comparison
     gaps = (np.diff(places, prepend=-1) - 1).astype("<u4")
     return _compressed(_planes(gaps) + _planes(changes[places]))
 
@@ -124,9 +123,10 @@ def _elements(data: memoryview, width: int) -> "Elements":
 def _planes(values: "Elements") -> bytes:
     import numpy as np
 
-    if values.itemsize == 1:
-        return values.tobytes()
-    return np.ascontiguousarray(values.view(np.uint8).reshape(-1, values.itemsize).T).tobytes()
+    planes = np.empty((values.itemsize, len(values)), np.uint8)
+    for number, plane in enumerate(planes):
+        np.right_shift(values, values.dtype.type(8 * number), out=plane, casting="unsafe")
+    return planes.tobytes()
 
 
 def _from_planes(data: bytes, dtype: "np.dtype[Any]") -> "Elements":

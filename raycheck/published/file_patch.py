@@ -8,16 +8,20 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from raycheck.bucket.format.checksum import crc32
 from raycheck.errors import CorruptError
 from raycheck.published.element_patch import apply, encode
-from raycheck.published.weights_file import mapped, read_head
+from raycheck.published.weights_file import StoredTensor, mapped, read_head
 
 PATCH_FILE_BYTES = 256 * 1024 * 1024
 """A patch file ends with the tensor that brings it to this size: it is in memory as a whole."""
+TENSORS_AT_ONCE = 256
+"""So many are compared, in threads, before the next ones are: their patches are in memory."""
 FORMAT = "raycheck-patch-1"
 
 
@@ -30,20 +34,26 @@ def have_equal_heads(base: Path, new: Path) -> bool:
 
 def patch_files(base: Path, new: Path) -> Iterator[bytes]:
     """Yield the patch files that turn `base` into `new`, none if they are equal. Their heads must be equal."""
-    with mapped(base) as before, mapped(new) as after:
+    with mapped(base) as before, mapped(new) as after, ThreadPoolExecutor(os.cpu_count()) as pool:
+
+        def encoded(item: StoredTensor) -> tuple[bytes | None, list[str]]:
+            old, now = before[item.start : item.stop], after[item.start : item.stop]
+            patch = encode(old, now, item.width)
+            return patch, [f"{crc32(one):08x}" for one in (old, now)] if patch is not None else []
+
         patches: dict[str, bytes] = {}
         sums: dict[str, list[str]] = {}
         size = 0
-        for name, item in read_head(after, what=str(new)).tensors.items():
-            old, now = before[item.start : item.stop], after[item.start : item.stop]
-            patch = encode(old, now, item.width)
-            if patch is None:
-                continue
-            patches[name], sums[name] = patch, [f"{crc32(old):08x}", f"{crc32(now):08x}"]
-            size += len(patch)
-            if size >= PATCH_FILE_BYTES:
-                yield _patch_file(patches, sums)
-                patches, sums, size = {}, {}, 0
+        tensors = iter(read_head(after, what=str(new)).tensors.items())
+        while some := dict(islice(tensors, TENSORS_AT_ONCE)):
+            for name, (patch, found) in zip(some, pool.map(encoded, some.values()), strict=True):
+                if patch is None:
+                    continue
+                patches[name], sums[name] = patch, found
+                size += len(patch)
+                if size >= PATCH_FILE_BYTES:
+                    yield _patch_file(patches, sums)
+                    patches, sums, size = {}, {}, 0
         if patches:
             yield _patch_file(patches, sums)
 
