@@ -316,9 +316,12 @@ class AfterCommit:
 
     @property
     def name(self) -> str:
-        """Return the name by which `save` requests the task: "export", "publish", or the function's own name."""
-        if isinstance(self.task, BUILT_IN):
-            return "export" if isinstance(self.task, HFExport) else "publish"
+        """Return the name by which `save` requests the task: "export", "publish", "publish to s3://bucket/models/mine",
+        or the function's own name."""
+        if isinstance(self.task, Publish):
+            return "publish" if self.task.to is None else f"publish to {self.task.to}"
+        if isinstance(self.task, HFExport):
+            return "export"
         return function_name(self.task).rpartition(".")[2]
 
     @property

@@ -119,7 +119,9 @@ def test_exports_stand_in_the_bucket_when_training_is_over(cluster: None, tmp_pa
 def test_a_follower_has_what_training_published(cluster: None, tmp_path) -> None:
     uri = f"file://{tmp_path}/run"
     publish = AfterCommit.publish(every_steps=2, mode="sync", cache=str(tmp_path / "cache"))
-    settings = SaveSettings(every_steps=4, keep_last=1, after_commit=publish)
+    elsewhere, cache = f"file://{tmp_path}/elsewhere", str(tmp_path / "cache-elsewhere")
+    also = AfterCommit.publish(every_steps=3, mode="sync", to=elsewhere, cache=cache)
+    settings = SaveSettings(every_steps=4, keep_last=1, after_commit=[publish, also])
     trainer = Trainer.remote(uri, raycheck.adapters.start_coordinator(uri, owner=uuid4().hex), settings)
 
     ray.get(trainer.train.remote(7))
@@ -127,8 +129,11 @@ def test_a_follower_has_what_training_published(cluster: None, tmp_path) -> None
     versions = raycheck.open_run(uri).published().versions
     assert [version.step for version in versions] == [2, 4, 6, 7]
     assert [version.is_whole for version in versions] == [True, False, False, False]
-    with raycheck.follow(uri, tmp_path / "local") as follower:
-        assert torch.equal(loaded_logits(follower.update().path), ray.get(trainer.logits.remote()))
+    for place in (uri, elsewhere):
+        with raycheck.follow(place) as follower:
+            assert torch.equal(loaded_logits(follower.update().path), ray.get(trainer.logits.remote()))
+    with raycheck.follow(elsewhere) as follower:
+        assert follower.update().number == 3  # of steps 3, 6 and 7
 
 
 @pytest.mark.ray
