@@ -4,6 +4,7 @@ This is a port: modules below raycheck/on_ray ask here, and use no name of Ray's
 """
 
 import sys
+import threading
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +12,31 @@ from raycheck.errors import ConfigError
 
 _RAYS = "raycheck.on_ray.ray_host"
 """The module that answers in a process that has imported Ray. It is in a layer above, so it is loaded by its name."""
+
+
+class VersionCopies:
+    """Copies of newly published versions, which are nearer than the bucket. Here there are none.
+
+    Whoever takes one compares it with its checksum, as if it came from the bucket, and reads the bucket instead if it
+    is not there. So a copy may go at any time, and no method raises.
+    """
+
+    def begin(self, directory: str) -> None:
+        """Begin to add a version, without what was added before. Nobody finds it until `announce`."""
+
+    def add(self, name: str, data: memoryview) -> None:
+        """Add a file of the version that was begun, if there is room for it."""
+
+    def announce(self) -> None:
+        """Let readers find the version that was begun, and tell them of it: the list in the bucket names it now."""
+
+    def take(self, directory: str, name: str) -> memoryview | None:
+        """Return a file of a version. Return None if it is not here, and if it is the one that was returned last."""
+        del directory, name
+        return None
+
+    def wake_at_next(self, wake: threading.Event) -> None:
+        """Set `wake` once when another version has been announced than the one of which this object knows."""
 
 
 class Host:
@@ -38,6 +64,11 @@ class Host:
     def dataset_names(self) -> list[str]:
         """Return the names of the datasets that the host gave to the training run."""
         return []
+
+    def version_copies(self, uri: str) -> VersionCopies:
+        """Return the copies of versions that are published at `uri`."""
+        del uri
+        return VersionCopies()
 
     def can_fork(self) -> bool:
         """Return whether a fork of this process can run Python code safely."""

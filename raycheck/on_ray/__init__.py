@@ -10,6 +10,7 @@
 - reports/: reports to Ray: its Results, and its metrics.
 - node_findings.py: what `raycheck doctor` finds out on each node.
 - ray_tasks.py: runs the tasks that follow a commit.
+- version_copies.py: published versions in the object store, for samplers of the same cluster.
 - data/: RayData, positions in a Ray Dataset.
 - watch_node/: `raycheck watch-node`, which turns a cloud's preemption notice into Ray's drain of the node.
   api/preemption_notices.py: where a group receives that notice.

@@ -13,11 +13,14 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.store import Store
+from raycheck.bucket.store import Store, open_store
 from raycheck.errors import NotFoundError, StoreError
 from raycheck.group.coordinator.export_task import Note
 from raycheck.group.coordinator.task_run import TaskRun
 from raycheck.on_ray.api.calls import results
+from raycheck.on_ray.version_copies import RayVersionCopies
+from raycheck.published.publish import series_of
+from raycheck.settings import Publish
 
 if TYPE_CHECKING:
     from raycheck.huggingface.export import ExportFiles
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
 
 def run_in_ray(job: TaskRun) -> list[Note]:
     """Run a job in Ray tasks. Return what to log."""
+    if isinstance(job.task, Publish):
+        series = series_of(open_store(job.uri), job.task)
+        RayVersionCopies(series.uri).start(job.nodes[0])
     notes: list[Note] = results([_on(job.nodes[0], _lead).remote(job)])[0]
     return notes
 

@@ -9,13 +9,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from raycheck.bucket.format.object_keys import version_number
 from raycheck.bucket.store import Got, open_store
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError, StateMismatchError, StoreError
+from raycheck.host import host
 from raycheck.log import event, logger
 from raycheck.published.element_patch import zstd
 from raycheck.published.pull import Pulled, pull
@@ -184,7 +185,8 @@ class VersionFollower:
             found = series.read()  # with the lock: an older list would bring an older version back
             if found is None:
                 return None
-            self._series = series
+            if self._series is None:
+                self._series = series = replace(series, copies=host().version_copies(series.uri))
             if found[1].version == self._seen:
                 self._renew(series, found, None if self._current is None else self._current._files)  # noqa: SLF001
                 return None
@@ -232,6 +234,8 @@ class VersionFollower:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
                 return None
+            if self._series is not None:
+                self._series.copies.wake_at_next(self._wake)
             self._wake.wait(self._poll_s if left is None else min(self._poll_s, left))
         return None
 

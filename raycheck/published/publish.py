@@ -25,9 +25,10 @@ from raycheck.bucket.format.object_keys import (
 from raycheck.bucket.local_files import file_crc32
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import Checkpoint, read_newest
-from raycheck.bucket.store import Got, open_store
+from raycheck.bucket.store import Got, Store, open_store
 from raycheck.bucket.store.open import open_near
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError
+from raycheck.host import host
 from raycheck.huggingface.export import export_hf
 from raycheck.log import event, logger
 from raycheck.published.element_patch import zstd
@@ -62,7 +63,7 @@ def publish(checkpoint: Checkpoint, options: Publish, *, by_training: bool = Fal
     """
     zstd()  # raises before anything is read
     store = checkpoint.store
-    series = Series(store, PUBLISHED_PREFIX) if options.to is None else Series(open_near(options.to, store.uri), "")
+    series = series_of(store, options)
     place = options.cache or _folder_of(series)
     folder = VersionFolder(Path(place), keep=1, is_private=options.cache is None)
     with folder.writing(wait=True):
@@ -86,6 +87,12 @@ def publish(checkpoint: Checkpoint, options: Publish, *, by_training: bool = Fal
         finally:
             if base is not None:
                 base.release()
+
+
+def series_of(store: Store, options: Publish) -> Series:
+    """Return the series to which the run at `store` publishes."""
+    series = Series(store, PUBLISHED_PREFIX) if options.to is None else Series(open_near(options.to, store.uri), "")
+    return replace(series, copies=host().version_copies(series.uri))
 
 
 def _of_this_run(series: Series, versions: Versions, run_id: str, options: Publish) -> Versions | None:
@@ -146,11 +153,11 @@ def _publish(
     run_id: str,
 ) -> Published:
     number = found[0].newest.number + 1 if found else 1
-    put = _Upload(series, version_directory(number, uuid4().hex[:8]))
     with folder.building() as place:
         made = place / "new"
         made.mkdir()
         export_hf(checkpoint, open_store(str(made)), options, stem=f"model-{checkpoint.entry.key}")
+        put = _Upload(series, version_directory(number, uuid4().hex[:8]))
         files, is_whole, patch_bytes = _store_files(put, made, base, versions, options)
         record = VersionRecord(
             directory=put.directory,
@@ -184,6 +191,7 @@ def _publish(
         leased = [reader.directory for reader in readers if reader.until > version.published_at]
         new = replace(new, versions=kept(new, keep_last=options.keep_last, leased=leased))
         series.add(new, found[1] if found else None)
+        series.copies.announce()
         try:  # it is published, whatever becomes of what follows: the next one makes up for it
             folder.show(made, record)
             series.delete_unlisted(new)
@@ -207,7 +215,9 @@ def _store_files(
     }
     whole_bytes = sum(file.size_bytes for file in files.values())
     patched = _patched(put, base, made, files) if base is not None else None
-    stored, patch_bytes = list(files), None
+    stored, patch_bytes, fetched = list(files), None, list(files)
+    if patched is None:
+        put.forget_copies()
     if patched is not None and base is not None:
         before = base.record.files
         files |= patched
@@ -221,33 +231,43 @@ def _store_files(
             stored = fetched
     for name in stored:
         files[name] = replace(files[name], is_stored=True)
-        put.file(made / name)
+        put.file(made / name, is_copied=name in fetched)
     return files, len(stored) == len(files), patch_bytes
 
 
 class _Upload:
-    """What is written into the directory of a new version. size_bytes: so far."""
+    """What is written into the directory of a new version. size_bytes: so far.
+
+    What a reader of the version before fetches is copied to where readers are, too.
+    """
 
     def __init__(self, series: Series, directory: str) -> None:
         self.size_bytes = 0
         self.directory = directory
         self._series = series
+        self.forget_copies()
+
+    def forget_copies(self) -> None:
+        self._series.copies.begin(self.directory)
 
     def data(self, name: str, data: bytes) -> PatchFile:
-        self._put(name, memoryview(data))
+        self._put(name, memoryview(data), is_copied=True)
         return PatchFile(name=name, size_bytes=len(data), crc32=crc32(data))
 
-    def file(self, path: Path) -> None:
+    def file(self, path: Path, *, is_copied: bool) -> None:
         with mapped(path) as data:
-            self._put(path.name, data)
+            self._put(path.name, data, is_copied=is_copied)
 
     def record(self, data: bytes) -> float:
         """Write the record. Return the store's time."""
+        self._series.copies.add(VERSION_RECORD, memoryview(data))
         store, key = self._series.store, version_key(self._series.prefix, self.directory, VERSION_RECORD)
         at = put_once(store, key, data)
         return at if at is not None else store.get(key).at
 
-    def _put(self, name: str, data: memoryview) -> None:
+    def _put(self, name: str, data: memoryview, *, is_copied: bool) -> None:
+        if is_copied:
+            self._series.copies.add(name, data)
         store = self._series.store
         part = store.part_bytes(len(data))
         parts = (data[at : at + part] for at in range(0, max(1, len(data)), part))

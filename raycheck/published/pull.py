@@ -217,7 +217,8 @@ def _record(series: Series, version: PublishedVersion) -> VersionRecord:
     key = series.key(version, VERSION_RECORD)
 
     def read() -> VersionRecord:
-        data = series.store.get_data(key, MAX_RECORD_BYTES)
+        copy = series.copies.take(version.directory, VERSION_RECORD)
+        data = bytes(copy) if copy is not None else series.store.get_data(key, MAX_RECORD_BYTES)
         record = load_record(data, what=f"{series.store}: {key}")
         if crc32(data) != version.record_crc32 or not record.is_of(version):
             raise CorruptError(f"{series.store}: {key} is not the record that the list of versions names")
@@ -248,4 +249,6 @@ def _read(series: Series, version: PublishedVersion, name: str, size: int, crc: 
 
 def _stream(series: Series, version: PublishedVersion, name: str, size: int, crc: int) -> Iterator[Buffer]:
     key = series.key(version, name)
-    return checked(read_ahead(Spans(series.store, key, 0, size)), crc, what=f"{series.store}: {key}")
+    copy = series.copies.take(version.directory, name)
+    chunks = [copy] if copy is not None and len(copy) == size else read_ahead(Spans(series.store, key, 0, size))
+    return checked(chunks, crc, what=f"{series.store}: {key}")

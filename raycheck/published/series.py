@@ -7,7 +7,7 @@ not name is deleted afterwards, so a reader that finds an object missing reads t
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raycheck.bucket.document_reading import read_document
 from raycheck.bucket.format.document import dump
@@ -22,6 +22,7 @@ from raycheck.bucket.format.object_keys import (
 from raycheck.bucket.store import Got, Store
 from raycheck.bucket.store.address import join_uri
 from raycheck.errors import ConflictError, CorruptError, NotFoundError, StoreError
+from raycheck.host import VersionCopies
 from raycheck.published.records import (
     MAX_READER_BYTES,
     MAX_VERSIONS_BYTES,
@@ -41,10 +42,14 @@ LEASE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A place in a store where versions are published. prefix: of all its keys."""
+    """A place in a store where versions are published.
+
+    prefix: of all its keys. copies: where files of versions are looked for before they are read from the store.
+    """
 
     store: Store
     prefix: str
+    copies: VersionCopies = field(default_factory=VersionCopies, compare=False)
 
     def __str__(self) -> str:
         return f"{self.store}: {versions_key(self.prefix)}"

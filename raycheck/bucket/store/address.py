@@ -137,7 +137,7 @@ def _quoted(path: str) -> str:
 
 def is_same_place(one: str, other: str) -> bool:
     """Return whether two URIs name one place in one bucket, regardless of their settings."""
-    return _place(one) == _place(other)
+    return place_of(one) == place_of(other)
 
 
 def located(prefix: str, key: str) -> str:
@@ -213,7 +213,8 @@ def path_below(root: str, uri: str) -> str | None:
     return path.removeprefix(start) or None if path.startswith(start) else None
 
 
-def _place(uri: str) -> tuple[str, str, str, str]:
+def place_of(uri: str) -> tuple[str, str, str, str]:
+    """Return what is equal for all URIs of one place in one bucket, regardless of their settings."""
     at = parse_uri(uri)
     return at.kind, at.account, at.bucket, at.prefix.rstrip("/")
 

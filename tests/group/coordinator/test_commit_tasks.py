@@ -30,6 +30,7 @@ from raycheck.group.coordinator.export_task import ExportTask, Note
 from raycheck.group.ports import PreemptionNotice
 from raycheck.group.worker.save_triggers import SaveTriggers
 from raycheck.on_ray.ray_tasks import _dealt, _spread
+from raycheck.on_ray.version_copies import RayVersionCopies
 from raycheck.settings import AfterCommit, HFExport, Retention, SaveSettings
 from tests.group.worker import test_save_triggers
 from tests.support.histories.invariants import assert_invariants
@@ -134,6 +135,9 @@ def test_a_follower_has_what_training_published(cluster: None, tmp_path) -> None
             assert torch.equal(loaded_logits(follower.update().path), ray.get(trainer.logits.remote()))
     with raycheck.follow(elsewhere) as follower:
         assert follower.update().number == 3  # of steps 3, 6 and 7
+    copies = RayVersionCopies(f"{uri}/published")  # of the coordinator: those of a task would have ended with it
+    record = tmp_path / f"run/published/{versions[-1].directory}/version.json"
+    assert copies.take(versions[-1].directory, "version.json") == record.read_bytes()
 
 
 @pytest.mark.ray
