@@ -28,7 +28,7 @@ from raycheck.on_ray.api.calls import this_node
 NAMESPACE = "raycheck"
 """Of the actor's name: samplers may belong to another job of the cluster."""
 SHARE = 0.1
-"""The part of the node's object store that one version may use, and that older versions may use."""
+"""The part of the node's object store that all announced versions may use, and that the next one may use."""
 VERSIONS = 4
 """How many versions are kept at most. A reader that is further behind reads the bucket."""
 TURNS = 4
@@ -70,13 +70,13 @@ class VersionShelf:
     async def announce(self, directory: str) -> None:
         if directory in self._begun:
             self._versions[directory] = self._begun.pop(directory)
-        while len(self._versions) > VERSIONS or self._older_bytes() > self._room:
+        while len(self._versions) > VERSIONS or self._size_bytes() > self._room:
             del self._versions[next(iter(self._versions))]
         async with self._news:
             self._news.notify_all()
 
-    def _older_bytes(self) -> int:
-        return sum(files.size_bytes for files in list(self._versions.values())[:-1])
+    def _size_bytes(self) -> int:
+        return sum(files.size_bytes for files in self._versions.values())
 
     async def lend(self, directory: str, name: str) -> tuple[int, list[Any]] | None:
         """Return a file's reference in a list, with the number of the turn, which ends by `give_back`.

@@ -339,7 +339,7 @@ def follow(
     """Follow the published versions of a run: `for version in raycheck.follow(uri): ...`.
 
     Each version is a complete Hugging Face directory in a local folder. It is made from the one before and the changed
-    elements. Needs neither torch nor Ray.
+    elements. Needs neither torch nor Ray. In the publisher's Ray cluster, files come from the object store.
 
     uri: the run's URI, or the place to which it publishes. folder: where the versions are made, a new one or one that
     was followed before; in it, `latest` is a link to the newest. None: a temporary folder, removed by `close`. storage:

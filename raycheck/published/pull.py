@@ -1,7 +1,8 @@
 """Makes the newest published version in a local folder: from the version that is there, or from a whole one. Step 44.
 
-Whatever is made has the checksums of its record, or is not made. If a patch does not fit, or costs more than a whole
-version, the whole one is fetched.
+Whatever is made has the checksums of its record, or is not made. Only the list is always read from the bucket: of the
+files of a version there may be nearer copies. If a patch does not fit, or costs more than a whole version, the whole
+one is fetched.
 """
 
 import os
@@ -106,7 +107,7 @@ class _Made:
 
     folder: for its files. files: as the record says. own: the files that are in it, and may be changed. elsewhere: the
     places of the others, which are files of complete versions. changed: the names of tensors that are not those of the
-    version it began with; None: all may differ. bytes_fetched: from the bucket.
+    version it began with; None: all may differ. bytes_fetched: from the bucket, or as copies of what is there.
     """
 
     folder: Path

@@ -189,8 +189,8 @@ def test_the_shelf_has_few_versions_and_only_what_there_is_room_for(cluster: Non
         return list(shelf._versions)
 
     assert asyncio.run(versions_after([1] * 6, room=100)) == ["2", "3", "4", "5"]
-    assert asyncio.run(versions_after([60, 60, 30, 100], room=100)) == ["1", "2", "3"]
-    assert asyncio.run(versions_after([60, 60, 60], room=100)) == ["1", "2"]
+    assert asyncio.run(versions_after([60, 40, 30, 30], room=100)) == ["1", "2", "3"]
+    assert asyncio.run(versions_after([60, 40, 100], room=100)) == ["2"]
 
 
 def test_more_than_there_is_room_for_is_left_to_the_bucket(trained: Trained):
