@@ -5,11 +5,13 @@ import random
 import shutil
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 import raycheck
@@ -20,15 +22,17 @@ from raycheck.bucket.store.memory import MemoryStore
 from raycheck.errors import ConflictError, RaycheckError, StoreError
 from raycheck.published.publish import publish
 from raycheck.settings import Publish
-from tests.published.weights import Trained, assert_equal, loaded
+from tests.published.weights import Trained, assert_equal, change, loaded
+from tests.support.processes.coordinator_in_thread import group_of
 from tests.support.processes.fork_server import fork_server
+from tests.support.samples import hf_models
 from tests.support.samples.hf_models import IDS
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
 WRITES = "put", "put_parts", "put_if_absent", "put_if_match", "delete"
-STEPS = 200
+STEPS, WITHIN_S = 200, 420
 
 
 class KilledError(BaseException):
@@ -129,12 +133,36 @@ def publish_all(root: str, cache: str, number: int) -> None:
     while True:
         try:
             body = read_latest(open_store(f"file://{root}"))
-            publish(Checkpoint(store, body.entry(body.head)), Publish(cache=cache, whole_every=8))
+            if body.head is not None:
+                publish(Checkpoint(store, body.entry(body.head)), Publish(cache=cache, whole_every=8))
         except (RaycheckError, ConflictError):
             pass
         if Path(root, "over").exists():
             return
         time.sleep(0.01)
+
+
+def train_all(root: str, log: str) -> None:
+    """Train from the newest checkpoint on. Note the logits of each step before it can be committed."""
+    model = hf_models.llama_bf16()
+    settings = raycheck.SaveSettings(every_steps=1, keep_last=3)
+    with raycheck.Checkpointer({"model": model}, settings, group=group_of(f"file://{root}")[0]) as checkpointer:
+        for step in range(checkpointer.restore().step + 1, STEPS + 1):
+            change(model, torch.Generator().manual_seed(step), share=0.01)
+            note(log, step, model)
+            checkpointer.end_step()
+            time.sleep(0.3)
+
+
+def note(log: str, step: int, model: Any) -> None:
+    logits = model(IDS).logits.float().sum(0).flatten()[:8].tolist()
+    with Path(log).open("a") as file:
+        file.write(f"{step} {logits}\n")
+
+
+def noted(log: Path) -> list[tuple[int, str]]:
+    lines = [line.split(" ", 1) for line in log.read_text().splitlines()] if log.exists() else []
+    return [(int(step), text) for step, text in lines]
 
 
 def follow_all(root: str, folder: str, log: str, number: int) -> None:
@@ -148,51 +176,57 @@ def follow_all(root: str, folder: str, log: str, number: int) -> None:
             if Path(root, "over").exists():
                 return
             continue
-        model = AutoModelForCausalLM.from_pretrained(version.path)
-        logits = model(IDS).logits.float().sum(0).flatten()[:8].tolist()
-        with Path(log).open("a") as file:
-            file.write(f"{version.step} {logits}\n")
+        note(log, version.step, AutoModelForCausalLM.from_pretrained(version.path))
 
 
 @pytest.mark.slow
 def test_200_steps_with_kills_and_a_store_that_fails(tmp_path: Path):
     """Each version that a reader has loaded gives the logits of the trainer's model at that step, to the bit."""
-    root, log = tmp_path / "run", tmp_path / "log"
-    trained = Trained(open_store(f"file://{root}"), tmp_path / "cache")
+    root, trained, read = tmp_path / "run", tmp_path / "trained", tmp_path / "read"
     chance = random.Random(7)
-    expected: dict[int, list[float]] = {}
     processes: dict[str, ForkServerProcess] = {}
-    kills = 0
+    kills: Counter[str] = Counter()
+    had: dict[str, int] = {}  # done when the process was started
+
+    def done(name: str) -> int:
+        if name == "publisher":
+            found = raycheck.open_run(f"file://{root}").published() if (root / "latest").exists() else None
+            return found.versions[-1].number if found else 0
+        return len(noted(trained if name == "trainer" else read))
 
     def start(name: str) -> None:
-        args = (str(root), str(tmp_path / "cache"), chance.randrange(10**6))
-        if name == "reader":
-            args = (str(root), str(tmp_path / "local"), str(log), chance.randrange(10**6))
-        processes[name] = fork_server().Process(target=publish_all if name == "publisher" else follow_all, args=args)
+        had[name] = done(name)
+        target, args = {
+            "trainer": (train_all, (str(root), str(trained))),
+            "publisher": (publish_all, (str(root), str(tmp_path / "cache"), chance.randrange(10**6))),
+            "reader": (follow_all, (str(root), str(tmp_path / "local"), str(read), chance.randrange(10**6))),
+        }[name]
+        processes[name] = fork_server().Process(target=target, args=args)
         processes[name].start()
 
-    for step in range(1, STEPS + 1):
-        trained.step(share=0.01)
-        expected[step] = trained.model(IDS).logits.float().sum(0).flatten()[:8].tolist()
-        for name in ("publisher", "reader"):
-            if name not in processes:
-                start(name)
-            elif chance.random() < 0.05:
-                os.kill(processes[name].pid, signal.SIGKILL)
-                processes[name].join()
-                kills += 1
-                start(name)
+    for name in ("trainer", "publisher", "reader"):
+        start(name)
+    end = time.monotonic() + WITHIN_S
+    while max((step for step, _ in noted(read)), default=0) < STEPS and time.monotonic() < end:
         time.sleep(0.3)
-    done, end = 0, time.monotonic() + 120
-    while done < STEPS and time.monotonic() < end:
-        lines = [line.split(" ", 1) for line in log.read_text().splitlines()]
-        done = max((int(step) for step, _ in lines), default=0)
-        time.sleep(0.2)
+        for name, process in list(processes.items()):
+            if process.exitcode == 0:
+                continue  # the training is over
+            assert process.exitcode is None, name
+            if chance.random() < (0.05 if done(name) > had[name] else 0.003):
+                os.kill(process.pid, signal.SIGKILL)
+                process.join()
+                kills[name] += 1
+                start(name)
     (root / "over").touch()
     for process in processes.values():
         process.join(60)
 
-    assert done == STEPS
-    assert kills > 5
-    assert len({int(step) for step, _ in lines}) > 20
-    assert [(step, text) for step, text in lines if text != str(expected[int(step)])] == []
+    expected = dict(noted(trained))
+    assert [line for line in noted(trained) if expected[line[0]] != line[1]] == []  # a step that was lost is repeated
+    assert expected.keys() == set(range(1, STEPS + 1))
+    assert len(noted(trained)) > STEPS
+    assert max(step for step, _ in noted(read)) == STEPS
+    assert min(kills[name] for name in processes) > 3
+    assert [line for line in noted(read) if expected[line[0]] != line[1]] == []
+    assert len({step for step, _ in noted(read)}) > 20

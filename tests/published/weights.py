@@ -25,10 +25,7 @@ class Trained:
         self._random = torch.Generator().manual_seed(0)
 
     def step(self, share: float = 0.02) -> Checkpoint:
-        with torch.no_grad():
-            for values in self.model.parameters():
-                chosen = torch.rand(values.shape, generator=self._random) < share
-                values.add_(chosen * torch.randn(values.shape, generator=self._random) * 1e-2)
+        change(self.model, self._random, share)
         self.steps += 1
         return save_state(self.store, {"model": self.model}, save_number=self.steps, step=self.steps)
 
@@ -41,6 +38,14 @@ class Trained:
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights as they are published now."""
         return {name: values.detach().clone() for name, values in self.model.state_dict().items()}
+
+
+def change(model: torch.nn.Module, random: torch.Generator, share: float) -> None:
+    """Change this share of all values a little."""
+    with torch.no_grad():
+        for values in model.parameters():
+            chosen = torch.rand(values.shape, generator=random) < share
+            values.add_(chosen * torch.randn(values.shape, generator=random) * 1e-2)
 
 
 def loaded(path: Path) -> dict[str, torch.Tensor]:
