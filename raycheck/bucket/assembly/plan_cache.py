@@ -124,6 +124,8 @@ class PlanCache:
     """
 
     def __init__(self) -> None:
+        import numpy  # noqa: F401, ICN001  now: no save waits for its import
+
         self.components: tuple[Component, ...] = ()
         self.replica_names = DecodedNames()
         self._sent: dict[bytes, bytes] = {}  # plans and names, by hash
