@@ -103,7 +103,7 @@ class Holdings:
         at = self.boxes, self.checksums
         if at not in known:
             rows, crcs = json.loads(zlib.decompress(self.boxes)), array("q", self.checksums)
-            known[at] = [HeldBox(*row, None if crc < 0 else crc) for row, crc in zip(rows, crcs, strict=True)]
+            known[at] = [HeldBox._make((*row, None if crc < 0 else crc)) for row, crc in zip(rows, crcs, strict=True)]
         return known[at]
 
 
