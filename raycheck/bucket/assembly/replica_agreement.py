@@ -100,15 +100,16 @@ class Holdings:
 
     def decoded(self, known: "DecodedBoxes") -> list[HeldBox]:
         """Return the boxes, decoded. known: boxes that were decoded before."""
-        at = self.boxes, self.checksums
-        if at not in known:
+        checksums, held = known.get(self.boxes, (None, []))
+        if checksums != self.checksums:
             rows, crcs = json.loads(zlib.decompress(self.boxes)), array("q", self.checksums)
-            known[at] = [HeldBox._make((*row, None if crc < 0 else crc)) for row, crc in zip(rows, crcs, strict=True)]
-        return known[at]
+            held = [HeldBox._make((*row, None if crc < 0 else crc)) for row, crc in zip(rows, crcs, strict=True)]
+            known.setdefault(self.boxes, (self.checksums, held))
+        return held
 
 
-DecodedBoxes = dict[tuple[bytes, bytes], list[HeldBox]]
-"""Boxes by their encoded form: without checksums, and their checksums."""
+DecodedBoxes = dict[bytes, tuple[bytes, list[HeldBox]]]
+"""Boxes by their encoded form, with the checksums of the first rank that has them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -464,7 +464,8 @@ class Coordinator:
             text = f"this rank saves {report.checkpoint} while another one saves {first.checkpoint}: {SAVE_ALIKE}"
             rendezvous.fail(_save_failed(report, text))
             return
-        holdings.decoded(self._held)
+        if holdings.boxes not in self._held:
+            holdings.decoded(self._held)
         rendezvous.arrive(report.rank, (report, holdings))
         if rendezvous.is_complete:
             rendezvous.decide(
