@@ -150,6 +150,8 @@ class PlanCache:
             in_use = set(chain.from_iterable(self._named.values()))
             self._sent = {digest: data for digest, data in self._sent.items() if digest in in_use}
             self._parsed = {digest: plan for digest, plan in self._parsed.items() if digest in in_use}
+        if section.plan and names == section.replicas.names:
+            return section
         return replace(section, plan=plan, replicas=replace(section.replicas, names=names))
 
     def is_parsed(self, section: Section) -> bool:

@@ -129,7 +129,14 @@ def _numbered(plans: Sequence[Plan]) -> tuple[list[Tensor], "Numbers"]:
 
 def _taken(order: "Numbers") -> Callable[["Column[int]"], "Column[int]"]:
     """Return a function that picks these rows from a column."""
-    return lambda column: column_of(numbers_of(column)[order])
+    import numpy as np
+
+    def picked(column: "Column[int]") -> "Column[int]":
+        rows = array("q", (0,)) * len(order)
+        np.take(numbers_of(column), order, out=numbers_of(rows), mode="clip")  # "raise" would buffer the result
+        return rows
+
+    return picked
 
 
 def _joined(parts: Iterable["Column[int]"]) -> "Column[int]":
