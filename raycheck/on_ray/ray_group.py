@@ -31,6 +31,9 @@ from raycheck.on_ray.reports.ray_reporter import RayReporter
 
 RETRY_PAUSE_S = 0.5
 FETCH_TIMEOUT_S = 60.0
+MAX_CALLS = 1 << 16
+"""How many calls the coordinator holds at once. A rank may wait in several: for a save, for a memory checkpoint. One
+that is not let in is not counted among the ranks that have come, so it would hold up all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +145,6 @@ def start_coordinator(uri: str, *, owner: str, resume: Resume = AUTO, suffix: st
         name=f"raycheck:{job}:{root}:{owner}{suffix}",
         num_cpus=0,
         max_restarts=-1,
-        max_concurrency=4096,
+        max_concurrency=MAX_CALLS,
         scheduling_strategy=NodeAffinitySchedulingStrategy(this_node(), soft=False),
     ).remote(uri, owner, resume, RayCluster(), examines=examines)

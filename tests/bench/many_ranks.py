@@ -4,6 +4,7 @@
 pickled before the clock starts, the coordinator's methods are called with what is unpickled, and each answer is pickled
 again. The store is in memory. Times are CPU seconds of all threads of the coordinator's process, since the machine may
 be shared. "after the last" is the part from the arrival of the last rank's message until all ranks have their answers.
+`--ray` has the ranks call a coordinator that is a Ray actor (many_ray_ranks.py).
 `--before PATH` measures an older tree in the same run, case by case, each in a process of its own, up to --before-ranks.
 """
 
@@ -262,7 +263,7 @@ class Exchange:
         self._messages = self._sent = self._answered = 0
         began = self._clock()
         answers = await asyncio.gather(*(self._call(method, message) for message in messages))
-        return self._cost(began, self._clock()), [pickle.loads(answer) for answer in answers]
+        return self._cost(began, self._clock()), [pickle.loads(answer) for _, answer in answers]
 
     async def _idle(self) -> float:
         """Wait until what has arrived is taken in. Return the clock's time then."""
@@ -285,16 +286,17 @@ class Exchange:
 
     async def _ask(self, method: str, message: bytes) -> bytes:
         while True:
-            answer = await self._call(method, message)
-            if not isinstance(pickle.loads(answer), Pending):
+            is_pending, answer = await self._call(method, message)
+            if not is_pending:
                 return answer
 
-    async def _call(self, method: str, message: bytes) -> bytes:
+    async def _call(self, method: str, message: bytes) -> tuple[bool, bytes]:
         self._messages += 2
         self._sent += len(message)
-        answer = pickle.dumps(await getattr(self._coordinator, method)(*pickle.loads(message)), protocol=5)
+        told = await getattr(self._coordinator, method)(*pickle.loads(message))
+        answer = pickle.dumps(told, protocol=5)
         self._answered += len(answer)
-        return answer
+        return isinstance(told, Pending), answer
 
 
 async def measured(
@@ -399,11 +401,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 4096])
     parser.add_argument("--tensors", type=int, default=244, help="1,000,000 pairs with 4,096 ranks")
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=LAYOUTS)
+    parser.add_argument("--ray", action="store_true", help="through Ray: see many_ray_ranks.py")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
         name, world_size, num_tensors = asked.one
         print(json.dumps(measure_here(name, int(world_size), int(num_tensors))))
+        return
+    if asked.ray:
+        from tests.bench import many_ray_ranks
+
+        many_ray_ranks.show(asked.layouts, asked.ranks, asked.tensors)
         return
     for name in asked.layouts:
         for world_size in asked.ranks:

@@ -9,6 +9,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from raycheck.adapters import RayGroup, start_coordinator
 from raycheck.errors import StoreError
+from raycheck.group.coordinator.messages import RankProof
 from tests.support.processes.ray_cluster import wait_for
 
 pytestmark = pytest.mark.ray
@@ -36,3 +37,16 @@ def test_a_coordinator_that_has_ended_is_not_waited_for(cluster: None, tmp_path:
 
     with pytest.raises(StoreError, match=r"rank 1: a call: the coordinator has ended.*start the workers again"):
         group.ask("has_trained", timeout_s=60, what="a call")
+
+
+@pytest.mark.slow
+def test_thousands_of_waiting_calls_do_not_hold_up_another_one(cluster: None, tmp_path: Path) -> None:
+    coordinator = start_coordinator(f"file://{tmp_path}/run", owner="me")
+    ray.get(coordinator.claim.remote("group", 5000), timeout=60)
+    proofs = [RankProof(group="group", rank=rank, world_size=5000, stream=None, proof=None) for rank in range(4200)]
+
+    waiting = [coordinator.compare_data.remote(proof, 300.0) for proof in proofs]
+
+    assert ray.get(coordinator.has_trained.remote(), timeout=120) is False
+    assert ray.wait(waiting, timeout=0)[0] == [], "all of them wait still"
+    ray.kill(coordinator)

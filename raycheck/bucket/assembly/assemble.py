@@ -128,7 +128,7 @@ def _refuse_other_saves(reports: Sequence[Report]) -> None:
     if [report.rank for report in reports] != list(range(first.world_size)):
         raise SaveFailedError(f"{name}: reports came from ranks {[report.rank for report in reports]}")
     for report in reports:
-        if report.checkpoint != name:
+        if (report.progress.step, report.attempt, report.save) != (first.progress.step, first.attempt, first.save):
             raise SaveFailedError(
                 f"rank 0 saved {name} while rank {report.rank} saved {report.checkpoint}: {SAVE_ALIKE}"
             )
@@ -185,7 +185,7 @@ def _component(store: Store, reports: Sequence[Report], name: str, metadata: Blo
     here = Component(
         name=name, checkpoint=checkpoint, metadata=metadata, shards=tuple(shard for _, shard in held.values())
     )
-    places = {rank: report.place_of(name) for rank, (report, _) in held.items()}
+    places = {rank: report.place_of(name) if report.references else checkpoint for rank, (report, _) in held.items()}
     there = replace(here, checkpoint=min(places.values()))
     if len(set(places.values())) == 1 and there != here and _is_in_head(store, there, plans):
         return there

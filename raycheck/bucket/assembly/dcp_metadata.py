@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING
 
-from raycheck.bucket.assembly.numbers import FEW_BOXES, column_of, numbers_of
+from raycheck.bucket.assembly.numbers import FEW_BOXES, numbers_of
 from raycheck.bucket.format.index import Column, Plan, Tensor
 from raycheck.bucket.format.object_keys import shard_file
 
@@ -79,13 +79,13 @@ def _write_places(
     number = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     row = _Row(len(rows))
     row.constant(out["MetadataIndex"])
-    row.references(column_of(known_as))
-    row.references(column_of(known_as + 1 + number))
-    row.integers(column_of(number))
+    row.references(known_as)
+    row.references(known_as + 1 + number)
+    row.integers(number)
     row.constant(_ARGS[3] + _CALL + out["_StorageInfo"])
-    row.references(column_of(file_numbers[numbers_of(plan.object)[rows]]))
-    row.integers(column_of(numbers_of(plan.record_offset)[rows]))
-    row.integers(column_of((numbers_of(plan.payload_size) + numbers_of(plan.frame))[rows]))
+    row.references(file_numbers[numbers_of(plan.object)[rows]])
+    row.integers(numbers_of(plan.record_offset)[rows])
+    row.integers((numbers_of(plan.payload_size) + numbers_of(plan.frame))[rows])
     row.constant(_ARGS[3] + _CALL)
     out.write(row.data())
 
@@ -163,21 +163,21 @@ class _Row:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._parts: list[bytes | tuple[str, Sequence[int]]] = []
+        self._parts: list[bytes | tuple[str, Sequence[int] | Numbers]] = []
 
     def constant(self, data: bytes) -> None:
         self._parts.append(data)
 
-    def references(self, numbers: Sequence[int]) -> None:
+    def references(self, numbers: "Sequence[int] | Numbers") -> None:
         """Add references to the things that were memoized under these numbers."""
         self._parts += b"j", ("I", numbers)
 
-    def integers(self, column: Sequence[int]) -> None:
+    def integers(self, column: "Sequence[int] | Numbers") -> None:
         highest = max(column) if self._count <= FEW_BOXES else int(numbers_of(column).max())
         is_long = highest >= 1 << 31
         self._parts += (b"\x8a\x08", ("q", column)) if is_long else (b"J", ("i", column))
 
-    def data(self) -> bytes:
+    def data(self) -> bytes | bytearray:
         return self._packed_by_struct() if self._count <= FEW_BOXES else self._packed_by_numpy()
 
     def _packed_by_struct(self) -> bytes:
@@ -185,23 +185,22 @@ class _Row:
         columns = [repeat(part, self._count) if isinstance(part, bytes) else part[1] for part in self._parts]
         return b"".join(map(struct.Struct(f"<{form}").pack, *columns))
 
-    def _packed_by_numpy(self) -> bytes:
+    def _packed_by_numpy(self) -> bytearray:
+        """Repeat one row with gaps, and put a column into each gap."""
         import numpy as np
 
-        whole = np.empty((self._count, sum(map(_width, self._parts))), np.uint8)
-        at = 0
+        row, columns = b"", []
         for part in self._parts:
-            place, at = slice(at, at + _width(part)), at + _width(part)
             if isinstance(part, bytes):
-                whole[:, place] = np.frombuffer(part, np.uint8)
+                row += part
             else:
-                code, column = part
-                whole[:, place] = numbers_of(column).astype(f"<{code}").view(np.uint8).reshape(self._count, -1)
-        return whole.tobytes()
-
-
-def _width(part: bytes | tuple[str, Sequence[int]]) -> int:
-    return len(part) if isinstance(part, bytes) else struct.calcsize(f"<{part[0]}")
+                columns.append((len(row), *part))
+                row += bytes(struct.calcsize(f"<{part[0]}"))
+        whole = bytearray(row) * self._count
+        for at, code, column in columns:
+            gap = np.dtype({"names": ["gap"], "formats": [f"<{code}"], "offsets": [at], "itemsize": len(row)})
+            np.frombuffer(whole, gap)["gap"] = numbers_of(column)
+        return whole
 
 
 class _Pickle:
@@ -211,7 +210,7 @@ class _Pickle:
     """
 
     def __init__(self) -> None:
-        self._parts = [b"\x80\x04"]
+        self._parts: list[bytes | bytearray] = [b"\x80\x04"]
         self._memoized = 0
         self._names: dict[str, int] = {}
         self._dtypes: dict[str, int] = {}
@@ -220,7 +219,7 @@ class _Pickle:
         for name, module in _MODULES.items():
             self._names[name] = self.keep(_global(module, name))
 
-    def write(self, *opcodes: bytes) -> None:
+    def write(self, *opcodes: bytes | bytearray) -> None:
         self._parts += opcodes
 
     def memoize(self, opcodes: bytes) -> int:

@@ -4,10 +4,11 @@ numpy is imported at the first use: ranks and coordinators have it, and other re
 """
 
 from array import array
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
     from raycheck.bucket.format.index import Column
@@ -18,10 +19,12 @@ FEW_BOXES = 32
 """Up to so many boxes, it takes less time to look at each of them than to make arrays."""
 
 
-def numbers_of(column: Sequence[int]) -> "Numbers":
+def numbers_of(column: "Sequence[int] | Numbers") -> "Numbers":
     """Return the column as an array, which shares its memory where there is any."""
     import numpy as np
 
+    if isinstance(column, np.ndarray):
+        return column
     if isinstance(column, range):
         return np.arange(column.start, column.stop)
     return np.frombuffer(column, np.int64) if isinstance(column, array) and column else np.array(column, np.int64)

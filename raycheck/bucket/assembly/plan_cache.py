@@ -124,6 +124,8 @@ class PlanCache:
     """
 
     def __init__(self) -> None:
+        import numpy  # noqa: F401, ICN001  now: no save waits for its import
+
         self.components: tuple[Component, ...] = ()
         self.replica_names = DecodedNames()
         self._sent: dict[bytes, bytes] = {}  # plans and names, by hash
@@ -148,6 +150,8 @@ class PlanCache:
             in_use = set(chain.from_iterable(self._named.values()))
             self._sent = {digest: data for digest, data in self._sent.items() if digest in in_use}
             self._parsed = {digest: plan for digest, plan in self._parsed.items() if digest in in_use}
+        if section.plan and names == section.replicas.names:
+            return section
         return replace(section, plan=plan, replicas=replace(section.replicas, names=names))
 
     def is_parsed(self, section: Section) -> bool:

@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, repeat
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from raycheck.bucket.assembly.numbers import FEW_BOXES, column_of, numbers_of
@@ -109,10 +109,11 @@ def _numbered(plans: Sequence[Plan]) -> tuple[list[Tensor], "Numbers"]:
 
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, int] = {}
-    known: dict[int, Numbers] = {}  # by the id of the tensors, which plans mostly share
+    known: dict[tuple[int, int], Numbers] = {}  # by the ids of tensors and starts, which plans mostly share
     found: list[Numbers] = [np.empty(0, np.int64)]
     for plan in plans:
-        if id(plan.tensors) not in known:
+        at = id(plan.tensors), id(plan.starts)
+        if at not in known:
             for tensor in plan.tensors:
                 first = tensors.setdefault(tensor.name, tensor)
                 if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
@@ -121,20 +122,26 @@ def _numbered(plans: Sequence[Plan]) -> tuple[list[Tensor], "Numbers"]:
                         f"{tensor.dtype}{list(tensor.shape)}"
                     )
             local = [numbers.setdefault(tensor.name, len(numbers)) for tensor in plan.tensors]
-            known[id(plan.tensors)] = np.array(local, np.int64)
-        found.append(np.repeat(known[id(plan.tensors)], np.diff(numbers_of(plan.starts))))
+            known[at] = np.repeat(np.array(local, np.int64), np.diff(numbers_of(plan.starts)))
+        found.append(known[at])
     return list(tensors.values()), np.concatenate(found)
 
 
 def _taken(order: "Numbers") -> Callable[["Column[int]"], "Column[int]"]:
     """Return a function that picks these rows from a column."""
-    return lambda column: column_of(numbers_of(column)[order])
+    import numpy as np
+
+    def picked(column: "Column[int]") -> "Column[int]":
+        rows = array("q", (0,)) * len(order)
+        np.take(numbers_of(column), order, out=numbers_of(rows), mode="clip")  # "raise" would buffer the result
+        return rows
+
+    return picked
 
 
-def _joined(parts: Iterable[Iterable[int]]) -> "Column[int]":
+def _joined(parts: Iterable["Column[int]"]) -> "Column[int]":
     whole = array("q")
-    for part in parts:
-        whole.extend(part)
+    whole.frombytes(b"".join(parts))
     return whole
 
 
@@ -147,7 +154,7 @@ def _concatenated(plans: Sequence[Plan], dims: int) -> Rows:
 
     def dimension(name: str, dim: int, fill: int) -> "Column[int]":
         found = zip((getattr(plan, name) for plan in plans), counts, strict=True)
-        return _joined(own[dim] if dim < len(own) else repeat(fill, count) for own, count in found)
+        return _joined(own[dim] if dim < len(own) else array("q", (fill,)) * count for own, count in found)
 
     return Rows(
         object=column_of(numbers_of(_joined(plan.object for plan in plans)) + np.repeat(first_objects, counts)),
@@ -186,9 +193,8 @@ def _with_equal_hashes(rows: Rows, starts: Sequence[int]) -> list[tuple[int, int
         hashes = (hashes ^ (hashes >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15) + numbers_of(column).view(
             np.uint64
         )
-    order = np.argsort(hashes)
-    ordered = hashes[order]
-    twice = order[1:][ordered[1:] == ordered[:-1]]
+    ordered = np.sort(hashes)
+    twice = np.flatnonzero(np.isin(hashes, ordered[1:][ordered[1:] == ordered[:-1]]))
     tensors = np.unique(np.searchsorted(starts, twice, side="right") - 1).tolist()
     return [(starts[tensor], starts[tensor + 1]) for tensor in tensors]
 
@@ -287,7 +293,13 @@ def _is_grid(lows: Sequence["Column[int]"], counts: Sequence["Column[int]"], sha
 
     cells, num_cells = np.zeros(len(lows[0]), np.int64), 1
     for low, count, whole in zip(map(numbers_of, lows), map(numbers_of, counts), shape, strict=True):
-        offsets, first, place = np.unique(low, return_index=True, return_inverse=True)
+        if not low.any() and (count == whole).all():
+            continue  # the dimension is not cut
+        if (low[:-1] < low[1:]).all():  # as unique would find, which sorts
+            offsets, first = low, np.arange(len(low))
+            place = first
+        else:
+            offsets, first, place = np.unique(low, return_index=True, return_inverse=True)
         sizes = count[first]
         ends = offsets + sizes
         is_chain = offsets[0] == 0 and ends[-1] == whole and (sizes > 0).all() and (ends[:-1] == offsets[1:]).all()
@@ -295,7 +307,7 @@ def _is_grid(lows: Sequence["Column[int]"], counts: Sequence["Column[int]"], sha
         if not is_chain or num_cells > len(cells) or (count != sizes[place]).any():
             return False
         cells = cells * len(offsets) + place
-    return num_cells == len(cells) and len(np.unique(cells)) == num_cells
+    return num_cells == len(cells) and bool((np.bincount(cells) == 1).all())
 
 
 def _is_chain(spans: Iterable[tuple[int, int]], whole: int) -> bool:

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from raycheck.bucket.assembly.replica_comparison import Cure, Difference, refusal
 from raycheck.bucket.assembly.role import is_under
@@ -100,15 +100,16 @@ class Holdings:
 
     def decoded(self, known: "DecodedBoxes") -> list[HeldBox]:
         """Return the boxes, decoded. known: boxes that were decoded before."""
-        rows = known.get(self.boxes)
-        if rows is None:
-            rows = known[self.boxes] = json.loads(zlib.decompress(self.boxes))
-        checksums = array("q", self.checksums)
-        return [HeldBox._make((*row, None if crc < 0 else crc)) for row, crc in zip(rows, checksums, strict=True)]
+        checksums, held = known.get(self.boxes, (None, []))
+        if checksums != self.checksums:
+            rows, crcs = json.loads(zlib.decompress(self.boxes)), array("q", self.checksums)
+            held = [HeldBox._make((*row, None if crc < 0 else crc)) for row, crc in zip(rows, crcs, strict=True)]
+            known.setdefault(self.boxes, (self.checksums, held))
+        return held
 
 
-DecodedBoxes = dict[bytes, list[list[Any]]]
-"""The rows of boxes, by their encoded form."""
+DecodedBoxes = dict[bytes, tuple[bytes, list[HeldBox]]]
+"""Boxes by their encoded form, with the checksums of the first rank that has them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

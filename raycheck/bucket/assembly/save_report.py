@@ -82,6 +82,8 @@ class Report:
     @property
     def written(self) -> tuple[ShardRecord, ...]:
         """Return the shards that were uploaded."""
+        if not self.references:
+            return self.shards
         return tuple(shard for shard in self.shards if self.place_of(shard.component) == self.checkpoint)
 
     def place_of(self, component: str) -> str:

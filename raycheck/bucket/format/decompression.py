@@ -51,14 +51,15 @@ class DecompressionBudget:
         return json.loads(text)
 
 
-def deflate(text: bytes, *, stored: int = 0) -> bytes:
+def deflate(text: bytes, *, stored: int = 0, parsed: int | None = None) -> bytes:
     """Compress to a zlib stream that stays within every reader's limits.
 
-    stored: the bytes next to the stream in its object, which raise these limits.
+    stored: the bytes next to the stream in its object, which raise these limits. parsed: how many bytes of the text,
+    from its beginning, may be JSON; None for all.
     """
     data = zlib.compress(text, 1)
     seen = len(data) + stored
-    if len(text) > BYTES_PER_BYTE * seen or _objects_in(text) > OBJECTS_PER_BYTE * seen:
+    if len(text) > BYTES_PER_BYTE * seen or _objects_in(text[:parsed]) > OBJECTS_PER_BYTE * seen:
         return zlib.compress(text, 0)
     return data
 

@@ -142,7 +142,11 @@ def _to_json(value: object) -> object:
         return value
     if isinstance(value, Document):
         known = {name: getattr(value, name) for name in _names(cast("Any", type(value)))}
-        said = {name: _to_json(item) for name, item in known.items() if item or name not in value.when_true}
+        said = {
+            name: item if type(item) in _SCALARS else _to_json(item)
+            for name, item in known.items()
+            if item or name not in value.when_true
+        }
         return {**value.unknown, **said}
     if isinstance(value, tuple | list):
         return [_to_json(item) for item in value]
@@ -151,7 +155,7 @@ def _to_json(value: object) -> object:
     return value
 
 
-_SCALARS = (str, int, float, bool, NoneType)
+_SCALARS = frozenset((str, int, float, bool, NoneType))
 
 
 @cache

@@ -8,7 +8,7 @@ import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 from operator import add, le
@@ -54,7 +54,7 @@ def dump_plan(plan: Plan) -> bytes:
             f"the index of {len(plan.tensors)} tensors in {len(plan.object)} boxes would have {len(whole)} bytes, and "
             f"readers accept {MAX_DECODED_BYTES}: shard over fewer ranks, or save fewer tensors"
         )
-    return deflate(whole, stored=CRC_BYTES * num_crcs)
+    return deflate(whole, stored=CRC_BYTES * num_crcs, parsed=8 + len(text) + len(lines))
 
 
 def _max_tensors(num_crcs: int) -> int:
@@ -75,7 +75,7 @@ def _named_columns(plan: Plan) -> Iterator[tuple[str, "Column[int]"]]:
     yield "crc_at", plan.crc_at
 
 
-def _encode_column(plan: Plan, name: str, column: "Column[int]") -> tuple[int, str, bytes]:
+def _encode_column(plan: Plan, name: str, column: "Column[int]") -> tuple[int, str, memoryview]:
     """Encode a column. Return width, coding and bytes.
 
     A plain column keeps 64 bits per number, so that readers need not convert it. The exception is the column that would
@@ -88,14 +88,14 @@ def _encode_column(plan: Plan, name: str, column: "Column[int]") -> tuple[int, s
     import numpy as np
 
     is_wide = len(plan.object) > 2 * len(plan.tensors)
-    as_steps = not is_wide or (name.startswith("offsets.") and any(column))
-    numbers = np.array(column, np.int64)
+    numbers = np.asarray(column, np.int64)
+    as_steps = not is_wide or (name.startswith("offsets.") and bool(numbers.any()))
     low, high = 0, len(plan.objects) if name == "object" else (1 << 63) - 1
     if as_steps:
         numbers = np.diff(numbers, prepend=0)
         low, high = int(numbers.min(initial=0)), int(numbers.max(initial=0))
     width = next(width for width in (1, 2, 4, 8) if -(1 << 8 * width - 1) <= low and high < 1 << 8 * width - 1)
-    return width, "steps" if as_steps else "plain", numbers.astype(f"<i{width}").tobytes()
+    return width, "steps" if as_steps else "plain", numbers.astype(f"<i{width}", copy=False).data
 
 
 MALFORMED = (
@@ -120,6 +120,15 @@ class ParsedParts:
     columns: dict[tuple[bytes, int, str], "Column[int]"] = field(default_factory=dict)
     inside: set[tuple[int, ...]] = field(default_factory=set)
     """A dimension, and the ids of parts, which are kept here, that put all boxes inside their tensors in it."""
+    of_part: dict[tuple[str, int], Any] = field(default_factory=dict)
+    """What was computed from a part, by what it is and the id of the part, which is kept here."""
+
+    def once(self, what: str, part: Any, compute: Callable[[Any], Any]) -> Any:
+        """Return what is computed from a part, which other plans have computed already."""
+        at = what, id(part)
+        if at not in self.of_part:
+            self.of_part[at] = compute(part)
+        return self.of_part[at]
 
 
 def load_plan(data: bytes, *, what: str, known: ParsedParts | None = None, num_crcs: int | None = None) -> Plan:
@@ -168,15 +177,14 @@ def _load_plan(data: bytes, what: str, known: ParsedParts, budget: Decompression
 
     leaves = tuple(_leaf(item) for item in header["leaves"])
     counts = column("rows", len(tensors))
-    shapes = [tensor.shape for tensor in tensors]
-    num, dims = sum(counts), range(max(map(len, shapes), default=0))
-    if len(dims) > MAX_DIMS:
-        raise CorruptError(f"{what} has a tensor of {len(dims)} dimensions")
+    wholes = known.once("wholes", tensors, _wholes)
+    starts = known.once("starts", counts, lambda counts: array("q", accumulate(counts, initial=0)))
+    num, dims = starts[-1], range(len(wholes))
     plan = Plan(
         tensors=tensors,
         objects=objects,
         leaves=leaves,
-        starts=array("q", accumulate(counts, initial=0)),
+        starts=starts,
         object=column("object", num),
         offsets=tuple(column(f"offsets.{dim}", num) for dim in dims),
         sizes=tuple(column(f"sizes.{dim}", num) for dim in dims),
@@ -186,7 +194,7 @@ def _load_plan(data: bytes, what: str, known: ParsedParts, budget: Decompression
         payload_size=column("payload_size", num),
         crc_at=column("crc_at", num),
     )
-    _check(plan, shapes, counts, known, what)
+    _check(plan, wholes, counts, known, what)
     return plan
 
 
@@ -272,24 +280,40 @@ def _column(
     return known.setdefault(encoded, column)
 
 
-def _check(plan: Plan, shapes: Sequence[Sequence[int]], counts: "Column[int]", known: ParsedParts, what: str) -> None:
+def _wholes(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Return the sizes of all tensors in each dimension, 1 where a tensor has fewer."""
+    most = max((len(tensor.shape) for tensor in tensors), default=0)
+    if most > MAX_DIMS:
+        raise ValueError(f"a tensor has {most} dimensions")
+    return list(zip_longest(*(tensor.shape for tensor in tensors), fillvalue=1))
+
+
+def _highest(column: "Column[int]") -> int:
+    return max(column, default=-1)
+
+
+def _check(
+    plan: Plan, wholes_of: Sequence[Sequence[int]], counts: "Column[int]", known: ParsedParts, what: str
+) -> None:
     """Check that boxes are inside their tensors and have objects and checksums.
 
     All columns have the same length here, and no number is negative.
     """
-    if max(plan.object, default=-1) >= len(plan.objects) or any(item.num_crcs < 0 for item in plan.objects):
+    top_object, top_size, top_crc, most_rows = (
+        known.once("highest", column, _highest) for column in (plan.object, plan.payload_size, plan.crc_at, counts)
+    )
+    if top_object >= len(plan.objects) or any(item.num_crcs < 0 for item in plan.objects):
         raise CorruptError(f"{what} puts a box into an object that it does not list")
-    most = -(-max(plan.payload_size, default=0) // SUB_BLOCK)
-    if max(plan.crc_at, default=0) + most > min((item.num_crcs for item in plan.objects), default=0):
+    if top_crc - -top_size // SUB_BLOCK > min((item.num_crcs for item in plan.objects), default=0):
         for row, at, size in zip(plan.object, plan.crc_at, plan.payload_size, strict=True):
             if at - -size // SUB_BLOCK > plan.objects[row].num_crcs:
                 raise CorruptError(f"{what} gives a box more checksums than its object has")
-    wholes_of = zip_longest(*shapes, fillvalue=1)
+    has_one_each = most_rows == 1 and len(plan.object) == len(plan.tensors)
     for dim, (offsets, sizes, wholes) in enumerate(zip(plan.offsets, plan.sizes, wholes_of, strict=True)):
         parts = (dim, *map(id, (plan.tensors, counts, offsets, sizes)))
         if parts in known.inside:
             continue
-        if not all(map(le, map(add, offsets, sizes), spread(wholes, counts))):
+        if not all(map(le, map(add, offsets, sizes), wholes if has_one_each else spread(wholes, counts))):
             _refuse_outside(plan, dim, wholes)
         known.inside.add(parts)
 

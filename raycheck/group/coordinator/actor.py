@@ -253,7 +253,7 @@ class Coordinator:
             if len(section.plan) > LARGE_PLAN_BYTES and not self._plans.is_parsed(section):
                 await asyncio.to_thread(self._plans.parse, section)
             self._plans.parse(section)
-            report = replace(report, section=section)
+            report = report if section is report.section else replace(report, section=section)
         if report.is_in_memory and (ended := self._memory.overtaken(report)):
             return ended
         if (claim := self._claims.get(report.group)) and claim.documents:

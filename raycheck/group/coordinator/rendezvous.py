@@ -8,7 +8,7 @@ loop. A rank gets the decision or `Pending`, never just a confirmation that its 
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Generic, Literal, TypeVar
 
 from raycheck.errors import SaveFailedError
@@ -40,6 +40,8 @@ class Rendezvous(Generic[Arrived, Decision]):
         self._awaited = awaited
         self._missing = (-1, "")  # in words, and how many had arrived then
         self._decision: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
+        self._decision.add_done_callback(lambda _: self._wake(self._waiting))
+        self._waiting: set[asyncio.Future[None]] = set()
         self._deciding: asyncio.Task[None] | None = None
 
     @property
@@ -98,10 +100,31 @@ class Rendezvous(Generic[Arrived, Decision]):
 
     async def answer(self, up_to_s: float) -> Decision | Pending:
         """Return the decision, or raise the error, that all ranks are told; `Pending` when there is none in time."""
-        await asyncio.wait([self._decision], timeout=up_to_s)
+        if not self.is_decided:
+            await self._wait(up_to_s)
         if self.is_decided:
             return self._decision.result()
         return Pending(message="the decision is under way" if self.is_complete else self._what_is_missing())
+
+    async def _wait(self, up_to_s: float) -> None:
+        """Wait until there is a decision, but not longer.
+
+        Not by `asyncio.wait`: each call that it ends goes through all callbacks of the future, one for each rank.
+        """
+        loop = asyncio.get_running_loop()
+        woken: asyncio.Future[None] = loop.create_future()
+        self._waiting.add(woken)
+        timer = loop.call_later(up_to_s, self._wake, (woken,))
+        try:
+            await woken
+        finally:
+            timer.cancel()
+            self._waiting.discard(woken)
+
+    def _wake(self, waiting: Iterable[asyncio.Future[None]]) -> None:
+        for woken in waiting:
+            if not woken.done():
+                woken.set_result(None)
 
     def _what_is_missing(self) -> str:
         """Name the missing ranks. Thousands of ranks ask at one time, so this looks only after an arrival."""

@@ -219,6 +219,25 @@ def test_a_hole_as_large_as_an_overlap_is_still_found(tiling, data):
     assert holes(shape, boxes) == (["w"] if changed else [])
 
 
+@pytest.mark.parametrize("is_in_order", [True, False])
+@pytest.mark.parametrize("cuts", [(40, 1), (1, 40), (8, 8)])
+def test_many_boxes_cover_a_tensor_only_as_all_cells_of_a_grid(cuts: tuple[int, int], is_in_order: bool) -> None:
+    shape, (height, width) = (80, 80), (80 // cuts[0], 80 // cuts[1])
+    boxes = [box((row, column), (height, width)) for row in range(0, 80, height) for column in range(0, 80, width)]
+    if not is_in_order:
+        boxes = [*boxes[1::2], *boxes[::2]]
+
+    assert holes(shape, boxes) == []
+
+    for number in (0, 17, len(boxes) - 1):
+        row, column = boxes[number].offsets
+        moved = [box((abs(row - 1), column), (height, width))] if height < 80 else []
+        moved += [box((row, abs(column - 1)), (height, width))] if width < 80 else []
+        smaller = [box((row, column), (height - 1, width)), box((row, column), (height, width - 1))]
+        for wrong in ([], [boxes[number - 1]], *([one] for one in (*moved, *smaller))):
+            assert holes(shape, [*boxes[:number], *wrong, *boxes[number + 1 :]]) == ["w"]
+
+
 def test_an_empty_tensor_needs_a_chunk_and_a_scalar_exactly_one():
     assert holes((0, 3), []) == ["w"]
     assert holes((0, 3), [box((0, 0), (0, 3))]) == []
