@@ -51,16 +51,23 @@ def write_file(path: Path, data: bytes) -> None:
 def appear(path: Path) -> None:
     """Give a complete, flushed file its own name."""
     partial_of(path).replace(path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def sync_folder(path: Path) -> None:
-    """Have the names in a folder survive a loss of power."""
-    folder = os.open(path, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Have a file's bytes, or the names in a folder, survive a loss of power."""
+    opened = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)
+
+
+def sync_files(folder: Path) -> None:
+    """Have the files in a folder, and their names, survive a loss of power."""
+    for path in folder.iterdir():
+        sync(path)
+    sync(folder)
 
 
 def file_crc32(path: Path) -> int:

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -196,7 +196,8 @@ class VersionFollower:
             try:
                 if is_mine:
                     self._renew(series, found, have)
-                    pulled = pull(series, self._folder, found[0], have)
+                    with self._lease.kept(series, now=found[1].at) if self._lease is not None else nullcontext():
+                        pulled = pull(series, self._folder, found[0], have)
             except CorruptError as error:
                 self._failed = found[1].version, error  # not again and again: a whole version is large
                 raise
@@ -316,6 +317,23 @@ class _Lease:
             what = "this reader cannot say which version it has, and goes on"
             logger.info(event(what, cause=error, run=series.store.uri))
         self._written = directory, at
+
+    @contextmanager
+    def kept(self, series: Series, *, now: float) -> Iterator[None]:
+        """Renew the record inside the block: a large version may take longer to fetch than a record counts."""
+        began, ended = time.monotonic(), threading.Event()
+
+        def renew() -> None:
+            while self._written is not None and not ended.wait(RENEW_S):
+                self.renew(series, self._written[0], now=now + time.monotonic() - began)
+
+        thread = threading.Thread(target=renew, name="raycheck-lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def end(self, series: Series) -> None:
         if self._written is not None:

@@ -9,6 +9,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import uuid4
@@ -22,10 +23,11 @@ from raycheck.bucket.format.object_keys import (
     version_directory,
     version_key,
 )
-from raycheck.bucket.local_files import file_crc32
+from raycheck.bucket.local_files import file_crc32, sync_files
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import Checkpoint, read_newest
-from raycheck.bucket.store import Got, Store, open_store
+from raycheck.bucket.store import Got, Store
+from raycheck.bucket.store.local import LocalStore
 from raycheck.bucket.store.open import open_near
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError
 from raycheck.host import host
@@ -153,10 +155,12 @@ def _publish(
     run_id: str,
 ) -> Published:
     number = found[0].newest.number + 1 if found else 1
-    with folder.building() as place:
+    with folder.building() as place, ThreadPoolExecutor(1) as background:
         made = place / "new"
         made.mkdir()
-        export_hf(checkpoint, open_store(str(made)), options, stem=f"model-{checkpoint.entry.key}")
+        local = LocalStore(str(made), str(made), flushes=False)
+        export_hf(checkpoint, local, options, stem=f"model-{checkpoint.entry.key}")
+        flushed = background.submit(sync_files, made)  # it takes as long as the comparison
         put = _Upload(series, version_directory(number, uuid4().hex[:8]))
         files, is_whole, patch_bytes = _store_files(put, made, base, versions, options)
         record = VersionRecord(
@@ -193,6 +197,8 @@ def _publish(
         series.add(new, found[1] if found else None)
         series.copies.announce()
         try:  # it is published, whatever becomes of what follows: the next one makes up for it
+            with typed_errors(made):
+                flushed.result()
             folder.show(made, record)
             series.delete_unlisted(new)
         except RaycheckError as error:

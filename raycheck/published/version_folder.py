@@ -18,7 +18,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from raycheck.bucket.format.document import dump
-from raycheck.bucket.local_files import sync_folder, write_file
+from raycheck.bucket.local_files import sync, write_file
 from raycheck.errors import ConfigError, CorruptError, RaycheckError, StoreError
 from raycheck.published.records import MAX_RECORD_BYTES, RECORD_FILE, VersionRecord, load_record
 
@@ -120,7 +120,7 @@ class VersionFolder:
             link = self.path / f"{_BUILDING}{uuid4().hex[:8]}"
             link.symlink_to(place.name)
             link.replace(self.path / LINK)
-            sync_folder(self.path)
+            sync(self.path)
             self._delete_older(place)
 
     def _delete_older(self, newest: Path) -> None:

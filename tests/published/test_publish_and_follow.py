@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import torch
@@ -17,14 +19,18 @@ from transformers import AutoModelForCausalLM
 import raycheck
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import join_uri
 from raycheck.errors import ConfigError, ConflictError, CorruptError, StateMismatchError, StoreError
+from raycheck.published import follower as follower_module
 from raycheck.published import version_folder
 from raycheck.published.publish import publish
 from raycheck.published.records import Reader, VersionFile, VersionRecord
 from raycheck.published.series import Series, kept
 from raycheck.settings import Publish
 from tests.published.weights import Trained, assert_equal, assert_has, loaded
+from tests.support.processes.background_call import InThread
 from tests.support.samples import hf_models
+from tests.support.servers.http_fault_proxy import FaultProxy
 
 
 @pytest.fixture
@@ -691,3 +697,27 @@ def test_what_stays(trained: Trained, wholes: str, keep_last: int, leased: list[
 
     assert left == tuple(listed[-stay:])
     assert left[0].is_whole
+
+
+def test_a_reader_keeps_its_lease_while_it_fetches_a_large_version(
+    wire: FaultProxy, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    name = uuid4().hex
+    trained = Trained(open_store(join_uri(s3, name)), tmp_path / "cache")
+    trained.publish()
+    monkeypatch.setattr(follower_module, "RENEW_S", 0.05)
+    held = wire.rule("hold", "GET", r"\.safetensors")
+
+    with raycheck.follow(join_uri(wire.uri, name), tmp_path / "local") as follower:
+        fetching = InThread(follower.update)
+        held.wait()
+        (first,) = series_of(trained).readers().values()
+        deadline = time.monotonic() + 60
+        while (now := next(iter(series_of(trained).readers().values()))).until <= first.until:
+            assert time.monotonic() < deadline, "the record was not renewed"
+            time.sleep(0.05)
+        held.release()
+        assert_has(fetching.join(), trained)
+
+    assert now.directory == first.directory
+    assert not series_of(trained).readers()

@@ -48,11 +48,13 @@ class LocalStore(Store):
     """The objects as files in one folder.
 
     A version is a digest of the bytes: equal bytes are an equal state, and only small bodies are written conditionally.
+    flushes: whether what is written survives a loss of power. Otherwise the caller flushes it.
     """
 
-    def __init__(self, uri: str, root: str) -> None:
+    def __init__(self, uri: str, root: str, *, flushes: bool = True) -> None:
         self.uri = uri
         self._root = Path(root)
+        self._flushes = flushes
 
     @property
     def bucket_id(self) -> Hashable:
@@ -264,7 +266,7 @@ class LocalStore(Store):
 
     @contextmanager
     def _written(self, key: str, parts: Iterable[memoryview]) -> Iterator[tuple[int, str, str]]:
-        """Write the parts into a flushed temporary file next to `key`.
+        """Write the parts into a temporary file next to `key`, and flush it.
 
         Yields the open folder, the temporary file's name in it and the object's name. After the block the folder is
         flushed too.
@@ -277,9 +279,11 @@ class LocalStore(Store):
                         view = memoryview(part).cast("B")
                         while view:
                             view = view[file.write(view) :]
-                    os.fsync(file.fileno())
+                    if self._flushes:
+                        os.fsync(file.fileno())
                 yield folder, temporary, key.rpartition("/")[2]
-                os.fsync(folder)
+                if self._flushes:
+                    os.fsync(folder)
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(temporary, dir_fd=folder)
