@@ -3,6 +3,7 @@
 This is a port: modules below raycheck/on_ray ask here, and use no name of Ray's.
 """
 
+import os
 import sys
 import threading
 from importlib import import_module
@@ -11,7 +12,9 @@ from typing import Any
 from raycheck.errors import ConfigError
 
 _RAYS = "raycheck.on_ray.ray_host"
-"""The module that answers in a process that has imported Ray. It is in a layer above, so it is loaded by its name."""
+_COPIES = "raycheck.on_ray.version_copies"
+"""The modules that answer in a process that has imported Ray. They are in a layer above, so they are loaded by name."""
+_is_forked = False
 
 
 class VersionCopies:
@@ -31,7 +34,7 @@ class VersionCopies:
         """Let readers find the version that was begun, and tell them of it: the list in the bucket names it now."""
 
     def take(self, directory: str, name: str) -> memoryview | None:
-        """Return a file of a version. Return None if it is not here, and if it is the one that was returned last."""
+        """Return a file of a version, or None if it is not here."""
         del directory, name
         return None
 
@@ -65,11 +68,6 @@ class Host:
         """Return the names of the datasets that the host gave to the training run."""
         return []
 
-    def version_copies(self, uri: str) -> VersionCopies:
-        """Return the copies of versions that are published at `uri`."""
-        del uri
-        return VersionCopies()
-
     def can_fork(self) -> bool:
         """Return whether a fork of this process can run Python code safely."""
         return True
@@ -81,3 +79,28 @@ def host() -> Host:
         return Host()
     found: Host = import_module(_RAYS).RayHost()
     return found
+
+
+def version_copies(uri: str) -> VersionCopies:
+    """Return the copies of versions that are published at `uri`. Needs no more of Ray than its core."""
+    if "ray" not in sys.modules:
+        return VersionCopies()
+    try:
+        found: VersionCopies = import_module(_COPIES).RayVersionCopies(uri)
+    except ImportError:
+        return VersionCopies()
+    return found
+
+
+def is_forked_from_ray() -> bool:
+    """Return whether this process was forked from one that is connected to Ray, whose calls would hang here."""
+    return _is_forked
+
+
+def _note_fork() -> None:
+    global _is_forked  # noqa: PLW0603  a fork changes it, and nothing else
+    ray = sys.modules.get("ray")
+    _is_forked = _is_forked or (ray is not None and ray.is_initialized())
+
+
+os.register_at_fork(after_in_child=_note_fork)

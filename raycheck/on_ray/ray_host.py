@@ -2,11 +2,10 @@
 
 import ray
 
-from raycheck.host import Host, VersionCopies
+from raycheck.host import Host
 from raycheck.on_ray.api import train_context
 from raycheck.on_ray.api.controller_callbacks import is_turned_off
 from raycheck.on_ray.ray_group import RayGroup, group_of_ray_train
-from raycheck.on_ray.version_copies import RayVersionCopies
 
 
 class RayHost(Host):
@@ -25,9 +24,6 @@ class RayHost(Host):
 
     def dataset_names(self) -> list[str]:
         return train_context.dataset_names()
-
-    def version_copies(self, uri: str) -> VersionCopies:
-        return RayVersionCopies(uri)
 
     def can_fork(self) -> bool:
         """Return whether this process is an actor of Ray, or not connected to Ray: a driver may hang after a fork."""

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -21,7 +22,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycheck.bucket.store.address import place_of
-from raycheck.host import VersionCopies
+from raycheck.host import VersionCopies, is_forked_from_ray
 from raycheck.log import event, logger
 from raycheck.on_ray.api.calls import this_node
 
@@ -36,6 +37,10 @@ TURNS = 4
 TURN_S, QUEUE_S, NEWS_S = 60.0, 10.0, 60.0
 """How long a reader may take for a file, and wait for its turn, and how long a question about news stays open."""
 ANSWER_S = 20.0
+SILENT_S, ABSENT_S = 60.0, 10.0
+"""How long nothing is asked of an actor that did not answer, and of one that was not there."""
+SERIES = 2
+"""Of so many series a process keeps the actors. A script that publishes many runs would fill the object store."""
 CALLS = 4096
 """How many questions may be open: one about news for each reader."""
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -132,8 +137,8 @@ class RayVersionCopies(VersionCopies):
         self._name = f"raycheck-versions:{place}"
         self._shelf: Any = None  # while a version is added
         self._directory, self._room = "", 0
-        self._last: tuple[str, str] | None = None
-        self._failed = self._said = ""
+        self._silent_until = 0.0
+        self._said = ""
         self._news = _News()
 
     def start(self, node: str) -> None:
@@ -144,6 +149,8 @@ class RayVersionCopies(VersionCopies):
     def _find_or_start(self, node: str) -> Any:
         with suppress(ValueError):
             return self._find()
+        for name in list(_held)[: len(_held) + 1 - SERIES]:
+            del _held[name]
         actor: Any = ray.remote(VersionShelf)
         _held[self._name] = actor.options(
             name=self._name,
@@ -166,8 +173,7 @@ class RayVersionCopies(VersionCopies):
             self._shelf, self._directory = shelf, directory
 
         self._shelf = None
-        if ray.is_initialized():
-            self._try(begin)
+        self._try(begin)
 
     def add(self, name: str, data: memoryview) -> None:
         if self._shelf is None or len(data) > self._room:
@@ -189,34 +195,45 @@ class RayVersionCopies(VersionCopies):
 
         def take() -> None:
             shelf = self._find()
-            lent = ray.get(shelf.lend.remote(directory, name), timeout=ANSWER_S)
+            lent = ray.get(shelf.lend.remote(directory, name), timeout=QUEUE_S + ANSWER_S)
             if lent is not None:
                 turn, (reference,) = lent
                 try:
                     found.append(memoryview(ray.get(reference, timeout=TURN_S)))
                 finally:
-                    shelf.give_back.remote(turn)
+                    if _is_connected():
+                        shelf.give_back.remote(turn)
 
-        is_again, self._last = self._last == (directory, name), (directory, name)
-        if not is_again and directory != self._failed and ray.is_initialized() and not self._try(take):
-            self._failed = directory  # each of its files may take as long
+        self._try(take)
         return found[0] if found else None
 
     def wake_at_next(self, wake: threading.Event) -> None:
-        if ray.is_initialized():
+        if not self._news.is_open:
             self._try(lambda: self._news.ask(self._find(), wake))
 
     def _try(self, call: Callable[[], object]) -> bool:
-        """Make a call. Return whether it was successful: the bucket has everything, so nothing depends on it."""
+        """Make a call, unless one has failed just now. Return whether it was successful.
+
+        The bucket has everything, so nothing depends on it.
+        """
+        if time.monotonic() < self._silent_until or not _is_connected():
+            return False
         try:
             call()
         except Exception as error:  # noqa: BLE001  Ray's errors have many classes
-            is_new = str(error) != self._said and not isinstance(error, ValueError)  # that is: there is no such actor
+            is_absent = isinstance(error, ValueError)  # there is no such actor
+            is_new = str(error) != self._said and not is_absent
             self._said = str(error)
+            self._silent_until = time.monotonic() + (ABSENT_S if is_absent else SILENT_S)
             if is_new:
                 logger.info(event("no copies of versions from Ray", cause=type(error).__name__, actor=self._name))
             return False
         return True
+
+
+def _is_connected() -> bool:
+    """Return whether calls of Ray may be made. Otherwise they would start a Ray, or hang in a child that was forked."""
+    return ray.is_initialized() and not is_forked_from_ray()
 
 
 class _News:
@@ -224,18 +241,20 @@ class _News:
 
     def __init__(self) -> None:
         self._known: str | None = None
-        self._is_asking = False
+        self._open_until = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether an answer may still come. None does when this process has left its Ray."""
+        return time.monotonic() < self._open_until
 
     def ask(self, shelf: Any, wake: threading.Event) -> None:
-        if self._is_asking:
-            return
-
         def hear(answer: Any) -> None:
-            self._is_asking = False
+            self._open_until = 0.0
             if answer.exception() is None and answer.result() is not None:
                 self._known = answer.result()
                 wake.set()
 
         answer = shelf.newer.remote(self._known).future()
-        self._is_asking = True
+        self._open_until = time.monotonic() + NEWS_S + ANSWER_S
         answer.add_done_callback(hear)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 from raycheck.bucket.format.object_keys import version_number
 from raycheck.bucket.store import Got, open_store
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError, StateMismatchError, StoreError
-from raycheck.host import host
+from raycheck.host import VersionCopies, version_copies
 from raycheck.log import event, logger
 from raycheck.published.element_patch import zstd
 from raycheck.published.pull import Pulled, pull
@@ -152,6 +152,7 @@ class VersionFollower:
         self._lease = _Lease(f"{_safe(socket.gethostname())}-{secrets.token_hex(4)}") if lease else None
         self._series: Series | None = None
         self._seen: str | None = None  # the version of the list whose newest version is the current one
+        self._is_behind = False  # the list was not read, or names a version that this follower does not have
         self._failed: tuple[str, CorruptError] | None = None  # the version of a list that could not be had, and why
         self._current: PulledVersion | None = None
         self._lock = threading.Lock()
@@ -181,13 +182,17 @@ class VersionFollower:
     def _update(self, *, wait: bool) -> PulledVersion | None:
         series = self._series or Series.at(self._store)
         pulled: Pulled | None = None
+        self._is_behind = True
         with self._folder.writing(wait=wait) as is_mine:
             found = series.read()  # with the lock: an older list would bring an older version back
             if found is None:
+                self._is_behind = False
                 return None
-            if self._series is None:
-                self._series = series = replace(series, copies=host().version_copies(series.uri))
+            if type(series.copies) is VersionCopies:  # Ray may have been started since the last look
+                series = replace(series, copies=version_copies(series.uri))
+            self._series = series
             if found[1].version == self._seen:
+                self._is_behind = False
                 self._renew(series, found, None if self._current is None else self._current._files)  # noqa: SLF001
                 return None
             if self._failed is not None and self._failed[0] == found[1].version:
@@ -209,15 +214,15 @@ class VersionFollower:
             return None  # another process is making the first one
         version = self._take(made, pulled)
         if made.record.directory == found[0].newest.directory:
-            self._seen = found[1].version
+            self._seen, self._is_behind = found[1].version, False
         self._renew(series, found, made)
         return version
 
     def wait(self, timeout_s: float | None = None) -> PulledVersion | None:
         """Wait for a version that is newer than `current`. Return None after `timeout_s`, or when it was closed.
 
-        The store is asked every `poll_s`, and at once after `wake`. An error is logged when it first occurs, and the
-        store is asked again. Raises ConfigError.
+        The store is asked every `poll_s`, at once after `wake`, and every second after an error, or while another
+        process fetches. An error is logged when it first occurs. Raises ConfigError.
         """
         said = ""
         end = None if timeout_s is None else time.monotonic() + timeout_s
@@ -235,9 +240,10 @@ class VersionFollower:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
                 return None
+            pause_s = min(self._poll_s, POLL_S) if self._is_behind else self._poll_s
             if self._series is not None:
                 self._series.copies.wake_at_next(self._wake)
-            self._wake.wait(self._poll_s if left is None else min(self._poll_s, left))
+            self._wake.wait(pause_s if left is None else min(pause_s, left))
         return None
 
     def wake(self) -> None:

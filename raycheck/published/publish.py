@@ -30,7 +30,7 @@ from raycheck.bucket.store import Got, Store
 from raycheck.bucket.store.local import LocalStore
 from raycheck.bucket.store.open import open_near
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError
-from raycheck.host import host
+from raycheck.host import version_copies
 from raycheck.huggingface.export import export_hf
 from raycheck.log import event, logger
 from raycheck.published.element_patch import zstd
@@ -94,7 +94,7 @@ def publish(checkpoint: Checkpoint, options: Publish, *, by_training: bool = Fal
 def series_of(store: Store, options: Publish) -> Series:
     """Return the series to which the run at `store` publishes."""
     series = Series(store, PUBLISHED_PREFIX) if options.to is None else Series(open_near(options.to, store.uri), "")
-    return replace(series, copies=host().version_copies(series.uri))
+    return replace(series, copies=version_copies(series.uri))
 
 
 def _of_this_run(series: Series, versions: Versions, run_id: str, options: Publish) -> Versions | None:

@@ -216,9 +216,9 @@ def _patch(
 
 def _record(series: Series, version: PublishedVersion) -> VersionRecord:
     key = series.key(version, VERSION_RECORD)
+    copy = _copy(series, version, VERSION_RECORD, version.record_crc32)
 
     def read() -> VersionRecord:
-        copy = series.copies.take(version.directory, VERSION_RECORD)
         data = bytes(copy) if copy is not None else series.store.get_data(key, MAX_RECORD_BYTES)
         record = load_record(data, what=f"{series.store}: {key}")
         if crc32(data) != version.record_crc32 or not record.is_of(version):
@@ -232,10 +232,12 @@ def _fetch(
     series: Series, version: PublishedVersion, name: str, file: VersionFile, *, made: _Made, folder: Path
 ) -> None:
     """Fetch a file that is stored as a whole into `folder`."""
+    copy = _copy(series, version, name, file.crc32)
 
     def fetch() -> None:
         with (folder / name).open("wb") as target:
-            for chunk in _stream(series, version, name, file.size_bytes, file.crc32):
+            chunks = _stream(series, version, name, file.size_bytes, file.crc32) if copy is None else [copy]
+            for chunk in chunks:
                 target.write(chunk)
             target.flush()
             os.fsync(target.fileno())
@@ -244,12 +246,19 @@ def _fetch(
     made.bytes_fetched += file.size_bytes
 
 
-def _read(series: Series, version: PublishedVersion, name: str, size: int, crc: int) -> bytes:
+def _read(series: Series, version: PublishedVersion, name: str, size: int, crc: int) -> Buffer:
+    copy = _copy(series, version, name, crc)
+    if copy is not None:
+        return copy
     return again_if_corrupt(lambda: b"".join(_stream(series, version, name, size, crc)))
+
+
+def _copy(series: Series, version: PublishedVersion, name: str, crc: int) -> memoryview | None:
+    """Return a nearer copy of a file, or None if there is none that is intact. The bucket then has both readings."""
+    copy = series.copies.take(version.directory, name)
+    return copy if copy is not None and crc32(copy) == crc else None
 
 
 def _stream(series: Series, version: PublishedVersion, name: str, size: int, crc: int) -> Iterator[Buffer]:
     key = series.key(version, name)
-    copy = series.copies.take(version.directory, name)
-    chunks = [copy] if copy is not None and len(copy) == size else read_ahead(Spans(series.store, key, 0, size))
-    return checked(chunks, crc, what=f"{series.store}: {key}")
+    return checked(read_ahead(Spans(series.store, key, 0, size)), crc, what=f"{series.store}: {key}")

@@ -1,9 +1,12 @@
 """Samplers in the publisher's Ray cluster: they have the bucket's versions to the bit, and ask it only for the list."""
 
 import asyncio
+import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +17,13 @@ import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.local import LocalStore
 from raycheck.host import VersionCopies
-from raycheck.on_ray import ray_host, version_copies
+from raycheck.on_ray import version_copies
 from raycheck.on_ray.version_copies import RayVersionCopies, VersionShelf
+from raycheck.published import follower as follower_module
+from raycheck.published import publish as publish_module
 from raycheck.published.follower import PulledVersion
 from tests.published.weights import Trained, assert_has
+from tests.support.processes.background_call import InThread
 
 pytestmark = pytest.mark.ray
 WITHIN_S = 60.0
@@ -48,6 +54,13 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for verb in ("get", "get_data", "get_range"):
         monkeypatch.setattr(LocalStore, verb, noting(verb))
     return keys
+
+
+class NoCopies(VersionCopies):
+    """What a process without Ray has."""
+
+    def __init__(self, uri: str) -> None:
+        del uri
 
 
 def files_of(version: PulledVersion | None) -> dict[str, bytes]:
@@ -81,7 +94,8 @@ def test_a_sampler_has_the_buckets_version_to_the_bit_without_reading_it(
     """The first version is whole, two are patches, and one is both."""
     with raycheck.follow(trained.store.uri, tmp_path / "ray") as sampler:
         with monkeypatch.context() as patch:
-            patch.setattr(ray_host.RayHost, "version_copies", lambda *_: VersionCopies())
+            for module in (follower_module, publish_module):
+                patch.setattr(module, "version_copies", NoCopies)
             reader = raycheck.follow(trained.store.uri, tmp_path / "bucket")
             trained.publish()
             assert_has(reader.update(), trained)
@@ -130,7 +144,11 @@ def test_an_announcement_wakes_samplers_that_hardly_ever_look(trained: Trained, 
         assert ray.get(waiting, timeout=WITHIN_S) == [step, step]
 
 
-def test_without_the_actor_the_bucket_is_read_until_there_is_another(trained: Trained, tmp_path: Path, read: list[str]):
+def test_without_the_actor_the_bucket_is_read_until_there_is_another(
+    trained: Trained, tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(version_copies, "SILENT_S", 0.0)
+    monkeypatch.setattr(version_copies, "ABSENT_S", 0.0)
     with raycheck.follow(trained.store.uri, tmp_path / "local") as sampler:
         for _ in range(2):
             trained.publish(whole_every=100)
@@ -175,7 +193,56 @@ def test_a_version_that_was_not_announced_is_found_by_nobody(trained: Trained):
     copies.announce()
     assert copies.take("version-000000002-00000000", "version.json") is None
     assert copies.take("version-000000002-11111111", "version.json") == b"{}"
-    assert copies.take("version-000000002-11111111", "version.json") is None  # again: the bucket is to be read
+
+
+def test_an_actor_that_does_not_answer_is_not_asked_for_each_file(trained: Trained, monkeypatch: pytest.MonkeyPatch):
+    trained.publish()
+    directory = raycheck.open_run(trained.store.uri).published().versions[0].directory
+    copies = copies_of(trained)
+    ray.kill(shelf_of(trained))
+    deadline = time.monotonic() + WITHIN_S
+    while copies.take(directory, "version.json") is not None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    start_shelf(trained)
+    again = copies_of(trained)
+    again.begin(directory)
+    again.add("version.json", memoryview(b"{}"))
+    again.announce()
+
+    assert again.take(directory, "version.json") == b"{}"
+    assert copies.take(directory, "version.json") is None
+
+
+def test_a_process_that_was_forked_from_one_of_ray_reads_the_bucket(trained: Trained, tmp_path: Path):
+    trained.publish()
+
+    def follow() -> None:
+        with raycheck.follow(trained.store.uri, tmp_path / "local") as sampler:
+            os._exit(0 if sampler.update() is not None else 1)
+
+    child = multiprocessing.get_context("fork").Process(target=follow)
+    child.start()
+    child.join(WITHIN_S)
+    assert child.exitcode == 0
+
+
+def test_samplers_that_share_a_folder_all_have_what_was_announced(trained: Trained, tmp_path: Path):
+    trained.publish()
+    samplers = [raycheck.follow(trained.store.uri, tmp_path / "local", poll_s=500) for _ in range(3)]
+    assert [sampler.wait(WITHIN_S).step for sampler in samplers] == [1, 1, 1]
+    waiting = [InThread(partial(sampler.wait, 10 * WITHIN_S)) for sampler in samplers]
+    trained.publish(whole_every=100)
+    assert [one.join(WITHIN_S).step for one in waiting] == [2, 2, 2]
+    for sampler in samplers:
+        sampler.close()
+
+
+def test_a_process_keeps_the_actors_of_two_series(trained: Trained):
+    places = [RayVersionCopies(f"{trained.store.uri}/other-{number}") for number in range(3)]
+    for place in places:
+        place.begin("version-000000001-00000000")
+        assert place._shelf is not None
+    assert list(version_copies._held) == [place._name for place in places[1:]]
 
 
 def test_the_shelf_has_few_versions_and_only_what_there_is_room_for(cluster: None):

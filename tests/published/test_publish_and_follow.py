@@ -5,6 +5,8 @@ import fcntl
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -721,3 +723,25 @@ def test_a_reader_keeps_its_lease_while_it_fetches_a_large_version(
 
     assert now.directory == first.directory
     assert not series_of(trained).readers()
+
+
+def test_a_sampler_needs_no_more_of_ray_than_its_core_and_starts_none(tmp_path: Path):
+    trained = Trained(open_store(f"file://{tmp_path}/run"), tmp_path / "cache")
+    trained.publish()
+    script = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "pyarrow") or name.startswith("ray.train"):
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Blocked())
+import ray, raycheck
+
+with raycheck.follow(sys.argv[1], sys.argv[2]) as sampler:
+    print(sampler.update().step, ray.is_initialized(), "raycheck.on_ray.ray_host" in sys.modules)
+"""
+    command = [sys.executable, "-c", script, trained.store.uri, str(tmp_path / "local")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout.split() == ["1", "False", "False"], done.stderr
