@@ -182,18 +182,7 @@ def _publish(
             record_crc32=crc32(dump(record)),
             published_at=put.record(dump(record)),
         )
-        listed = (*versions.versions, version) if versions else (version,)
-        new = Versions(
-            run_id=run_id,
-            series=versions.series if versions else uuid4().hex,
-            entry=options.entry,
-            dtype=_dtype(options),
-            merge_lora=options.merge_lora,
-            versions=listed,
-        )
-        readers = series.readers().values()
-        leased = [reader.directory for reader in readers if reader.until > version.published_at]
-        new = replace(new, versions=kept(new, keep_last=options.keep_last, leased=leased))
+        new, gone = _with(versions, version, series, options, run_id)
         series.add(new, found[1] if found else None)
         series.copies.announce()
         try:  # it is published, whatever becomes of what follows: the next one makes up for it
@@ -204,8 +193,26 @@ def _publish(
         except RaycheckError as error:
             what = "a version is published, but older ones could not be deleted yet"
             logger.warning(event(what, cause=error, run=series.store.uri))
-    gone = {item.number for item in listed} - {item.number for item in new.versions}
-    return Published(uri=series.uri, version=version, bytes_written=put.size_bytes, dropped=tuple(sorted(gone)))
+    return Published(uri=series.uri, version=version, bytes_written=put.size_bytes, dropped=gone)
+
+
+def _with(
+    versions: Versions | None, version: PublishedVersion, series: Series, options: Publish, run_id: str
+) -> tuple[Versions, tuple[int, ...]]:
+    """Return the list with another version, and the numbers of those that are not in it any more."""
+    new = Versions(
+        run_id=run_id,
+        series=versions.series if versions else uuid4().hex,
+        entry=options.entry,
+        dtype=_dtype(options),
+        merge_lora=options.merge_lora,
+        versions=(*versions.versions, version) if versions else (version,),
+    )
+    readers = series.readers().values()
+    leased = [reader.directory for reader in readers if reader.until > version.published_at]
+    left = kept(new, keep_last=options.keep_last, leased=leased)
+    gone = {item.number for item in new.versions} - {item.number for item in left}
+    return replace(new, versions=left), tuple(sorted(gone))
 
 
 def _store_files(
