@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
 from raycheck.bucket.format.object_keys import export_key
+from raycheck.bucket.local_files import sync
 from raycheck.bucket.protocol.removal.exported_directories import check_not_being_pruned
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import path_below, with_settings
@@ -102,9 +103,7 @@ def _appearing(path: Path) -> Iterator[Path]:
         _refuse_occupied(path)
         with _typed_errors(path):
             temporary.replace(path)
-            parent = os.open(path.parent, os.O_RDONLY)
-            os.fsync(parent)
-            os.close(parent)
+            sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         os.close(lock)

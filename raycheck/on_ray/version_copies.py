@@ -143,7 +143,6 @@ class RayVersionCopies(VersionCopies):
 
     def start(self, node: str) -> None:
         """Start the actor, unless it runs: on this node if possible. It ends with the process that started it."""
-
         self._try(lambda: self._find_or_start(node))
 
     def _find_or_start(self, node: str) -> Any:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from raycheck.bucket.format.checksum import crc32
-from raycheck.bucket.store.interface import Buffer
 from raycheck.errors import CorruptError
 from raycheck.published.element_patch import apply, encode
 from raycheck.published.weights_file import StoredTensor, mapped, read_head
@@ -70,7 +69,7 @@ def _patch_file(patches: Mapping[str, bytes], sums: Mapping[str, list[str]]) -> 
     return b"".join((struct.pack("<Q", len(text)), text, *patches.values()))
 
 
-def apply_patches(patch_file: Buffer, path: Path, *, what: str) -> frozenset[str]:
+def apply_patches(patch_file: bytes, path: Path, *, what: str) -> frozenset[str]:
     """Turn the tensors of the file at `path` that a patch file names into the new ones. Return their names.
 
     what: names the patch file in errors. Raises CorruptError, before this tensor is changed, when the base is not the

@@ -229,7 +229,7 @@ def _store_files(
     whole_bytes = sum(file.size_bytes for file in files.values())
     patched = _patched(put, base, made, files) if base is not None else None
     stored, patch_bytes, fetched = list(files), None, list(files)
-    if patched is None:
+    if patched is None and base is not None:
         put.forget_copies()
     if patched is not None and base is not None:
         before = base.record.files

@@ -216,9 +216,9 @@ def _patch(
 
 def _record(series: Series, version: PublishedVersion) -> VersionRecord:
     key = series.key(version, VERSION_RECORD)
-    copy = _copy(series, version, VERSION_RECORD, version.record_crc32)
 
     def read() -> VersionRecord:
+        copy = _copy(series, version, VERSION_RECORD, version.record_crc32)
         data = bytes(copy) if copy is not None else series.store.get_data(key, MAX_RECORD_BYTES)
         record = load_record(data, what=f"{series.store}: {key}")
         if crc32(data) != version.record_crc32 or not record.is_of(version):
@@ -232,12 +232,10 @@ def _fetch(
     series: Series, version: PublishedVersion, name: str, file: VersionFile, *, made: _Made, folder: Path
 ) -> None:
     """Fetch a file that is stored as a whole into `folder`."""
-    copy = _copy(series, version, name, file.crc32)
 
     def fetch() -> None:
         with (folder / name).open("wb") as target:
-            chunks = _stream(series, version, name, file.size_bytes, file.crc32) if copy is None else [copy]
-            for chunk in chunks:
+            for chunk in _stream(series, version, name, file.size_bytes, file.crc32):
                 target.write(chunk)
             target.flush()
             os.fsync(target.fileno())
@@ -246,19 +244,19 @@ def _fetch(
     made.bytes_fetched += file.size_bytes
 
 
-def _read(series: Series, version: PublishedVersion, name: str, size: int, crc: int) -> Buffer:
-    copy = _copy(series, version, name, crc)
-    if copy is not None:
-        return copy
+def _read(series: Series, version: PublishedVersion, name: str, size: int, crc: int) -> bytes:
     return again_if_corrupt(lambda: b"".join(_stream(series, version, name, size, crc)))
 
 
 def _copy(series: Series, version: PublishedVersion, name: str, crc: int) -> memoryview | None:
-    """Return a nearer copy of a file, or None if there is none that is intact. The bucket then has both readings."""
+    """Return a nearer copy of a file; None if there is none that is intact, so that the bucket is still read twice."""
     copy = series.copies.take(version.directory, name)
     return copy if copy is not None and crc32(copy) == crc else None
 
 
 def _stream(series: Series, version: PublishedVersion, name: str, size: int, crc: int) -> Iterator[Buffer]:
+    copy = _copy(series, version, name, crc)
+    if copy is not None:
+        return iter((copy,))
     key = series.key(version, name)
     return checked(read_ahead(Spans(series.store, key, 0, size)), crc, what=f"{series.store}: {key}")
