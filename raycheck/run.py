@@ -7,6 +7,7 @@ score, rewind, prune and sweep do change it, and may be called while it trains.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raycheck.bucket.attempt_records import read_record
@@ -480,6 +481,34 @@ class Run:
             max_shard_bytes=max_shard_bytes,
         )
         return publish(self.at(at)._stored, options)  # noqa: SLF001  of a class in this file
+
+    def publish_directory(
+        self,
+        directory: str | Path,
+        *,
+        step: int,
+        to: str | None = None,
+        keep_last: int = 4,
+        whole_every: int = 16,
+        whole: bool = False,
+        cache: str | None = None,
+        attempt: int | None = None,
+        on_published: "Callable[[Published], None] | None" = None,
+    ) -> "Published":
+        """Publish a local Hugging Face directory as the next version: an adapter, say, that is in no checkpoint.
+
+        directory: its files are published as they are. Its weights must be in one safetensors file, as PEFT's
+        `save_pretrained` writes an adapter's. step: of the training. attempt: of which the caller is a part; None: of
+        none. on_published: called as soon as samplers can have the version, before older ones are deleted. Other
+        parameters: as for `publish`. Raises ConfigError if it cannot be published, ConflictError if somebody else
+        publishes at the same time, FencedError if another attempt has claimed the run.
+        """
+        from raycheck.published.publish import publish_directory
+
+        options = Publish(to=to, keep_last=keep_last, whole_every=whole_every, whole=whole, cache=cache)
+        return publish_directory(
+            self._store, Path(directory), options, step=step, attempt=attempt, on_published=on_published
+        )
 
     def published(self) -> "PublishedVersions | None":
         """Read the list of the published versions in the run, and their readers; None if nothing is published."""

@@ -84,6 +84,9 @@ def pull(  # noqa: PLR0917  typer makes options of them
     no_lease: Annotated[
         bool, typer.Option("--no-lease", help="Write no record of this reader, which keeps what it needs.")
     ] = False,
+    number: Annotated[
+        int | None, typer.Option("--version", help="Fetch this version, not the newest one, by its number.")
+    ] = None,
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
@@ -93,9 +96,11 @@ def pull(  # noqa: PLR0917  typer makes options of them
     """
     from raycheck.published.follower import follow as follow_versions
 
-    settings = settings_of(storage)
+    if follow and number is not None:
+        raise ConfigError(f"--follow --version {number}: give only one, since a version never changes")
+    settings, lease = settings_of(storage), follow and not no_lease
     with follow_versions(
-        uri, folder, storage=settings, poll_s=poll_s, keep=keep, lease=follow and not no_lease
+        uri, folder, storage=settings, poll_s=poll_s, keep=keep, lease=lease, version=number
     ) as versions:
         while True:
             version = versions.wait() if follow else versions.update(wait=True)

@@ -46,7 +46,7 @@ class PulledVersion:
     path: Path
     number: int
     step: int
-    checkpoint: str
+    checkpoint: str | None
     changed: frozenset[str] | None
     bytes_fetched: int
     _files: LocalVersion = field(repr=False, compare=False)
@@ -137,6 +137,7 @@ class VersionFollower:
         poll_s: float = POLL_S,
         keep: int = 2,
         lease: bool = True,
+        version: int | None = None,
     ) -> None:
         """See raycheck.follow."""
         zstd()  # raises before anything is fetched
@@ -149,6 +150,7 @@ class VersionFollower:
         self._remove = weakref.finalize(self, shutil.rmtree, made, ignore_errors=True) if made is not None else None
         self._folder = VersionFolder(Path(made or folder or ""), keep=keep)
         self._poll_s = poll_s
+        self._version = version
         self._lease = _Lease(f"{_safe(socket.gethostname())}-{secrets.token_hex(4)}") if lease else None
         self._series: Series | None = None
         self._seen: str | None = None  # the version of the list whose newest version is the current one
@@ -184,7 +186,7 @@ class VersionFollower:
         pulled: Pulled | None = None
         self._is_behind = True
         with self._folder.writing(wait=wait) as is_mine:
-            found = series.read()  # with the lock: an older list would bring an older version back
+            found = self._read(series)  # with the lock: an older list would bring an older version back
             if found is None:
                 self._is_behind = False
                 return None
@@ -218,15 +220,28 @@ class VersionFollower:
         self._renew(series, found, made)
         return version
 
+    def _read(self, series: Series) -> tuple[Versions, Got] | None:
+        """Read the list, up to the version that is followed."""
+        found = series.read()
+        if self._version is None:
+            return found
+        versions = None if found is None else found[0].up_to(self._version)
+        if found is None or versions is None:
+            listed = [] if found is None else [str(version.number) for version in found[0].versions]
+            raise ConfigError(
+                f"{series}: there is no version {self._version}; there are: {', '.join(listed) or 'none'}"
+            )
+        return versions, found[1]
+
     def wait(self, timeout_s: float | None = None) -> PulledVersion | None:
-        """Wait for a version that is newer than `current`. Return None after `timeout_s`, or when it was closed.
+        """Wait for a version that is newer than `current`. Return None after `timeout_s`, or when there will be none.
 
         The store is asked every `poll_s`, at once after `wake`, and every second after an error, or while another
         process fetches. An error is logged when it first occurs. Raises ConfigError.
         """
         said = ""
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._closed:
+        while not self._closed and (self._version is None or self._current is None):
             self._wake.clear()
             try:
                 if (version := self.update()) is not None:
@@ -251,7 +266,7 @@ class VersionFollower:
         self._wake.set()
 
     def __iter__(self) -> Iterator[PulledVersion]:
-        """Yield one version after the other, the newest of each time, until the follower is closed."""
+        """Yield one version after the other, the newest of each time, until the follower is closed; or the only one."""
         while (version := self.wait()) is not None:
             yield version
 
@@ -359,6 +374,7 @@ def follow(
     poll_s: float = POLL_S,
     keep: int = 2,
     lease: bool = True,
+    version: int | None = None,
 ) -> VersionFollower:
     """Follow the published versions of a run: `for version in raycheck.follow(uri): ...`.
 
@@ -369,8 +385,9 @@ def follow(
     was followed before; in it, `latest` is a link to the newest. None: a temporary folder, removed by `close`. storage:
     how to open the URI. poll_s: the seconds between two looks, each of one small GET. keep: how many of the newest
     versions stay in the folder; the current one always does. lease: write a small record that keeps the versions that
-    this reader still needs, if it has the right to.
+    this reader still needs, if it has the right to. version: the number of the only version that is fetched, as long as
+    it is listed. None: the newest one at any time.
 
     Raises ConfigError when the folder contains something else, or a library is missing.
     """
-    return VersionFollower(uri, folder, storage=storage, poll_s=poll_s, keep=keep, lease=lease)
+    return VersionFollower(uri, folder, storage=storage, poll_s=poll_s, keep=keep, lease=lease, version=version)

@@ -1,4 +1,4 @@
-"""Publishes the model of a committed checkpoint as the next version of its series. Step 43.
+"""Publishes the model of a committed checkpoint, or a directory, as the next version of a series. Step 43.
 
 The publisher keeps the newest version in a local folder, as every reader does. It exports the checkpoint next to it,
 compares the two, and stores the patches, or all files when that is due. What it has exported is the base of the next
@@ -8,39 +8,56 @@ patch.
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.document import dump
+from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import (
     PUBLISHED_PREFIX,
     VERSION_RECORD,
     CheckpointName,
+    is_file_name,
     version_directory,
     version_key,
 )
-from raycheck.bucket.local_files import file_crc32, sync_files
+from raycheck.bucket.local_files import clone_file, file_crc32, sync_files
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import Checkpoint, read_newest
 from raycheck.bucket.store import Got, Store
 from raycheck.bucket.store.local import LocalStore
 from raycheck.bucket.store.open import open_near
-from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError
+from raycheck.errors import ConfigError, ConflictError, CorruptError, FencedError, NotFoundError, RaycheckError
 from raycheck.host import version_copies
 from raycheck.huggingface.export import export_hf
 from raycheck.log import event, logger
 from raycheck.published.element_patch import zstd
 from raycheck.published.file_patch import have_equal_heads, patch_files
 from raycheck.published.pull import pull
-from raycheck.published.records import PatchFile, PublishedVersion, VersionFile, VersionRecord, Versions
+from raycheck.published.records import (
+    RESERVED,
+    PatchFile,
+    PublishedVersion,
+    Reader,
+    VersionFile,
+    VersionRecord,
+    Versions,
+)
 from raycheck.published.series import Series, kept
 from raycheck.published.version_folder import LocalVersion, VersionFolder, typed_errors
 from raycheck.published.weights_file import WEIGHTS, mapped
 from raycheck.settings import Publish
+
+MOST_WRITTEN = 32
+FILES_AT_ONCE = 4
+"""How many files are uploaded at a time. Each of them may be sent in several parts at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,38 +74,138 @@ class Published:
     dropped: tuple[int, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Source:
+    """What is published.
+
+    store: of the run. checkpoint: its key; None: it is of none. write: writes its files into a folder. attempt,
+    on_published: see publish_directory.
+    """
+
+    store: Store
+    checkpoint: str | None
+    step: int
+    write: Callable[[Path], None]
+    attempt: int | None = None
+    on_published: Callable[[Published], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _List:
+    """A list of versions, to which the next one is added.
+
+    run_id: of the run that publishes. found: what is in the store; None: nothing. versions: those of this run.
+    """
+
+    run_id: str
+    found: tuple[Versions, Got] | None
+    versions: Versions | None
+
+
+_WRITTEN: dict[str, _List] = {}
+"""The lists that this process has written for directories, by the series' URI, so that they need not be read again."""
+
+
 def publish(checkpoint: Checkpoint, options: Publish, *, by_training: bool = False) -> Published | None:
     """Publish a checkpoint. Return None if it is the newest version already.
 
     by_training: refuse, with ConflictError, a checkpoint that was committed before the newest version's: a task may be
     repeated late, and by a driver that is no longer in charge. Raises ConfigError for a place with something else.
     """
+    key = checkpoint.entry.key
+
+    def write(folder: Path) -> None:
+        export_hf(checkpoint, LocalStore(str(folder), str(folder), flushes=False), options, stem=f"model-{key}")
+
+    source = _Source(store=checkpoint.store, checkpoint=key, step=checkpoint.entry.step, write=write)
+    return _publish_next(source, options, by_training=by_training)
+
+
+def publish_directory(
+    store: Store,
+    directory: Path,
+    options: Publish,
+    *,
+    step: int,
+    attempt: int | None = None,
+    on_published: Callable[[Published], None] | None = None,
+) -> Published:
+    """Publish the Hugging Face directory at a local path, as a version of the run at `store`.
+
+    Its weights are in one file: a program that opens several files while a version appears must not mix two versions.
+    attempt: of the run, for which this is done. on_published: called as soon as readers can have the version, before
+    older ones are deleted. Raises ConfigError for any other directory, and for a place with something else; FencedError
+    if another attempt has claimed the run since.
+    """
+    files = _files_in(directory)
+
+    def write(folder: Path) -> None:
+        for path in files:
+            with typed_errors(path):
+                clone_file(path, folder / path.name)
+
+    source = _Source(store=store, checkpoint=None, step=step, write=write, attempt=attempt, on_published=on_published)
+    done = _publish_next(source, options)
+    assert done is not None, "only a checkpoint can be published already"
+    return done
+
+
+def _files_in(directory: Path) -> list[Path]:
+    with typed_errors(directory):
+        found = sorted(directory.iterdir())
+        odd = [path for path in found if not path.is_file() or not is_file_name(path.name) or path.name in RESERVED]
+    if odd:
+        raise ConfigError(f"{odd[0]} is not a file that can be published: give a directory with a model's files only")
+    count = sum(path.name.endswith(WEIGHTS) for path in found)
+    if count != 1:
+        raise ConfigError(
+            f"{directory} has {count} files *{WEIGHTS}: give a directory with all weights in one, such as PEFT's "
+            "save_pretrained writes for an adapter, or commit a checkpoint and publish that"
+        )
+    return found
+
+
+def _publish_next(source: _Source, options: Publish, *, by_training: bool = False) -> Published | None:
     zstd()  # raises before anything is read
-    store = checkpoint.store
-    series = series_of(store, options)
+    series = series_of(source.store, options)
     place = options.cache or _folder_of(series)
     folder = VersionFolder(Path(place), keep=1, is_private=options.cache is None)
     with folder.writing(wait=True):
-        found = series.read()
-        run_id = read_newest(store).run_id
-        versions = _of_this_run(series, found[0], run_id, options) if found is not None else None
-        if versions is not None:
-            if versions.newest.checkpoint == checkpoint.entry.key and not options.whole:
+        known = _WRITTEN.pop(series.uri, None) if source.checkpoint is None else None
+        if known is not None:
+            with suppress(ConflictError):  # somebody else has published since
+                return _publish_after(known, source, options, series, folder)
+        found, run = source.store.both(series.read, partial(read_newest, source.store))
+        _check_attempt(source, run)
+        versions = _of_this_run(series, found[0], run.run_id, options) if found is not None else None
+        newest, checkpoint = None if versions is None else versions.newest.checkpoint, source.checkpoint
+        if checkpoint is not None and newest is not None:
+            if newest == checkpoint and not options.whole:
                 return None
-            if by_training and _name(checkpoint.entry.key) < _name(versions.newest.checkpoint):
+            if by_training and _name(checkpoint) < _name(newest):
                 raise ConflictError(
-                    f"{series}: {versions.newest.checkpoint} is published, which is newer than "
-                    f"{checkpoint.entry.key}; this one is not published any more"
+                    f"{series}: {newest} is published, which is newer than {checkpoint}; this one is not published "
+                    "any more"
                 )
-        base = None
-        try:
-            base = None if versions is None or options.whole else _base(series, folder, versions)
-            return _publish(
-                checkpoint, options, series, folder, found=found, versions=versions, base=base, run_id=run_id
-            )
-        finally:
-            if base is not None:
-                base.release()
+        return _publish_after(_List(run.run_id, found, versions), source, options, series, folder)
+
+
+def _check_attempt(source: _Source, run: Latest) -> None:
+    if source.attempt not in (None, run.attempt.number):
+        raise FencedError(
+            f"{source.store}: attempt {run.attempt.number} has claimed the run; attempt {source.attempt} is over"
+        )
+
+
+def _publish_after(known: _List, source: _Source, options: Publish, series: Series, folder: VersionFolder) -> Published:
+    """Publish the version after those of a list."""
+    versions = known.versions
+    base = None if versions is None or options.whole else _base(series, folder, versions)
+    try:
+        return _publish(source, options, series, folder, known=known, base=base)
+    finally:
+        if base is not None:
+            base.release()
 
 
 def series_of(store: Store, options: Publish) -> Series:
@@ -144,47 +261,54 @@ def _is_intact(version: LocalVersion) -> bool:
 
 
 def _publish(
-    checkpoint: Checkpoint,
+    source: _Source,
     options: Publish,
     series: Series,
     folder: VersionFolder,
     *,
-    found: tuple[Versions, Got] | None,
-    versions: Versions | None,
+    known: _List,
     base: LocalVersion | None,
-    run_id: str,
 ) -> Published:
-    number = found[0].newest.number + 1 if found else 1
+    versions = known.versions
+    number = known.found[0].newest.number + 1 if known.found else 1
     with folder.building() as place, ThreadPoolExecutor(1) as background:
         made = place / "new"
         made.mkdir()
-        local = LocalStore(str(made), str(made), flushes=False)
-        export_hf(checkpoint, local, options, stem=f"model-{checkpoint.entry.key}")
+        source.write(made)
         flushed = background.submit(sync_files, made)  # it takes as long as the comparison
         put = _Upload(series, version_directory(number, uuid4().hex[:8]))
-        files, is_whole, patch_bytes = _store_files(put, made, base, versions, options)
+        files, fetched, patch_bytes = _with_patches(put, made, base, versions, options)
         record = VersionRecord(
             directory=put.directory,
-            checkpoint=checkpoint.entry.key,
-            step=checkpoint.entry.step,
+            checkpoint=source.checkpoint,
+            step=source.step,
             base=base.record.directory if base is not None and patch_bytes is not None else None,
             files=files,
         )
+        published_at, readers, run = put.rest(made, record, fetched, source.store)
+        _check_attempt(source, run)
+        if run.run_id != known.run_id:
+            raise ConflictError(f"{source.store}: another run was begun here meanwhile")
         version = PublishedVersion(
             directory=put.directory,
             number=number,
             checkpoint=record.checkpoint,
             step=record.step,
             base=record.base,
-            is_whole=is_whole,
+            is_whole=all(file.is_stored for file in files.values()),
             whole_bytes=sum(file.size_bytes for file in files.values()),
             patch_bytes=patch_bytes or 0,
             record_crc32=crc32(dump(record)),
-            published_at=put.record(dump(record)),
+            published_at=published_at,
         )
-        new, gone = _with(versions, version, series, options, run_id)
-        series.add(new, found[1] if found else None)
+        new, gone = _with(versions, version, readers, options, run.run_id)
+        now = series.add(new, known.found[1] if known.found else None)
+        if source.checkpoint is None:
+            _remember(series, _List(run.run_id, now, now[0]))
         series.copies.announce()
+        done = Published(uri=series.uri, version=version, bytes_written=put.size_bytes, dropped=gone)
+        if source.on_published is not None:
+            source.on_published(done)
         try:  # it is published, whatever becomes of what follows: the next one makes up for it
             with typed_errors(made):
                 flushed.result()
@@ -193,11 +317,21 @@ def _publish(
         except RaycheckError as error:
             what = "a version is published, but older ones could not be deleted yet"
             logger.warning(event(what, cause=error, run=series.store.uri))
-    return Published(uri=series.uri, version=version, bytes_written=put.size_bytes, dropped=gone)
+    return done
+
+
+def _remember(series: Series, written: _List) -> None:
+    _WRITTEN[series.uri] = written
+    while len(_WRITTEN) > MOST_WRITTEN:
+        del _WRITTEN[next(iter(_WRITTEN))]
 
 
 def _with(
-    versions: Versions | None, version: PublishedVersion, series: Series, options: Publish, run_id: str
+    versions: Versions | None,
+    version: PublishedVersion,
+    readers: Mapping[str, Reader],
+    options: Publish,
+    run_id: str,
 ) -> tuple[Versions, tuple[int, ...]]:
     """Return the list with another version, and the numbers of those that are not in it any more."""
     new = Versions(
@@ -208,19 +342,19 @@ def _with(
         merge_lora=options.merge_lora,
         versions=(*versions.versions, version) if versions else (version,),
     )
-    readers = series.readers().values()
-    leased = [reader.directory for reader in readers if reader.until > version.published_at]
+    leased = [reader.directory for reader in readers.values() if reader.until > version.published_at]
     left = kept(new, keep_last=options.keep_last, leased=leased)
     gone = {item.number for item in new.versions} - {item.number for item in left}
     return replace(new, versions=left), tuple(sorted(gone))
 
 
-def _store_files(
+def _with_patches(
     put: "_Upload", made: Path, base: LocalVersion | None, versions: Versions | None, options: Publish
-) -> tuple[dict[str, VersionFile], bool, int | None]:
-    """Store what a version consists of.
+) -> tuple[dict[str, VersionFile], Collection[str], int | None]:
+    """Decide where the bytes of each file are, and store the patches.
 
-    Return its files, whether it is whole, and the bytes that a reader of the base fetches; None if it has no patches.
+    Return the files, those that a reader of the base fetches as a whole, and all bytes that it fetches; None if there
+    are no patches.
     """
     files = {
         path.name: VersionFile(size_bytes=path.stat().st_size, crc32=file_crc32(path), is_stored=False)
@@ -242,10 +376,8 @@ def _store_files(
         patch_bytes = put.size_bytes + sum(files[name].size_bytes for name in fetched)
         if not _is_due(versions, options, patch_bytes, whole_bytes):
             stored = fetched
-    for name in stored:
-        files[name] = replace(files[name], is_stored=True)
-        put.file(made / name, is_copied=name in fetched)
-    return files, len(stored) == len(files), patch_bytes
+    files |= {name: replace(files[name], is_stored=True) for name in stored}
+    return files, fetched, patch_bytes
 
 
 class _Upload:
@@ -263,29 +395,51 @@ class _Upload:
     def forget_copies(self) -> None:
         self._series.copies.begin(self.directory)
 
-    def data(self, name: str, data: bytes) -> PatchFile:
-        self._put(name, memoryview(data), is_copied=True)
+    def patch(self, name: str, data: bytes) -> PatchFile:
+        self._series.copies.add(name, memoryview(data))
+        self._put(name, memoryview(data))
+        self.size_bytes += len(data)
         return PatchFile(name=name, size_bytes=len(data), crc32=crc32(data))
 
-    def file(self, path: Path, *, is_copied: bool) -> None:
-        with mapped(path) as data:
-            self._put(path.name, data, is_copied=is_copied)
+    def rest(
+        self, folder: Path, record: VersionRecord, fetched: Collection[str], run: Store
+    ) -> tuple[float, Mapping[str, Reader], Latest]:
+        """Write the files that are stored as a whole, and the record, several at a time.
 
-    def record(self, data: bytes) -> float:
+        fetched: those of which there are copies. Return the store's time, the readers of the series, and the `latest`
+        of the run, both as they are now.
+        """
+        store, copies, data = self._series.store, self._series.copies, dump(record)
+        stored = [folder / name for name, file in record.files.items() if file.is_stored]
+        for path in stored:
+            if path.name in fetched:
+                with mapped(path) as whole:
+                    copies.add(path.name, whole)
+        copies.add(VERSION_RECORD, memoryview(data))
+        while len(stored) > FILES_AT_ONCE:
+            store.together(*(partial(self._put_file, path) for path in stored[:FILES_AT_ONCE]))
+            del stored[:FILES_AT_ONCE]
+        calls: list[Callable[[], Any]] = [partial(self._put_file, path) for path in stored]
+        calls += [partial(self._put_record, data), self._series.readers, partial(read_newest, run)]
+        *_, at, readers, newest = store.together(*calls)
+        self.size_bytes += sum(file.size_bytes for file in record.files.values() if file.is_stored)
+        return at, readers, newest
+
+    def _put_file(self, path: Path) -> None:
+        with mapped(path) as data:
+            self._put(path.name, data)
+
+    def _put_record(self, data: bytes) -> float:
         """Write the record. Return the store's time."""
-        self._series.copies.add(VERSION_RECORD, memoryview(data))
         store, key = self._series.store, version_key(self._series.prefix, self.directory, VERSION_RECORD)
         at = put_once(store, key, data)
         return at if at is not None else store.get(key).at
 
-    def _put(self, name: str, data: memoryview, *, is_copied: bool) -> None:
-        if is_copied:
-            self._series.copies.add(name, data)
+    def _put(self, name: str, data: memoryview) -> None:
         store = self._series.store
         part = store.part_bytes(len(data))
         parts = (data[at : at + part] for at in range(0, max(1, len(data)), part))
         store.put_parts(version_key(self._series.prefix, self.directory, name), parts, len(data))
-        self.size_bytes += len(data)
 
 
 def _patched(
@@ -309,7 +463,7 @@ def _patched(
             left -= len(data)
             if left <= 0:
                 return None
-            patches.append(put.data(f"{new.name}.patch-{len(patches) + 1:05d}", data))
+            patches.append(put.patch(f"{new.name}.patch-{len(patches) + 1:05d}", data))
         patched[new.name] = replace(files[new.name], base=old.name, patches=tuple(patches))
     return patched
 

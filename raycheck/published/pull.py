@@ -79,7 +79,7 @@ def pull(series: Series, folder: VersionFolder, versions: Versions, have: LocalV
     """Make the newest version of the list in `folder`, for which the caller has the lock. Return None if it is there.
 
     have: the folder's newest version. Raises CorruptError for a version that is damaged or lacks objects; NotFoundError
-    if the list is not the newest any more.
+    if the list does not name the version any more.
     """
     newest = versions.newest
     if have is not None and have.record.directory == newest.directory:
@@ -93,7 +93,7 @@ def pull(series: Series, folder: VersionFolder, versions: Versions, have: LocalV
             failure = failure or error
     if isinstance(failure, NotFoundError):
         now = series.read()
-        if now is not None and now[0].newest != newest:
+        if now is not None and newest not in now[0].versions:
             raise failure
     raise CorruptError(
         f"{series}: version {newest.number} cannot be made: {failure or 'no version is whole'}. Publish a whole one: "

@@ -1,7 +1,7 @@
 """Defines the documents of a series of published versions. Step 42. All of them are hostile until they are loaded."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from raycheck.bucket.format.document import FORMAT_VERSION, Document, load
@@ -23,15 +23,15 @@ class PublishedVersion(Document):
     """One line of the list: a version, and what it takes to have it.
 
     directory: where its files are; no two versions have the same. number: counts the versions of a series from 1.
-    checkpoint, step: what was published. base: the directory of the version that its patches change; None: it has no
-    patches. is_whole: all its files are stored. whole_bytes: the size of all its files. patch_bytes: the size of what a
-    reader of the base fetches. record_crc32: the checksum of its record. published_at: in unix seconds by the store's
-    clock.
+    checkpoint, step: what was published; no checkpoint for a directory that was published by itself. base: the
+    directory of the version that its patches change; None: it has no patches. is_whole: all its files are stored.
+    whole_bytes: the size of all its files. patch_bytes: the size of what a reader of the base fetches. record_crc32:
+    the checksum of its record. published_at: in unix seconds by the store's clock.
     """
 
     directory: str
     number: int
-    checkpoint: str
+    checkpoint: str | None
     step: int
     base: str | None
     is_whole: bool
@@ -43,7 +43,7 @@ class PublishedVersion(Document):
     def __post_init__(self) -> None:
         if self.number < 1 or version_number(self.directory) != self.number:
             raise CorruptError(f"version {self.number} is in {self.directory!r}, which is not its directory")
-        if CheckpointName.parse(self.checkpoint) is None:
+        if self.checkpoint is not None and CheckpointName.parse(self.checkpoint) is None:
             raise CorruptError(f"version {self.number} is of {self.checkpoint!r}, which is not a checkpoint's name")
         if self.base is not None and (version_number(self.base) or self.number) >= self.number:
             raise CorruptError(f"version {self.number} is based on {self.base!r}, which is not an older version")
@@ -83,6 +83,11 @@ class Versions(Document):
     def newest_whole(self) -> PublishedVersion | None:
         """Return the newest whole version; None if there is none, which only a foreign writer leaves behind."""
         return next((version for version in reversed(self.versions) if version.is_whole), None)
+
+    def up_to(self, number: int) -> "Versions | None":
+        """Return the list as if the version of this number were the newest; None if there is no such version."""
+        left = tuple(version for version in self.versions if version.number <= number)
+        return replace(self, versions=left) if left and left[-1].number == number else None
 
     def patches_from(self, directory: str) -> list[PublishedVersion] | None:
         """Return the versions whose patches lead from the version in `directory` to the newest one, which may be none.
@@ -139,7 +144,7 @@ class VersionRecord(Document):
 
     format_version: int = FORMAT_VERSION
     directory: str
-    checkpoint: str
+    checkpoint: str | None
     step: int
     base: str | None
     files: Mapping[str, VersionFile]

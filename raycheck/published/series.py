@@ -19,6 +19,7 @@ from raycheck.bucket.format.object_keys import (
     version_number,
     versions_key,
 )
+from raycheck.bucket.protocol.removal.prune_and_sweep import delete_objects
 from raycheck.bucket.store import Got, Store
 from raycheck.bucket.store.address import join_uri
 from raycheck.errors import ConflictError, CorruptError, NotFoundError, StoreError
@@ -75,8 +76,8 @@ class Series:
         except NotFoundError:
             return None
 
-    def add(self, new: Versions, found: Got | None) -> None:
-        """Replace the list that was `found` by `new`, whose last version is the new one.
+    def add(self, new: Versions, found: Got | None) -> tuple[Versions, Got]:
+        """Replace the list that was `found` by `new`, whose last version is the new one. Return what is there then.
 
         An unclear response is judged by its effect. Raises ConflictError when somebody else has published, StoreError
         when the outcome stays unknown.
@@ -85,14 +86,14 @@ class Series:
         while True:
             try:
                 if found is None:
-                    self.store.put_if_absent(versions_key(self.prefix), data)
+                    done = self.store.put_if_absent(versions_key(self.prefix), data)
                 else:
-                    self.store.put_if_match(versions_key(self.prefix), data, found.version)
-                return  # noqa: TRY300  the two writes are one statement
+                    done = self.store.put_if_match(versions_key(self.prefix), data, found.version)
+                return new, Got(data, done.version, done.at)
             except (ConflictError, StoreError) as error:
                 now = self.read()
                 if now is not None and new.newest.directory in {version.directory for version in now[0].versions}:
-                    return
+                    return now
                 if (now and now[1].version) != (found and found.version):
                     raise ConflictError(
                         f"{self}: somebody else has published version {now[0].newest.number if now else 0} meanwhile; "
@@ -126,8 +127,8 @@ class Series:
         for name in self.store.list_names(self.prefix):
             number = version_number(name)
             if number is not None and number <= listed.newest.number and name not in names:
-                for item in list(self.store.list_objects(version_key(self.prefix, name, ""))):
-                    self.store.delete(item.key)
+                keys = [item.key for item in self.store.list_objects(version_key(self.prefix, name, ""))]
+                delete_objects(self.store, keys)
         for key, reader in self.readers().items():
             if reader.until + LEASE_S < listed.newest.published_at:
                 self.store.delete(key)

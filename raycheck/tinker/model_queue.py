@@ -6,22 +6,24 @@ missing number. When the wait is over, it gives up on that number and on the req
 must never take its place.
 
 During a save, the next requests run as soon as the model's state is copied; the save has its result after the commit.
-Only one save is under way at a time. If the engine dies during a save, the save is repeated first: the model is rebuilt
-to its state before the save, and the later requests run again after it.
+If the engine dies meanwhile, the save is repeated first: the model is rebuilt to its state before the save, and the
+later requests run again after it. So a commit waits for all earlier saves: once it is there, no earlier state can be
+rebuilt. Weights may be published while an earlier commit is under way.
 """
 
 import asyncio
 import json
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from uuid import uuid4
 
 from raycheck.errors import ConfigError, RaycheckError
 from raycheck.tinker.engine.actor import Category, EngineGoneError, EngineRefusalError
 from raycheck.tinker.journal import Journal, LoggedRequest, ReplacedError, when_there_is_room
-from raycheck.tinker.operations import OPERATIONS, SAVES, Context, Result, as_json, save_for_recovery
+from raycheck.tinker.operations import OPERATIONS, SAVES, Context, Result, as_json, is_publish, save_for_recovery
 from raycheck.tinker.wire.fields import RefusedRequestError
 
 logger = logging.getLogger("raycheck.tinker")
@@ -29,12 +31,21 @@ MAX_DEATHS = 3
 """A request during which the engine has died this many times fails."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """A save under way. request: the one it belongs to. is_publish: it commits nothing. task: gives its result."""
+
+    request: LoggedRequest
+    is_publish: bool
+    task: "asyncio.Task[Result | None]"
+
+
 class ModelQueue:
     """The queue of one model's requests.
 
-    hold_s: how long to wait for a missing number. recovery_steps: how many steps after the newest save the model is
-    saved without a name. on_result: called with the id of each request that now has a result. on_replaced: called when
-    another server has taken over.
+    hold_s: how long to wait for a missing number. recovery_steps, recovery_s: after how many steps, or how long after
+    the newest commit has begun, a step is followed by a save without a name. on_result: called with the id of each
+    request that now has a result. on_replaced: called when another server has taken over.
     """
 
     def __init__(
@@ -43,6 +54,7 @@ class ModelQueue:
         *,
         hold_s: float,
         recovery_steps: int,
+        recovery_s: float,
         on_result: Callable[[str], None],
         on_replaced: Callable[[], None],
     ) -> None:
@@ -50,6 +62,8 @@ class ModelQueue:
         self._journal: Journal = context.journal
         self._hold_s = hold_s
         self._recovery_steps = recovery_steps
+        self._recovery_s = recovery_s
+        self._saved_at: float | None = None  # when the newest commit has begun, or the first step was made
         self._on_result = on_result
         self._on_replaced = on_replaced
         self._came = asyncio.Event()
@@ -57,7 +71,7 @@ class ModelQueue:
         self._deadlines: dict[int, float] = {}  # how long each request, by number, waits for earlier ones
         self._at = 0  # the number of the last request applied to the open model
         self._deaths: dict[int, int] = {}  # how often the engine has died during each request, by number
-        self._saving: tuple[LoggedRequest, asyncio.Task[Result | None]] | None = None
+        self._saves: list[_Save] = []  # by the number of the request
         self._task = asyncio.create_task(self._run())
 
     def wake(self) -> None:
@@ -65,7 +79,7 @@ class ModelQueue:
         self._came.set()
 
     async def stop(self) -> None:
-        tasks = [self._task] if self._saving is None else [self._task, self._saving[1]]
+        tasks = [self._task, *(save.task for save in self._saves)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -74,18 +88,19 @@ class ModelQueue:
         try:
             while True:
                 self._came.clear()
-                if self._saving is not None and self._saving[1].done():
-                    await self._end_save()
-                after = -1 if self._saving is None else self._saving[0].seq
+                for save in [save for save in self._saves if save.task.done()]:
+                    await self._end(save)
+                after = self._saves[-1].request.seq if self._saves else -1
                 request = self._journal.first_pending(self._context.run, after=after)
                 if request is None:
                     await self._came.wait()
                 elif missing := self._journal.missing_before(self._context.run, request.seq):
                     await self._wait_for(missing, request)
-                elif self._saving is not None and self._must_wait_for_save(request):
-                    await self._end_save()
+                elif earlier := self._must_end_before(request):
+                    await self._end(earlier)
                 elif request.kind in SAVES:
-                    await self._begin_save(request)
+                    is_published = is_publish(request)
+                    await self._begin(request, partial(self._result_of, request), is_publish=is_published)
                 elif (result := await self._result_of(request)) is not None:
                     await self._log(request, *result)
                     await self._after(request)
@@ -93,28 +108,39 @@ class ModelQueue:
             logger.warning("stopping: %s model=%s", error, self._context.run)
             self._on_replaced()
 
-    def _must_wait_for_save(self, request: LoggedRequest) -> bool:
-        is_gone = self._context.life != self._context.engine.life  # the save runs first when the model is rebuilt
-        return is_gone or request.kind in (*SAVES, "unload_model")
+    def _must_end_before(self, request: LoggedRequest) -> _Save | None:
+        """Return a save under way for which a request has to wait."""
+        is_gone = self._context.life != self._context.engine.life  # the saves run first when the model is rebuilt
+        if is_gone or request.kind == "unload_model":
+            return next(iter(self._saves), None)
+        if request.kind not in SAVES:
+            return None
+        return next((save for save in self._saves if save.is_publish or not is_publish(request)), None)
 
-    async def _begin_save(self, request: LoggedRequest) -> None:
-        """Start a save and wait until the model may be changed again."""
+    async def _begin(
+        self,
+        request: LoggedRequest,
+        save: Callable[[Callable[[], None]], Coroutine[Any, Any, Result | None]],
+        *,
+        is_publish: bool,
+    ) -> None:
+        """Start a save and wait until the model may be changed again. save: called with what it calls then."""
         staged = asyncio.Event()
-        task = asyncio.create_task(self._result_of(request, on_staged=staged.set))
-        self._saving = request, task
+        if not is_publish:
+            self._saved_at = asyncio.get_running_loop().time()
+        task = asyncio.create_task(save(staged.set))
+        self._saves.append(_Save(request, is_publish, task))
         task.add_done_callback(lambda _: staged.set())
         task.add_done_callback(lambda _: self._came.set())
         await staged.wait()
 
-    async def _end_save(self) -> None:
-        """Wait for the save under way. If the engine has died, keep the save to run it again."""
-        assert self._saving is not None, "the caller has checked"
-        request, task = self._saving
-        result = await task
-        self._saving = None
+    async def _end(self, save: _Save) -> None:
+        """Wait for a save under way. If the engine has died, it has no result, and runs again."""
+        result = await save.task
+        self._saves.remove(save)
         if result is not None:
-            await self._log(request, *result)
-            await self._after(request)
+            await self._log(save.request, *result)
+            await self._after(save.request)
 
     async def _wait_for(self, missing: list[int], request: LoggedRequest) -> None:
         """Wait until another request arrives. At the deadline, fail this one and the missing ones before it."""
@@ -130,27 +156,27 @@ class ModelQueue:
             await self._log(request, *failure(text, "user"))
 
     async def _after(self, request: LoggedRequest) -> None:
-        """Make a recovery save when much would have to be replayed. The client does not see it."""
+        """Begin a recovery save when much would have to be replayed. The client does not see it."""
         self._deadlines.pop(request.seq, None)
         self._deaths.pop(request.seq, None)
         if request.kind == "unload_model":
             self._over = f"model {self._context.run} was unloaded"
-        context = self._context
-        if (
-            request.kind != "optim_step"
-            or self._over
-            or self._saving
-            or self._journal.uncovered(context.run) < self._recovery_steps
-        ):
+        if request.kind != "optim_step" or self._over:
             return
+        now, steps = asyncio.get_running_loop().time(), self._journal.uncovered(self._context.run)
+        self._saved_at = now if self._saved_at is None else self._saved_at
+        is_due = steps >= self._recovery_steps or now - self._saved_at >= self._recovery_s
+        if is_due and not self._saves:
+            await self._begin(request, partial(self._recovery, request), is_publish=False)
+
+    async def _recovery(self, request: LoggedRequest, on_staged: Callable[[], None]) -> None:
+        context = replace(self._context, on_staged=on_staged)
         try:
             await save_for_recovery(context, request)
         except (EngineGoneError, EngineRefusalError, RaycheckError) as error:
             logger.warning("recovery save failed: %s model=%s", error, context.run)
 
-    async def _result_of(
-        self, request: LoggedRequest, *, on_staged: Callable[[], None] = lambda: None
-    ) -> Result | None:
+    async def _result_of(self, request: LoggedRequest, on_staged: Callable[[], None] = lambda: None) -> Result | None:
         """Return a request's result, or None if the engine died and the request must run again."""
         context = self._context
         if self._over:

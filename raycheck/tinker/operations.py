@@ -186,43 +186,42 @@ def other_base(note: Mapping[str, Any]) -> str:
 
 
 async def save(context: Context, request: LoggedRequest) -> Result:
-    """Commit a checkpoint, and write its adapter as a Hugging Face directory unless it is a training state."""
+    """Commit a checkpoint, or publish an adapter that has no name. External weights are also written as a Hugging Face
+    directory; others, when somebody downloads them."""
     asked: SaveRequest = context.asked(request)
     if asked.name is None:
-        return await _save_for_sampling_session(context, request, asked)
+        return await _publish(context, request, asked)
     path = CheckpointPath(run=context.run, segment=SAVES[request.kind], name=asked.name)
     await _save(context, request, asked, path)
     result: dict[str, object] = {"type": request.kind, "path": path.text}
-    if request.kind != "save_weights":
+    if request.kind == "save_weights_external":
         found = await asyncio.to_thread(context.checkpoints.find, path)
         await asyncio.to_thread(context.checkpoints.export_adapter, found)
-        if request.kind == "save_weights_external":
-            files = await asyncio.to_thread(context.checkpoints.adapter_files, found)
-            result["size_bytes"] = sum(files.sizes.values())
+        files = await asyncio.to_thread(context.checkpoints.adapter_files, found)
+        result["size_bytes"] = sum(files.sizes.values())
     return as_json(result)
 
 
-async def _save_for_sampling_session(context: Context, request: LoggedRequest, asked: SaveRequest) -> Result:
-    """Commit an unnamed checkpoint, of which the newest two are kept, and create a sampling session for it."""
+def is_publish(request: LoggedRequest) -> bool:
+    """Return whether a request is a save that commits nothing: it only publishes the adapter."""
+    return request.kind == "save_weights_for_sampler" and json.loads(request.body or b"{}").get("path") is None
+
+
+async def _publish(context: Context, request: LoggedRequest, asked: SaveRequest) -> Result:
+    """Publish the adapter as it is, without a commit, and create a sampling session for it."""
     assert asked.session_number is not None, "a save without a name is for a sampling session"
-    number = asked.session_number
-    covered = context.journal.newest_change(context.run, request.seq)
-    for is_saved in (False, True):
-        key, note = await asyncio.to_thread(context.checkpoints.head_of, context.run)
-        if note.get("request") == request.id:
-            break
-        if is_saved:
-            raise EngineRefusalError("the weights were saved, but another checkpoint is newer", "server")
-        await _commit(context, SaveOrder(name=None, note=_note(context, request.id, covered, asked.metadata)))
-    await when_there_is_room(lambda: context.journal.cover(context.run, covered))
-    facts = SamplerFacts(
-        base_model=context.facts.base_model,
-        source=LoadSource(uri=context.checkpoints.uri_of(context.run), key=key, with_optimizer=False),
-        shape=context.facts.shape,
-    )
-    session = context.facts.session
+    uri = context.checkpoints.uri_of(context.run)
+    await context.call("publish")
+    context.on_staged()
+    source: LoadSource | None = None
+    while source is None:
+        source = await context.call("published", uri)
+        if source is None:
+            await asyncio.sleep(POLL_S)
+    facts = SamplerFacts(base_model=context.facts.base_model, source=source, shape=context.facts.shape)
+    session, number = context.facts.session, asked.session_number
     sampler = await when_there_is_room(lambda: context.journal.add_sampler(session, number, facts.text))
-    return as_json({"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler})
+    return as_json({"type": request.kind, "path": None, "sampling_session_id": sampler})
 
 
 async def _save(context: Context, request: LoggedRequest, asked: SaveRequest, path: CheckpointPath) -> None:

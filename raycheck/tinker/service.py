@@ -48,7 +48,8 @@ class ServerSettings:
 
     base_model: the clients' name for the base model.
     hold_s: how long a request waits for a missing earlier one; the SDK itself retries a request for five minutes.
-    recovery_steps: how many steps after its newest save a model gets a recovery save.
+    recovery_steps, recovery_s: after how many steps, and how many seconds, a model that was not saved gets a recovery
+    save.
     session_timeout_s: how long a session may be silent before it ends and its models are unloaded; None: forever.
     cleanup_s: how often that is checked.
     direct_downloads: files are downloaded from the bucket by URLs signed with its credentials.
@@ -58,6 +59,7 @@ class ServerSettings:
     base_model: str
     hold_s: float = 330.0
     recovery_steps: int = 200
+    recovery_s: float = 60.0
     session_timeout_s: float | None = 300.0
     cleanup_s: float = 60.0
     direct_downloads: bool = False
@@ -292,6 +294,7 @@ class Service:
             context,
             hold_s=self.settings.hold_s,
             recovery_steps=self.settings.recovery_steps,
+            recovery_s=self.settings.recovery_s,
             on_result=self.wake,
             on_replaced=self.replaced.set,
         )

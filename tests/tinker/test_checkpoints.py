@@ -1,6 +1,5 @@
 """Checkpoints by the real SDK: saved, loaded, listed, deleted, exported. What they are is asked of the bucket."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
@@ -234,7 +233,7 @@ def test_a_name_alone_is_refused_with_advice_and_changes_nothing(server, connect
 
 def test_the_newest_checkpoint_can_be_deleted_too_and_its_name_given_again(server, connect, base, bucket, rest) -> None:
     model = new_model(connect(server), base)
-    path = model.save_weights_for_sampler("one").result(TIMEOUT_S).path
+    path = model.save_weights_external("one").result(TIMEOUT_S).path
     folder = Path(bucket.removeprefix("file://")) / folder_of(model.model_id) / "exports"
     assert list(folder.rglob("adapter_config.json"))
 
@@ -243,7 +242,7 @@ def test_the_newest_checkpoint_can_be_deleted_too_and_its_name_given_again(serve
     assert rest.list_checkpoints(model.model_id).result().checkpoints == []
     assert not [item for item in folder.rglob("*") if item.is_file()]
     train(model, range(1))
-    model.save_weights_for_sampler("one").result(TIMEOUT_S)
+    model.save_weights_external("one").result(TIMEOUT_S)
     assert len(run_of(bucket, model).checkpoints) == 1  # the deleted one has gone with this commit
 
 
@@ -277,14 +276,14 @@ def test_an_expired_checkpoint_is_neither_listed_nor_loaded(server, connect, bas
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
-def test_sampler_weights_are_an_adapter_that_peft_loads(server, connect, base, bucket) -> None:
+def test_external_weights_are_an_adapter_that_peft_loads(server, connect, base, bucket) -> None:
     model = new_model(connect(server), base)
     train(model, range(3))
     expected = model.forward([datum(8, 5)], "cross_entropy").result(TIMEOUT_S).loss_fn_outputs[0]["logprobs"].to_torch()
 
-    path = model.save_weights_for_sampler("final").result(TIMEOUT_S).path
+    path = model.save_weights_external("final").result(TIMEOUT_S).path
 
-    assert path == f"tinker://{model.model_id}/sampler_weights/final"
+    assert path == f"tinker://{model.model_id}/external_weights/final"
     folder = Path(bucket.removeprefix("file://")) / folder_of(model.model_id) / "exports"
     (adapter,) = (item.parent for item in folder.rglob("adapter_config.json"))
     assert {".lora_A." in name or ".lora_B." in name for name in load_file(adapter / "adapter_model.safetensors")} == {
@@ -336,13 +335,8 @@ def test_a_save_for_the_sampler_makes_no_client_of_a_store(wire, connect, base, 
 
         model.save_weights_for_sampler("second").result(TIMEOUT_S)
 
-    asked = [re.sub(r".*/", "", head.target.partition("?")[0]) for head in wire.heads[before:] if head.method == "GET"]
     assert made == []
-    # Is the name free, what was committed, and the run's id for the export's record; and is its place free.
-    assert asked.count("latest") == 3
-    assert [head for head in wire.heads[before:] if head.method == "HEAD"] == []
-    listed = [head.target for head in wire.heads[before:] if "list-type=2" in head.target]
-    assert len([target for target in listed if "history" not in target]) == 3
+    assert [head.target for head in wire.heads[before:] if "exports" in head.target] == []  # until somebody downloads
 
 
 def test_an_adapter_of_another_base_model_is_refused(server, connect, base, bucket, tmp_path) -> None:

@@ -161,16 +161,16 @@ def test_what_is_not_there_and_encryption_are_refused(server, connect, base) -> 
 
 def test_the_adapter_of_a_checkpoint_that_is_gone_goes_with_the_next_export(server, connect, base, bucket) -> None:
     model = new_model(connect(server), base)
-    model.save_weights_for_sampler("first").result(TIMEOUT_S)
-    model.save_weights_for_sampler("second").result(TIMEOUT_S)
+    model.save_weights_external("first").result(TIMEOUT_S)
+    model.save_weights_external("second").result(TIMEOUT_S)
     run = raycheck.open_run(f"{bucket}/{folder_of(model.model_id)}")
-    key = next(item.key for item in run.checkpoints if item.name == "sampler_weights.first")
+    key = next(item.key for item in run.checkpoints if item.name == "external_weights.first")
     raycheck.catalog.delete_checkpoint(
         f"{bucket}/{folder_of(model.model_id)}", key
     )  # which leaves the export, as an expiry does
 
     assert len(run.exports()) == 2
-    model.save_weights_for_sampler("third").result(TIMEOUT_S)
+    model.save_weights_external("third").result(TIMEOUT_S)
 
     names = sorted(name.partition("-")[0] for name in run.exports())
-    assert names == ["sampler_weights.second", "sampler_weights.third"]
+    assert names == ["external_weights.second", "external_weights.third"]

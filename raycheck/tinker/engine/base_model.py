@@ -28,6 +28,11 @@ class Adapter:
     pairs: Mapping[str, tuple[Tensor, Tensor]]
     scaling: float
 
+    def copied(self) -> "Adapter":
+        """Return a copy, which no step changes."""
+        pairs = {path: (down.detach().clone(), up.detach().clone()) for path, (down, up) in self.pairs.items()}
+        return Adapter(pairs=pairs, scaling=self.scaling)
+
 
 class BaseModel:
     """A frozen causal language model of transformers in evaluation mode.

@@ -52,7 +52,7 @@ class LoraModel:
         self.base = base
         self.shape = shape
         layers = base.linear_layers(attn=shape.train_attn, mlp=shape.train_mlp, unembed=shape.train_unembed)
-        config = LoraConfig(
+        self.config = LoraConfig(
             r=shape.rank,
             lora_alpha=ALPHA,
             lora_dropout=0.0,
@@ -69,7 +69,7 @@ class LoraModel:
             for path, pair in found.items()
             for which, parameter in zip("AB", pair, strict=True)
         }
-        self.adapter = AdapterModule(base.model, config, named)
+        self.adapter = AdapterModule(base.model, self.config, named)
         self.parameters = list(named.values())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0)
 
@@ -104,6 +104,15 @@ class LoraModel:
     def state(self) -> Mapping[str, object]:
         """Return this model's state for a checkpoint."""
         return {"model": self.adapter, "optimizer": self.optimizer}
+
+
+def peft_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:
+    """Return an adapter's tensors by their names in a PEFT directory."""
+    return {
+        f"base_model.model.{path}.lora_{which}.weight": values
+        for path, pair in adapter.pairs.items()
+        for which, values in zip("AB", pair, strict=True)
+    }
 
 
 def _pair(base: BaseModel, path: str, rank: int, generator: torch.Generator) -> tuple[nn.Parameter, nn.Parameter]:

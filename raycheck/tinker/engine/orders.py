@@ -22,11 +22,15 @@ class BaseFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadSource:
-    """The checkpoint to load a model from. uri: of its run. key: the checkpoint's key there."""
+    """The checkpoint to load a model from, or the published version to sample from.
+
+    uri: of its run. key: the checkpoint's key there; "" for a version. version: its number.
+    """
 
     uri: str
     key: str
     with_optimizer: bool
+    version: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,15 +25,20 @@ from raycheck.tinker.engine.orders import (
     SaveOrder,
 )
 from raycheck.tinker.engine.passes import run_pass
+from raycheck.tinker.engine.publisher import Publisher
 from raycheck.tinker.engine.samplers import Samplers
 from raycheck.tinker.wire.samples import SampleOutput
 from raycheck.tinker.wire.training_data import TrainingBatch
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Tenant:
+    """A model, and what saves it. step: how many steps it has made, in all attempts."""
+
     model: LoraModel
     checkpointer: Checkpointer
+    publisher: Publisher
+    step: int = 0
 
 
 class Tenants:
@@ -66,8 +71,9 @@ class Tenants:
         model = LoraModel(self._base, shape)
         checkpointer = Checkpointer(model.state, commits.SETTINGS, group=self._make_group(uri))
         weights_only = source is not None and not source.with_optimizer and note is None
-        checkpointer.restore(only=["model"] if weights_only else None, on_corrupt="raise")
-        self._tenants[model_id] = _Tenant(model=model, checkpointer=checkpointer)
+        found = checkpointer.restore(only=["model"] if weights_only else None, on_corrupt="raise")
+        publisher = Publisher(ranks, uri, found.attempt)
+        self._tenants[model_id] = _Tenant(model=model, checkpointer=checkpointer, publisher=publisher, step=found.step)
         # Read again: a save of a dead engine may have been committed before the claim, and restored.
         note = ranks.from_first(lambda: _own_note(uri))
         return note or {}
@@ -80,6 +86,7 @@ class Tenants:
         """Make one AdamW step. Returns its metrics. Raises FencedError if another server has claimed the run."""
         tenant = self._tenant(model_id)
         metrics = tenant.model.step(params)
+        tenant.step += 1
         tenant.checkpointer.end_step(metrics)
         return metrics
 
@@ -102,6 +109,20 @@ class Tenants:
         """See commits.is_committed."""
         return commits.is_committed(self._tenant(model_id).checkpointer, self._base.ranks)
 
+    def publish(self, model_id: str) -> None:
+        """See Publisher.begin."""
+        tenant = self._tenant(model_id)
+        tenant.publisher.begin(tenant.model, tenant.step)
+
+    def published(self, model_id: str, uri: str) -> LoadSource | None:
+        """Return where samplers find what was published, or None if it is not there yet. See Publisher.published."""
+        found = self._tenant(model_id).publisher.published()
+        if found is None:
+            return None
+        source = LoadSource(uri=uri, key="", with_optimizer=False, version=found[0])
+        self._samplers.keep(source, found[1])
+        return source
+
     def sample(self, order: SampleOrder) -> SampleOutput:
         """See Samplers.sample."""
         return self._samplers.sample(order)
@@ -112,6 +133,7 @@ class Tenants:
         if tenant is not None:
             reason = SaveFailedError("the model was unloaded")
             tenant.checkpointer.__exit__(type(reason), reason, None)
+            tenant.publisher.close()
 
     def _tenant(self, model_id: str) -> _Tenant:
         tenant = self._tenants.get(model_id)

@@ -65,6 +65,7 @@ class ThreadEngine:
         self.dies_before: Callable[[str], bool] = lambda _: False
         self.dies_after: Callable[[str], bool] = lambda _: False
         self.hides_commits = self.fails_commits = False  # saves stay under way, or are said to have failed
+        self.hides_versions = False  # publishing stays under way
         self._base = BaseModel(source)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-engine")
         self._tenants: Tenants | None = None
@@ -94,6 +95,8 @@ class ThreadEngine:
             if self.fails_commits:
                 raise EngineRefusalError("no space left", "server")
             return False
+        if method == "published" and self.hides_versions:
+            return None
         if self._tenants is None:
             self._tenants = Tenants(self._base, lambda uri: group_of(uri, owner=str(id(self)))[0])
         life, tenants = self.life, self._tenants
