@@ -91,7 +91,7 @@ class _Source:
 
 
 @dataclass(frozen=True, slots=True)
-class _List:
+class _KnownVersions:
     """A list of versions, to which the next one is added.
 
     run_id: of the run that publishes. found: what is in the store; None: nothing. versions: those of this run.
@@ -102,7 +102,7 @@ class _List:
     versions: Versions | None
 
 
-_WRITTEN: dict[str, _List] = {}
+_WRITTEN: dict[str, _KnownVersions] = {}
 """The lists that this process has written for directories, by the series' URI, so that they need not be read again."""
 
 
@@ -187,7 +187,7 @@ def _publish_next(source: _Source, options: Publish, *, by_training: bool = Fals
                     f"{series}: {newest} is published, which is newer than {checkpoint}; this one is not published "
                     "any more"
                 )
-        return _publish_after(_List(run.run_id, found, versions), source, options, series, folder)
+        return _publish_after(_KnownVersions(run.run_id, found, versions), source, options, series, folder)
 
 
 def _check_attempt(source: _Source, run: Latest) -> None:
@@ -197,7 +197,9 @@ def _check_attempt(source: _Source, run: Latest) -> None:
         )
 
 
-def _publish_after(known: _List, source: _Source, options: Publish, series: Series, folder: VersionFolder) -> Published:
+def _publish_after(
+    known: _KnownVersions, source: _Source, options: Publish, series: Series, folder: VersionFolder
+) -> Published:
     """Publish the version after those of a list."""
     versions = known.versions
     base = None if versions is None or options.whole else _base(series, folder, versions)
@@ -266,7 +268,7 @@ def _publish(
     series: Series,
     folder: VersionFolder,
     *,
-    known: _List,
+    known: _KnownVersions,
     base: LocalVersion | None,
 ) -> Published:
     versions = known.versions
@@ -304,7 +306,7 @@ def _publish(
         new, gone = _with(versions, version, readers, options, run.run_id)
         now = series.add(new, known.found[1] if known.found else None)
         if source.checkpoint is None:
-            _remember(series, _List(run.run_id, now, now[0]))
+            _remember(series, _KnownVersions(run.run_id, now, now[0]))
         series.copies.announce()
         done = Published(uri=series.uri, version=version, bytes_written=put.size_bytes, dropped=gone)
         if source.on_published is not None:
@@ -320,7 +322,7 @@ def _publish(
     return done
 
 
-def _remember(series: Series, written: _List) -> None:
+def _remember(series: Series, written: _KnownVersions) -> None:
     _WRITTEN[series.uri] = written
     while len(_WRITTEN) > MOST_WRITTEN:
         del _WRITTEN[next(iter(_WRITTEN))]

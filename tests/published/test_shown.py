@@ -66,3 +66,13 @@ def test_publish_and_pull_by_command(trained: Trained, tmp_path: Path):
     done = CliRunner().invoke(app, ["pull", f"file://{tmp_path}/nothing", str(tmp_path / "other")])
     assert done.exit_code != 0
     assert "nothing is published there" in str(done.exception)
+
+
+def test_a_version_is_pulled_by_its_number(trained: Trained, tmp_path: Path):
+    text = said("pull", trained.store.uri, str(tmp_path / "first"), "--version", "1")
+
+    assert text.startswith("version 1, step 1, ")
+    with raycheck.follow(trained.store.uri, tmp_path / "other", version=1) as follower:
+        assert_equal(loaded(tmp_path / "first" / "latest"), loaded(follower.update().path))
+    both = CliRunner().invoke(app, ["pull", trained.store.uri, str(tmp_path / "x"), "--version", "1", "--follow"])
+    assert "give only one" in str(both.exception)

@@ -59,5 +59,5 @@ def _load(model: LoraModel, source: LoadSource) -> None:
         except ConfigError as error:
             raise NotFoundError(str(error)) from None
         if version is None:
-            raise NotFoundError(f"{source.uri}: nothing is published there")
+            raise NotFoundError("nothing is published any more")
         version.load_into(peft_tensors(model.lora))
