@@ -26,9 +26,10 @@ TELLS = {
 each = pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
 
 
-def test_there_are_four() -> None:
+def test_there_are_five() -> None:
     assert {path.stem for path in notebooks()} == {
         "kill_it_and_watch",
+        "serve_while_training",
         "trainer_with_lora_to_generation",
         "what_is_in_a_checkpoint",
         "what_spot_costs",
