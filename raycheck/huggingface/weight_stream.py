@@ -5,9 +5,14 @@ where saved sub-blocks end, so no byte is fetched twice, unless a tensor was spl
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import partial
+from itertools import cycle
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -20,7 +25,9 @@ from raycheck.transfer.read.reader import read_into
 from raycheck.transfer.stage.local_box import LocalBox, boxes_of
 from raycheck.transfer.stage.tensor_parts import flat_part
 
-BLOCK_BYTES = 16 * 1024 * 1024
+BLOCK_BYTES = 8 * 1024 * 1024
+AHEAD = 4
+"""The number of blocks in memory: one is being written, and the others are being read."""
 DELTA_ELEMENTS = 4 * 1024 * 1024
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -83,6 +90,7 @@ class Weight:
 
 Span = tuple[Weight, int, int]
 """A weight, and the start and the end of a range of its elements."""
+T = TypeVar("T")
 
 
 class WeightSource:
@@ -149,34 +157,47 @@ class WeightSource:
                     part, filled = memoryview(bytearray(min(part_bytes, left))), 0
 
     def _blocks(self, weights: Sequence[Weight], head: bytes) -> Iterator[memoryview]:
+        """Yield `head`, and then the weights' bytes. The caller copies each block before it asks for the next one."""
         yield memoryview(head)
-        # One buffer for all blocks: the caller copies each block immediately.
-        block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
-        for spans in _spans(weights):
-            try:
-                yield self._fill(block, spans)
-            except NotFoundError as error:
-                self.failure = missing_error(self._checkpoint.store, self._checkpoint.entry.key, str(error))
-                raise self.failure from None
-            except RaycheckError as error:
-                self.failure = error
-                raise
+        buffers = [torch.empty(BLOCK_BYTES, dtype=torch.uint8) for _ in range(AHEAD)]
+        converted = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        reads = (
+            partial(self._read_block, spans, buffer)
+            for spans, buffer in zip(_spans(weights), cycle(buffers), strict=False)
+        )
+        try:
+            for spans, values in _in_order(reads):
+                yield self._convert(spans, values, converted)
+        except NotFoundError as error:
+            self.failure = missing_error(self._checkpoint.store, self._checkpoint.entry.key, str(error))
+            raise self.failure from None
+        except RaycheckError as error:
+            self.failure = error
+            raise
 
-    def _fill(self, block: torch.Tensor, spans: Sequence[Span]) -> memoryview:
-        """Read spans into the beginning of `block`, one after the other. Return the filled part."""
-        places, made, at = [], [], 0
-        for weight, start, stop in spans:
-            end = at + (stop - start) * weight.dtype.itemsize
-            places.append(block[at:end].view(weight.dtype))
-            is_as_saved = weight.dtype == weight.saved.dtype
-            made.append(places[-1] if is_as_saved else torch.empty(stop - start, dtype=weight.saved.dtype))
+    def _read_block(self, spans: Sequence[Span], block: torch.Tensor) -> tuple[Sequence[Span], list[torch.Tensor]]:
+        """Read spans, as they were saved, into `block`. Return them with their parts of it."""
+        parts: dict[int, torch.Tensor] = {}
+        at = 0
+        # The largest elements first, so that each part is aligned.
+        for number in sorted(range(len(spans)), key=lambda number: -spans[number][0].saved.dtype.itemsize):
+            weight, start, stop = spans[number]
+            end = at + (stop - start) * weight.saved.dtype.itemsize
+            parts[number] = block[at:end].view(weight.saved.dtype)
             at = end
-        self._read([(weight.saved, start, into) for (weight, start, _), into in zip(spans, made, strict=True)])
-        for (weight, start, _), place, values in zip(spans, places, made, strict=True):
+        values = [parts[number] for number in range(len(spans))]
+        self._read([(weight.saved, start, into) for (weight, start, _), into in zip(spans, values, strict=True)])
+        return spans, values
+
+    def _convert(self, spans: Sequence[Span], values: Sequence[torch.Tensor], block: torch.Tensor) -> memoryview:
+        """Write spans, as they are in the file, into `block`, one after the other. Return the filled part."""
+        at = 0
+        for (weight, start, _), saved in zip(spans, values, strict=True):
             if weight.delta is not None:
-                self._add(weight.delta, weight.shape, start, values)
-            if place is not values:
-                place.copy_(values)
+                self._add(weight.delta, weight.shape, start, saved)
+            end = at + len(saved) * weight.dtype.itemsize
+            block[at:end].view(weight.dtype).copy_(saved)
+            at = end
         return memoryview(cast("Any", block[:at].numpy()))
 
     def _read(self, wanted: Sequence[tuple[SavedTensor, int, torch.Tensor]]) -> None:
@@ -228,6 +249,25 @@ class WeightSource:
                 found.append((flat.float() if is_half else flat).view(shape))
             self._factors = (delta, found[0], found[1])
         return self._factors[1], self._factors[2]
+
+
+def _in_order(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """Yield the result of each call, in order, while the next ones run in threads.
+
+    Call i + AHEAD begins after the result of call i was used, so that it may use the same buffer.
+    """
+    ahead: deque[Future[T]] = deque()
+    with ThreadPoolExecutor(AHEAD, thread_name_prefix="raycheck-weights") as pool:
+        try:
+            for call in calls:
+                if len(ahead) == AHEAD:
+                    yield ahead.popleft().result()
+                ahead.append(pool.submit(copy_context().run, call))
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            for future in ahead:
+                future.cancel()
 
 
 def _spans(weights: Sequence[Weight]) -> Iterator[list[Span]]:

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from raycheck.bucket.store.address import join_uri, settings_in_query
 from raycheck.bucket.store.interface import Buffer, Written
 from raycheck.bucket.store.local import LocalStore
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError
+from raycheck.huggingface import weight_stream
 from raycheck.huggingface.export import INDEX_FILE, export_hf
 from raycheck.huggingface.export_contents import SAFETENSORS_DTYPES
 from raycheck.huggingface.lora import as_saved
@@ -584,6 +586,40 @@ def test_a_shape_that_cannot_be_ends_in_an_error_and_not_in_a_loop(run: Store):
         WeightSource(checkpoint, manifest, negative).saved("model.a")
     with pytest.raises(AssertionError, match="more bytes"):
         list(source.stream([weights[0], replace(weights[1], shape=(2,))], b"", 64))
+
+
+class NotedReads(LocalStore):
+    """A run on disk that notes which ranges are read."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store.uri, f"/{store.root_path}")
+        self.starts: set[int] = set()
+
+    def get_range(self, key: str, start: int, stop: int) -> Buffer:
+        self.starts.add(start)
+        return super().get_range(key, start, stop)
+
+
+def test_the_next_blocks_are_read_while_one_is_written_and_no_more(run: Store, monkeypatch: pytest.MonkeyPatch):
+    tensors = {f"t{number}": torch.randn(32) for number in range(9)}
+    checkpoint = save_state(run, {"model": Holder(tensors)})
+    manifest = checkpoint.read_manifest()
+    store = NotedReads(run)
+    source = WeightSource(Checkpoint(store, checkpoint.entry), manifest, checkpoint.read_index(manifest))
+    weights = [as_saved(source, name, f"model.{name}") for name in tensors]
+    monkeypatch.setattr(weight_stream, "BLOCK_BYTES", 128)  # of one tensor
+    monkeypatch.setattr(weight_stream, "AHEAD", 3)
+
+    parts = source.stream(weights, b"", 128)
+    found = [bytes(next(parts))]
+    deadline = time.monotonic() + 60
+    while len(store.starts) < 3:
+        assert time.monotonic() < deadline, "nothing is read ahead"
+        time.sleep(0.01)
+    assert len(store.starts) == 3
+    found += [bytes(part) for part in parts]
+    assert len(store.starts) == 9
+    assert found == [values.numpy().tobytes() for values in tensors.values()]
 
 
 @pytest.mark.parametrize("place", [7, [], {}, {"$tensor": "rng"}, {"$tensor": "model.lm_head.weight"}, {"$tensor": 3}])
