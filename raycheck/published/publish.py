@@ -8,7 +8,7 @@ patch.
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,10 +28,11 @@ from raycheck.bucket.format.object_keys import (
     version_directory,
     version_key,
 )
-from raycheck.bucket.local_files import clone_file, file_crc32, sync_files
+from raycheck.bucket.local_files import READ_BYTES, file_crc32, sync_files
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import Checkpoint, read_newest
 from raycheck.bucket.store import Got, Store
+from raycheck.bucket.store.interface import Written
 from raycheck.bucket.store.local import LocalStore
 from raycheck.bucket.store.open import open_near
 from raycheck.errors import ConfigError, ConflictError, CorruptError, FencedError, NotFoundError, RaycheckError
@@ -78,14 +79,14 @@ class Published:
 class _Source:
     """What is published.
 
-    store: of the run. checkpoint: its key; None: it is of none. write: writes its files into a folder. attempt,
-    on_published: see publish_directory.
+    store: of the run. checkpoint: its key; None: it is of none. write: writes its files into the root of a store.
+    attempt, on_published: see publish_directory.
     """
 
     store: Store
     checkpoint: str | None
     step: int
-    write: Callable[[Path], None]
+    write: Callable[[LocalStore], None]
     attempt: int | None = None
     on_published: Callable[[Published], None] | None = None
 
@@ -114,8 +115,8 @@ def publish(checkpoint: Checkpoint, options: Publish, *, by_training: bool = Fal
     """
     key = checkpoint.entry.key
 
-    def write(folder: Path) -> None:
-        export_hf(checkpoint, LocalStore(str(folder), str(folder), flushes=False), options, stem=f"model-{key}")
+    def write(local: LocalStore) -> None:
+        export_hf(checkpoint, local, options, stem=f"model-{key}")
 
     source = _Source(store=checkpoint.store, checkpoint=key, step=checkpoint.entry.step, write=write)
     return _publish_next(source, options, by_training=by_training)
@@ -139,10 +140,10 @@ def publish_directory(
     """
     files = _files_in(directory)
 
-    def write(folder: Path) -> None:
+    def write(local: LocalStore) -> None:
         for path in files:
-            with typed_errors(path):
-                clone_file(path, folder / path.name)
+            with typed_errors(path), mapped(path) as data:
+                local.put_parts(path.name, _parts(data, READ_BYTES), len(data))
 
     source = _Source(store=store, checkpoint=None, step=step, write=write, attempt=attempt, on_published=on_published)
     done = _publish_next(source, options)
@@ -276,10 +277,11 @@ def _publish(
     with folder.building() as place, ThreadPoolExecutor(1) as background:
         made = place / "new"
         made.mkdir()
-        source.write(made)
+        local = _NewFiles(made)
+        source.write(local)
         flushed = background.submit(sync_files, made)  # it takes as long as the comparison
         put = _Upload(series, version_directory(number, uuid4().hex[:8]))
-        files, fetched, patch_bytes = _with_patches(put, made, base, versions, options)
+        files, fetched, patch_bytes = _with_patches(put, local, base, versions, options)
         record = VersionRecord(
             directory=put.directory,
             checkpoint=source.checkpoint,
@@ -351,17 +353,14 @@ def _with(
 
 
 def _with_patches(
-    put: "_Upload", made: Path, base: LocalVersion | None, versions: Versions | None, options: Publish
+    put: "_Upload", local: "_NewFiles", base: LocalVersion | None, versions: Versions | None, options: Publish
 ) -> tuple[dict[str, VersionFile], Collection[str], int | None]:
     """Decide where the bytes of each file are, and store the patches.
 
     Return the files, those that a reader of the base fetches as a whole, and all bytes that it fetches; None if there
     are no patches.
     """
-    files = {
-        path.name: VersionFile(size_bytes=path.stat().st_size, crc32=file_crc32(path), is_stored=False)
-        for path in sorted(made.iterdir())
-    }
+    made, files = local.folder, dict(sorted(local.files.items()))
     whole_bytes = sum(file.size_bytes for file in files.values())
     patched = _patched(put, base, made, files) if base is not None else None
     stored, patch_bytes, fetched = list(files), None, list(files)
@@ -380,6 +379,35 @@ def _with_patches(
             stored = fetched
     files |= {name: replace(files[name], is_stored=True) for name in stored}
     return files, fetched, patch_bytes
+
+
+class _NewFiles(LocalStore):
+    """The folder into which a version is exported. files: what was written, with the checksums of these bytes.
+
+    The files are not read again for it, so that one which the disk has damaged does not fit its record.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder), str(folder), flushes=False)
+        self.folder = folder
+        self.files: dict[str, VersionFile] = {}
+
+    def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
+        size = seen = 0
+
+        def noted() -> Iterator[memoryview]:
+            nonlocal size, seen
+            for part in parts:
+                size, seen = size + len(part), crc32(part, seen)
+                yield part
+
+        super().put_parts(key, noted(), size_bytes)
+        self.files[key] = VersionFile(size_bytes=size, crc32=seen, is_stored=False)
+
+    def put_if_absent(self, key: str, data: bytes) -> Written:
+        written = super().put_if_absent(key, data)
+        self.files[key] = VersionFile(size_bytes=len(data), crc32=crc32(data), is_stored=False)
+        return written
 
 
 class _Upload:
@@ -440,8 +468,11 @@ class _Upload:
     def _put(self, name: str, data: memoryview) -> None:
         store = self._series.store
         part = store.part_bytes(len(data))
-        parts = (data[at : at + part] for at in range(0, max(1, len(data)), part))
-        store.put_parts(version_key(self._series.prefix, self.directory, name), parts, len(data))
+        store.put_parts(version_key(self._series.prefix, self.directory, name), _parts(data, part), len(data))
+
+
+def _parts(data: memoryview, size_bytes: int) -> Iterator[memoryview]:
+    return (data[at : at + size_bytes] for at in range(0, max(1, len(data)), size_bytes))
 
 
 def _patched(

@@ -22,8 +22,10 @@ import raycheck
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
+from raycheck.bucket.store.local import LocalStore
 from raycheck.errors import ConfigError, ConflictError, CorruptError, StateMismatchError, StoreError
 from raycheck.published import follower as follower_module
+from raycheck.published import publish as publish_module
 from raycheck.published import version_folder
 from raycheck.published.publish import publish
 from raycheck.published.records import Reader, VersionFile, VersionRecord
@@ -253,6 +255,26 @@ def test_a_publisher_whose_folder_is_damaged_patches_nothing_wrong(trained: Trai
         follower.update()
         done = trained.publish(whole_every=100)
         assert done.version.base is not None  # what it has fetched again is the base
+        assert_has(follower.update(), trained)
+
+
+def test_an_export_that_the_disk_damages_fits_no_record(trained: Trained, local: Path, monkeypatch: pytest.MonkeyPatch):
+    trained.publish()
+    export = publish_module.export_hf
+
+    def damaged(checkpoint: object, dest: LocalStore, *args: object, **options: object) -> None:
+        export(checkpoint, dest, *args, **options)
+        flip(next(Path(f"/{dest.root_path}").glob("*.safetensors")))
+
+    with raycheck.follow(trained.store.uri, local) as follower:
+        follower.update()
+        with monkeypatch.context() as patch:
+            patch.setattr(publish_module, "export_hf", damaged)
+            trained.publish(whole_every=2)
+        with pytest.raises(CorruptError, match="version 2 cannot be made"):
+            follower.update()
+        done = trained.publish()
+        assert (done.version.is_whole, done.version.base) == (True, None)
         assert_has(follower.update(), trained)
 
 
