@@ -24,6 +24,7 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.local import LocalStore
 from raycheck.errors import ConfigError, ConflictError, CorruptError, StateMismatchError, StoreError
+from raycheck.host import VersionCopies
 from raycheck.published import follower as follower_module
 from raycheck.published import publish as publish_module
 from raycheck.published import version_folder
@@ -35,6 +36,13 @@ from tests.published.weights import Trained, assert_equal, assert_has, loaded
 from tests.support.processes.background_call import InThread
 from tests.support.samples import hf_models
 from tests.support.servers.http_fault_proxy import FaultProxy
+
+
+@pytest.fixture(autouse=True)
+def without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the bucket only: Ray, to which another test may have connected this process, would have intact copies."""
+    for module in (follower_module, publish_module):
+        monkeypatch.setattr(module, "version_copies", lambda _: VersionCopies())
 
 
 @pytest.fixture
