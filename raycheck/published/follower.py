@@ -137,7 +137,7 @@ class VersionFollower:
         poll_s: float = POLL_S,
         keep: int = 2,
         lease: bool = True,
-        version: int | None = None,
+        version: int | str | None = None,
     ) -> None:
         """See raycheck.follow."""
         zstd()  # raises before anything is fetched
@@ -201,6 +201,7 @@ class VersionFollower:
                 raise self._failed[1]
             have = self._folder.newest()
             try:
+                self._check_folder(found[0], have)
                 if is_mine:
                     self._renew(series, found, have)
                     with self._lease.kept(series, now=found[1].at) if self._lease is not None else nullcontext():
@@ -214,6 +215,9 @@ class VersionFollower:
         made = self._folder.newest()
         if made is None:
             return None  # another process is making the first one
+        if self._version is not None and made.record.directory != found[0].newest.directory:
+            made.release()  # another process has made it
+            return None
         version = self._take(made, pulled)
         if made.record.directory == found[0].newest.directory:
             self._seen, self._is_behind = found[1].version, False
@@ -232,6 +236,12 @@ class VersionFollower:
                 f"{series}: there is no version {self._version}; there are: {', '.join(listed) or 'none'}"
             )
         return versions, found[1]
+
+    def _check_folder(self, versions: Versions, have: LocalVersion | None) -> None:
+        """Raise ConfigError if the only version to be fetched would come after a newer one in the same folder."""
+        number = 0 if have is None else version_number(have.record.directory) or 0
+        if self._version is not None and number > versions.newest.number:
+            raise ConfigError(f"{self._folder.path} has version {number}, which is newer: give another folder")
 
     def wait(self, timeout_s: float | None = None) -> PulledVersion | None:
         """Wait for a version that is newer than `current`. Return None after `timeout_s`, or when there will be none.
@@ -374,7 +384,7 @@ def follow(
     poll_s: float = POLL_S,
     keep: int = 2,
     lease: bool = True,
-    version: int | None = None,
+    version: int | str | None = None,
 ) -> VersionFollower:
     """Follow the published versions of a run: `for version in raycheck.follow(uri): ...`.
 
@@ -385,8 +395,9 @@ def follow(
     was followed before; in it, `latest` is a link to the newest. None: a temporary folder, removed by `close`. storage:
     how to open the URI. poll_s: the seconds between two looks, each of one small GET. keep: how many of the newest
     versions stay in the folder; the current one always does. lease: write a small record that keeps the versions that
-    this reader still needs, if it has the right to. version: the number of the only version that is fetched, as long as
-    it is listed. None: the newest one at any time.
+    this reader still needs, if it has the right to. version: the number, or the directory in the bucket, of the only
+    version that is fetched, as long as it is listed; `folder` must have none that is newer. None: the newest one at any
+    time.
 
     Raises ConfigError when the folder contains something else, or a library is missing.
     """

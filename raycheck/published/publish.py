@@ -10,7 +10,6 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +56,10 @@ from raycheck.published.weights_file import WEIGHTS, mapped
 from raycheck.settings import Publish
 
 MOST_WRITTEN = 32
+DIRECTORY_TRIES = 5
+"""How often a directory is published again because somebody else was quicker."""
+SMALL_BYTES = 64 * 1024 * 1024
+"""Up to here, the files of a version are uploaded while the newest state of the series and the run is read."""
 FILES_AT_ONCE = 4
 """How many files are uploaded at a time. Each of them may be sent in several parts at a time."""
 
@@ -172,23 +175,53 @@ def _publish_next(source: _Source, options: Publish, *, by_training: bool = Fals
     place = options.cache or _folder_of(series)
     folder = VersionFolder(Path(place), keep=1, is_private=options.cache is None)
     with folder.writing(wait=True):
-        known = _WRITTEN.pop(series.uri, None) if source.checkpoint is None else None
-        if known is not None:
-            with suppress(ConflictError):  # somebody else has published since
-                return _publish_after(known, source, options, series, folder)
-        found, run = source.store.both(series.read, partial(read_newest, source.store))
-        _check_attempt(source, run)
-        versions = _of_this_run(series, found[0], run.run_id, options) if found is not None else None
-        newest, checkpoint = None if versions is None else versions.newest.checkpoint, source.checkpoint
-        if checkpoint is not None and newest is not None:
-            if newest == checkpoint and not options.whole:
+        known = _WRITTEN.pop(series.uri, None)
+        if source.checkpoint is not None:
+            known = _read_versions(source, series, options)
+            if _is_published(source, series, known.versions, options, by_training=by_training):
                 return None
-            if by_training and _name(checkpoint) < _name(newest):
-                raise ConflictError(
-                    f"{series}: {newest} is published, which is newer than {checkpoint}; this one is not published "
-                    "any more"
-                )
-        return _publish_after(_KnownVersions(run.run_id, found, versions), source, options, series, folder)
+            return _publish_after(known, source, options, series, folder)
+        for _ in range(DIRECTORY_TRIES):
+            try:
+                found = known or _read_versions(source, series, options)
+                return _publish_after(found, source, options, series, folder)
+            except FencedError:
+                raise
+            except ConflictError as error:  # somebody else has published since
+                known, conflict = None, error
+        raise conflict
+
+
+def _read_versions(source: _Source, series: Series, options: Publish) -> _KnownVersions:
+    found, run = source.store.both(series.read, partial(read_newest, source.store))
+    _check_attempt(source, run)
+    versions = _of_this_run(series, found[0], run.run_id, options) if found is not None else None
+    return _KnownVersions(run.run_id, found, versions)
+
+
+def _is_published(
+    source: _Source, series: Series, versions: Versions | None, options: Publish, *, by_training: bool
+) -> bool:
+    """Return whether a checkpoint is the newest version. Raises ConflictError for a task that is late."""
+    assert source.checkpoint is not None, "the caller has checked"
+    if versions is None:
+        return False
+    if versions.newest.checkpoint == source.checkpoint and not options.whole:
+        return True
+    if not by_training:
+        return False
+    for version in versions.versions:  # a directory has no checkpoint, so that only its step tells
+        is_newer = (
+            version.step > source.step
+            if version.checkpoint is None
+            else _name(source.checkpoint) < _name(version.checkpoint)
+        )
+        if is_newer:
+            raise ConflictError(
+                f"{series}: version {version.number}, of step {version.step}, is published, which is newer than "
+                f"{source.checkpoint}; this one is not published any more"
+            )
+    return False
 
 
 def _check_attempt(source: _Source, run: Latest) -> None:
@@ -326,8 +359,8 @@ def _publish(
 
 def _remember(series: Series, written: _KnownVersions) -> None:
     _WRITTEN[series.uri] = written
-    while len(_WRITTEN) > MOST_WRITTEN:
-        del _WRITTEN[next(iter(_WRITTEN))]
+    for uri in list(_WRITTEN)[:-MOST_WRITTEN]:
+        _WRITTEN.pop(uri, None)  # another thread may have taken it
 
 
 def _with(
@@ -446,13 +479,14 @@ class _Upload:
                 with mapped(path) as whole:
                     copies.add(path.name, whole)
         copies.add(VERSION_RECORD, memoryview(data))
-        while len(stored) > FILES_AT_ONCE:
+        size = sum(file.size_bytes for file in record.files.values() if file.is_stored)
+        while len(stored) > FILES_AT_ONCE or (stored and size > SMALL_BYTES):
             store.together(*(partial(self._put_file, path) for path in stored[:FILES_AT_ONCE]))
             del stored[:FILES_AT_ONCE]
         calls: list[Callable[[], Any]] = [partial(self._put_file, path) for path in stored]
         calls += [partial(self._put_record, data), self._series.readers, partial(read_newest, run)]
         *_, at, readers, newest = store.together(*calls)
-        self.size_bytes += sum(file.size_bytes for file in record.files.values() if file.is_stored)
+        self.size_bytes += size
         return at, readers, newest
 
     def _put_file(self, path: Path) -> None:

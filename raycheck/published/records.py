@@ -84,10 +84,12 @@ class Versions(Document):
         """Return the newest whole version; None if there is none, which only a foreign writer leaves behind."""
         return next((version for version in reversed(self.versions) if version.is_whole), None)
 
-    def up_to(self, number: int) -> "Versions | None":
-        """Return the list as if the version of this number were the newest; None if there is no such version."""
-        left = tuple(version for version in self.versions if version.number <= number)
-        return replace(self, versions=left) if left and left[-1].number == number else None
+    def up_to(self, wanted: int | str) -> "Versions | None":
+        """Return the list as if one version were the newest; None if it is not listed. wanted: number or directory."""
+        for at, version in enumerate(self.versions, 1):
+            if wanted in (version.number, version.directory):
+                return replace(self, versions=self.versions[:at])
+        return None
 
     def patches_from(self, directory: str) -> list[PublishedVersion] | None:
         """Return the versions whose patches lead from the version in `directory` to the newest one, which may be none.

@@ -97,7 +97,7 @@ class Series:
                 if (now and now[1].version) != (found and found.version):
                     raise ConflictError(
                         f"{self}: somebody else has published version {now[0].newest.number if now else 0} meanwhile; "
-                        f"version {new.newest.number} of {new.newest.checkpoint} is not published"
+                        f"version {new.newest.number}, of step {new.newest.step}, is not published"
                     ) from None
                 if time.monotonic() > deadline:
                     raise StoreError(f"{self} could not be replaced in {SWAP_DEADLINE_S:.0f} s ({error})") from error

@@ -1,8 +1,8 @@
 """Maps the API's names to the bucket.
 
 A training run `SESSION:train:N` is the raycheck run BASE/SESSION.train.N. Its checkpoint tinker://RUN/weights/NAME has
-the name `weights.NAME` there, so the kinds never share a name. The adapter of a sampler or external checkpoint is a
-Hugging Face directory under `exports/` of that run.
+the name `weights.NAME` there, so the kinds never share a name. The adapter of an external checkpoint, or
+of one that was downloaded, is a Hugging Face directory under `exports/` of that run.
 """
 
 import re

@@ -103,7 +103,7 @@ class ModelQueue:
                     await self._begin(request, partial(self._result_of, request), is_publish=is_published)
                 elif (result := await self._result_of(request)) is not None:
                     await self._log(request, *result)
-                    await self._after(request)
+                    await self._after(request, *result)
         except ReplacedError as error:
             logger.warning("stopping: %s model=%s", error, self._context.run)
             self._on_replaced()
@@ -140,7 +140,7 @@ class ModelQueue:
         self._saves.remove(save)
         if result is not None:
             await self._log(save.request, *result)
-            await self._after(save.request)
+            await self._after(save.request, *result)
 
     async def _wait_for(self, missing: list[int], request: LoggedRequest) -> None:
         """Wait until another request arrives. At the deadline, fail this one and the missing ones before it."""
@@ -155,14 +155,14 @@ class ModelQueue:
             text = f"request {request.seq} came, and {missing[0]} did not within {self._hold_s:.0f} s"
             await self._log(request, *failure(text, "user"))
 
-    async def _after(self, request: LoggedRequest) -> None:
+    async def _after(self, request: LoggedRequest, form: str, _: bytes) -> None:
         """Begin a recovery save when much would have to be replayed. The client does not see it."""
         self._deadlines.pop(request.seq, None)
         self._deaths.pop(request.seq, None)
         if request.kind == "unload_model":
             self._over = f"model {self._context.run} was unloaded"
-        if request.kind != "optim_step" or self._over:
-            return
+        if request.kind != "optim_step" or form != "json" or self._over:
+            return  # a step that was not made leaves gradients, which no checkpoint has
         now, steps = asyncio.get_running_loop().time(), self._journal.uncovered(self._context.run)
         self._saved_at = now if self._saved_at is None else self._saved_at
         is_due = steps >= self._recovery_steps or now - self._saved_at >= self._recovery_s
@@ -181,6 +181,8 @@ class ModelQueue:
         context = self._context
         if self._over:
             return failure(self._over, "server")
+        if context.life != context.engine.life and any(save.request.seq < request.seq for save in self._saves):
+            return None  # the earlier save runs first when the model is rebuilt
         try:
             if context.life != context.engine.life:
                 await self._open()
@@ -223,6 +225,7 @@ class ModelQueue:
     async def _catch_up(self, context: Context, request: LoggedRequest) -> None:
         """Replay the requests before this one that the open model lacks."""
         begin = self._at
+        assert begin <= request.seq, "the model is not open in a state after the request"
         if begin >= request.seq - 1:
             return
         replayed = [item for item in self._journal.to_replay(context.run, begin) if item.seq < request.seq]

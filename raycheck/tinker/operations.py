@@ -121,7 +121,7 @@ def asked_in(kind: str, body: bytes, base: BaseFacts) -> Any:
 def _save_in(kind: str, given: Mapping[str, Any]) -> SaveRequest:
     if kind == "save_weights_external" and given.get("age_encryption_recipients"):
         raise RefusedRequestError("age_encryption_recipients: this server does not encrypt; leave it out")
-    is_named = kind != "save_weights_for_sampler" or given.get("path") is not None
+    is_named = not _is_for_session(kind, given)
     return SaveRequest(
         name=checkpoint_name_in(given) if is_named else None,
         session_number=None if is_named else number_in(given, "sampling_session_seq_id"),
@@ -204,7 +204,11 @@ async def save(context: Context, request: LoggedRequest) -> Result:
 
 def is_publish(request: LoggedRequest) -> bool:
     """Return whether a request is a save that commits nothing: it only publishes the adapter."""
-    return request.kind == "save_weights_for_sampler" and json.loads(request.body or b"{}").get("path") is None
+    return _is_for_session(request.kind, json.loads(request.body or b"{}"))
+
+
+def _is_for_session(kind: str, given: Mapping[str, Any]) -> bool:
+    return kind == "save_weights_for_sampler" and given.get("path") is None
 
 
 async def _publish(context: Context, request: LoggedRequest, asked: SaveRequest) -> Result:

@@ -12,8 +12,10 @@ import raycheck
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.reading import read_newest
 from raycheck.bucket.store import open_store
-from raycheck.errors import ConfigError, FencedError
+from raycheck.errors import ConfigError, ConflictError, FencedError
 from raycheck.published import publish as publish_module
+from raycheck.published.publish import publish
+from raycheck.settings import Publish
 from tests.published.weights import Trained, assert_equal, loaded
 
 
@@ -110,10 +112,29 @@ def test_only_the_newest_attempt_publishes(trained: Trained, tmp_path: Path):
     run.publish_directory(adapter.path, step=1, attempt=run.attempt, cache=str(tmp_path / "c"))
     run.rewind(1)
 
-    for _ in range(2):  # with and without the list that was written before
+    known = dict(publish_module._WRITTEN)
+    for written in ({}, known):  # without and with the list that was written before
+        publish_module._WRITTEN.update(written)
         with pytest.raises(FencedError, match=f"attempt {run.attempt} is over"):
             run.publish_directory(adapter.path, step=2, attempt=run.attempt, cache=str(tmp_path / "c"))
     assert len(run.published().versions) == 1
+
+
+def test_a_late_task_does_not_bring_an_older_checkpoint_after_a_directory(trained: Trained, tmp_path: Path):
+    adapter, run = Adapter(tmp_path / "adapter"), raycheck.open_run(trained.store.uri)
+    adapter.step()
+    early = trained.step()
+    later = trained.step()
+    options = Publish(cache=str(tmp_path / "c"))
+    publish(later, options, by_training=True)
+    run.publish_directory(adapter.path, step=later.entry.step, cache=str(tmp_path / "c"))
+
+    with pytest.raises(ConflictError, match="is newer than"):
+        publish(early, options, by_training=True)
+    assert publish(trained.step(), options, by_training=True).version.number == 3
+    run.publish_directory(adapter.path, step=99, cache=str(tmp_path / "c"))
+    with pytest.raises(ConflictError, match="of step 99"):
+        publish(trained.step(), options, by_training=True)
 
 
 @pytest.mark.parametrize(
@@ -149,5 +170,13 @@ def test_a_version_is_fetched_by_its_number(trained: Trained, tmp_path: Path, ca
             assert [version.number for version in found] == [number]
             assert_equal(loaded(found[0].path), expected)
             assert follower.update() is None
+    with (
+        pytest.raises(ConfigError, match="has version 4, which is newer"),
+        raycheck.follow(uri, tmp_path / "local-4", version=2) as follower,
+    ):
+        follower.update()
+    directory = raycheck.open_run(uri).published().versions[2].directory
+    with raycheck.follow(uri, version=directory) as follower:
+        assert_equal(loaded(follower.update().path), weights[3])
     with raycheck.follow(uri, version=9) as follower, pytest.raises(ConfigError, match="no version 9; there are: 1, 2"):
         follower.update()

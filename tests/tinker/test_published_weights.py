@@ -1,5 +1,8 @@
 """Weights for a sampling session are published: without a commit, and the same to the bit as a checkpoint's."""
 
+import asyncio
+import json
+import shutil
 import sqlite3
 from contextlib import closing
 from uuid import uuid4
@@ -14,7 +17,10 @@ from transformers import AutoModelForCausalLM
 import raycheck
 from raycheck.bucket.store.address import join_uri
 from raycheck.tinker.checkpoint_paths import folder_of
-from raycheck.tinker.journal import Journal
+from raycheck.tinker.engine import commits
+from raycheck.tinker.engine.orders import SaveOrder
+from raycheck.tinker.journal import Journal, LoggedRequest
+from raycheck.tinker.model_queue import ModelQueue
 from tests.published.weights import assert_equal
 from tests.support.frameworks.tinker_client import TIMEOUT_S, ask, datum, new_model, result_of, train
 from tests.support.servers.tinker_server import tinker_server, wait_until
@@ -56,6 +62,11 @@ def test_any_sampler_can_follow_what_the_client_samples_from(connect, base, buck
         torch.testing.assert_close(logprobs[torch.arange(8), torch.arange(6, 14)], expected)
         weights = "adapter_model.safetensors"
         assert_equal(load_file(version.path / weights), load_file(export / weights))
+        one, other = (json.loads((place / "adapter_config.json").read_text()) for place in (version.path, export))
+        assert {**one, "target_modules": set(one["target_modules"])} == {
+            **other,
+            "target_modules": set(other["target_modules"]),
+        }
 
 
 def test_it_commits_nothing_and_costs_few_requests(wire, connect, base, tmp_path) -> None:
@@ -138,6 +149,64 @@ def test_it_does_not_wait_for_a_commit(base, connect, bucket, tmp_path, dies) ->
         assert losses == train(undisturbed, range(3)) + (last := train(undisturbed, range(3, 4)))
         assert train(resumed, range(2, 4)) == [losses[2], *last]
         assert found != sampled(sampler_of(undisturbed), 1, temperature=0.0)
+
+
+def test_a_commit_that_must_run_again_runs_before_what_was_published_after_it(
+    base, connect, bucket, tmp_path, monkeypatch
+) -> None:
+    """The engine dies just before the publish begins, and the upload of the commit before it never ends."""
+    uploads, deaths = [], []
+    begin, must_end = commits.begin_save, ModelQueue._must_end_before
+
+    def begin_save(checkpointer: raycheck.Checkpointer, order: SaveOrder) -> None:
+        uploads.append(order.name)
+        if len(uploads) > 1:
+            begin(checkpointer, order)
+
+    def must_end_before(queue: ModelQueue, request: LoggedRequest) -> object:
+        found = must_end(queue, request)
+        if request.kind == "save_weights_for_sampler" and queue._saves and found is None and not deaths:
+            deaths.append(request.seq)
+            asyncio.get_running_loop().call_soon(server.engine.kill)
+        return found
+
+    monkeypatch.setattr(commits, "begin_save", begin_save)
+    monkeypatch.setattr(ModelQueue, "_must_end_before", must_end_before)
+    with tinker_server(base, bucket, tmp_path / "s.sqlite") as server:
+        client = connect(server)
+        model, undisturbed = new_model(client, base), new_model(client, base)
+        server.engine.hides_commits = True
+        losses = train(model, range(2))
+        save = model.save_state("two")
+        losses += train(model, range(2, 3))
+        waiting = model.save_weights_and_get_sampling_client()
+        wait_until(lambda: deaths)
+        server.engine.hides_commits = False
+
+        waiting.result(TIMEOUT_S)
+        resumed = client.create_training_client_from_state_with_optimizer(save.result(TIMEOUT_S).path).result(TIMEOUT_S)
+
+        expected = train(undisturbed, range(4))
+        assert uploads == ["weights.two", "weights.two"]
+        assert train(resumed, range(2, 4)) == expected[2:]
+        server.engine.kill()
+        assert losses + train(model, range(3, 4)) == expected
+
+
+def test_a_session_never_samples_from_what_took_the_place_of_its_weights(base, connect, bucket, tmp_path) -> None:
+    with tinker_server(base, bucket, tmp_path / "s.sqlite") as server:
+        model = new_model(connect(server), base)
+        train(model, range(1))
+        old = sampler_of(model)
+        first = sampled(old, 1, temperature=0.0)
+        shutil.rmtree(tmp_path / "bucket" / folder_of(model.model_id) / "published")
+        train(model, range(1, 3))
+        assert sampled(sampler_of(model), 1, temperature=0.0) != first
+
+        assert sampled(old, 1, temperature=0.0) == first
+        server.engine.kill()
+        with pytest.raises(tinker.RequestFailedError, match="make a new sampling client"):
+            sampled(old, 1, temperature=0.0)
 
 
 def test_a_model_whose_steps_take_long_is_saved_for_a_recovery_while_it_trains(base, connect, bucket, tmp_path) -> None:

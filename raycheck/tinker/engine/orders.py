@@ -24,13 +24,13 @@ class BaseFacts:
 class LoadSource:
     """The checkpoint to load a model from, or the published version to sample from.
 
-    uri: of its run. key: the checkpoint's key there; "" for a version. version: its number.
+    uri: of its run. key: the checkpoint's key there, or the directory of the version. is_published: it is a version.
     """
 
     uri: str
     key: str
     with_optimizer: bool
-    version: int | None = None
+    is_published: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,12 +1,14 @@
-"""Models to sample from: weights of checkpoints, read from the bucket on first use.
+"""Models to sample from: weights of checkpoints and published versions, read from the bucket on first use.
 
 The few most recently used stay in memory. They hold no state, so a death of the engine only costs another read.
 """
 
 from collections import OrderedDict
 
+import torch
+
 from raycheck import follow, open_run
-from raycheck.errors import ConfigError, NotFoundError
+from raycheck.errors import NotFoundError
 from raycheck.tinker.engine.base_model import Adapter, BaseModel
 from raycheck.tinker.engine.generation import sample
 from raycheck.tinker.engine.lora_model import LoraModel, peft_tensors
@@ -40,24 +42,30 @@ class Samplers:
         if source not in self._adapters:
             found = LoraModel(self._base, order.shape)
             try:
-                _load(found, source)
+                self._load(found, source)
             except NotFoundError as error:
                 raise NotFoundError(f"the weights are gone, make a new sampling client: {error}") from None
             self.keep(source, found.lora)
         self._adapters.move_to_end(source)
         return self._adapters[source]
 
+    def _load(self, model: LoraModel, source: LoadSource) -> None:
+        """Load the weights of a checkpoint or a version. Raises NotFoundError, on all ranks alike."""
+        if not source.is_published:
+            open_run(source.uri).restore(source.key, into={"model": model.adapter})
+            return
+        found = self._base.ranks.from_first(lambda: _tensors_of(source))
+        with torch.no_grad():
+            for name, values in peft_tensors(model.lora).items():
+                values.copy_(found[name])
 
-def _load(model: LoraModel, source: LoadSource) -> None:
-    """Load an adapter's weights. Raises NotFoundError."""
-    if source.version is None:
-        open_run(source.uri).restore(source.key, into={"model": model.adapter})
-        return
-    with follow(source.uri, version=source.version, lease=False) as follower:
-        try:
-            version = follower.update()
-        except ConfigError as error:
-            raise NotFoundError(str(error)) from None
-        if version is None:
-            raise NotFoundError("nothing is published any more")
-        version.load_into(peft_tensors(model.lora))
+
+def _tensors_of(source: LoadSource) -> dict[str, torch.Tensor]:
+    """Return the tensors of a published version. Raises NotFoundError."""
+    published = open_run(source.uri).published()
+    if published is None or source.key not in {version.directory for version in published.versions}:
+        raise NotFoundError(f"version {source.key} is not published any more")
+    with follow(source.uri, version=source.key, lease=False) as follower:
+        version = follower.update()
+        assert version is not None, "a new follower has none yet"
+        return dict(version.tensors())

@@ -119,7 +119,7 @@ class Tenants:
         found = self._tenant(model_id).publisher.published()
         if found is None:
             return None
-        source = LoadSource(uri=uri, key="", with_optimizer=False, version=found[0])
+        source = LoadSource(uri=uri, key=found[0], with_optimizer=False, is_published=True)
         self._samplers.keep(source, found[1])
         return source
 
