@@ -83,13 +83,15 @@ class _Source:
     """What is published.
 
     store: of the run. checkpoint: its key; None: it is of none. write: writes its files into the root of a store.
-    attempt, on_published: see publish_directory.
+    committed_at: when the checkpoint was committed; None: it may be older than what is published. attempt,
+    on_published: see publish_directory.
     """
 
     store: Store
     checkpoint: str | None
     step: int
     write: Callable[[LocalStore], None]
+    committed_at: float | None = None
     attempt: int | None = None
     on_published: Callable[[Published], None] | None = None
 
@@ -121,8 +123,10 @@ def publish(checkpoint: Checkpoint, options: Publish, *, by_training: bool = Fal
     def write(local: LocalStore) -> None:
         export_hf(checkpoint, local, options, stem=f"model-{key}")
 
-    source = _Source(store=checkpoint.store, checkpoint=key, step=checkpoint.entry.step, write=write)
-    return _publish_next(source, options, by_training=by_training)
+    entry = checkpoint.entry
+    before = entry.committed_at if by_training else None
+    source = _Source(store=checkpoint.store, checkpoint=key, step=entry.step, write=write, committed_at=before)
+    return _publish_next(source, options)
 
 
 def publish_directory(
@@ -169,7 +173,7 @@ def _files_in(directory: Path) -> list[Path]:
     return found
 
 
-def _publish_next(source: _Source, options: Publish, *, by_training: bool = False) -> Published | None:
+def _publish_next(source: _Source, options: Publish) -> Published | None:
     zstd()  # raises before anything is read
     series = series_of(source.store, options)
     place = options.cache or _folder_of(series)
@@ -178,7 +182,7 @@ def _publish_next(source: _Source, options: Publish, *, by_training: bool = Fals
         known = _WRITTEN.pop(series.uri, None)
         if source.checkpoint is not None:
             known = _read_versions(source, series, options)
-            if _is_published(source, series, known.versions, options, by_training=by_training):
+            if _is_published(source, series, known.versions, options):
                 return None
             return _publish_after(known, source, options, series, folder)
         for _ in range(DIRECTORY_TRIES):
@@ -199,28 +203,22 @@ def _read_versions(source: _Source, series: Series, options: Publish) -> _KnownV
     return _KnownVersions(run.run_id, found, versions)
 
 
-def _is_published(
-    source: _Source, series: Series, versions: Versions | None, options: Publish, *, by_training: bool
-) -> bool:
+def _is_published(source: _Source, series: Series, versions: Versions | None, options: Publish) -> bool:
     """Return whether a checkpoint is the newest version. Raises ConflictError for a task that is late."""
-    assert source.checkpoint is not None, "the caller has checked"
+    checkpoint, before = source.checkpoint, source.committed_at
+    assert checkpoint is not None, "the caller has checked"
     if versions is None:
         return False
-    if versions.newest.checkpoint == source.checkpoint and not options.whole:
+    newest = versions.newest
+    if newest.checkpoint == checkpoint and not options.whole:
         return True
-    if not by_training:
-        return False
-    for version in versions.versions:  # a directory has no checkpoint, so that only its step tells
-        is_newer = (
-            version.step > source.step
-            if version.checkpoint is None
-            else _name(source.checkpoint) < _name(version.checkpoint)
+    if before is not None and (
+        newest.published_at > before if newest.checkpoint is None else _name(checkpoint) < _name(newest.checkpoint)
+    ):
+        what = newest.checkpoint or f"a directory of step {newest.step}"
+        raise ConflictError(
+            f"{series}: {what} is published, which is newer than {checkpoint}; this one is not published any more"
         )
-        if is_newer:
-            raise ConflictError(
-                f"{series}: version {version.number}, of step {version.step}, is published, which is newer than "
-                f"{source.checkpoint}; this one is not published any more"
-            )
     return False
 
 

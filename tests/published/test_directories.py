@@ -129,12 +129,11 @@ def test_a_late_task_does_not_bring_an_older_checkpoint_after_a_directory(traine
     publish(later, options, by_training=True)
     run.publish_directory(adapter.path, step=later.entry.step, cache=str(tmp_path / "c"))
 
-    with pytest.raises(ConflictError, match="is newer than"):
-        publish(early, options, by_training=True)
+    for checkpoint in (early, later):
+        with pytest.raises(ConflictError, match=f"a directory of step {later.entry.step} is published, which is newer"):
+            publish(checkpoint, options, by_training=True)
     assert publish(trained.step(), options, by_training=True).version.number == 3
-    run.publish_directory(adapter.path, step=99, cache=str(tmp_path / "c"))
-    with pytest.raises(ConflictError, match="of step 99"):
-        publish(trained.step(), options, by_training=True)
+    assert publish(early, options).version.number == 4  # a person may: samplers go back
 
 
 @pytest.mark.parametrize(
