@@ -24,7 +24,7 @@ case " $* " in *" --all "*) # made once
     for made in servers.ministack_server servers.seaweed_server servers.ceph_server servers.chromium processes.oldest_ray \
         frameworks.tinker_cookbook frameworks.tinker_oldest_sdk frameworks.deepspeed_training \
         frameworks.megatron_training frameworks.rl_frameworks frameworks.model_streamer \
-        frameworks.trackers; do "$python" -m "tests.support.$made"; done ;;
+        frameworks.trackers frameworks.vllm_engine frameworks.sglang_engine; do "$python" -m "tests.support.$made"; done ;;
 esac
 
 # Up to six processes at a time: they wait much of the time, and one thread of torch's is enough for each. 5 is

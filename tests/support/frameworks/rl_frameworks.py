@@ -78,12 +78,19 @@ def prepare() -> None:
     (site,) = FOLDER.glob("lib/python*/site-packages")
     (deepspeed,) = deepspeed_training.FOLDER.glob("lib/python*/site-packages")
     (site / "deepspeed.pth").write_text(f"{deepspeed}\n")
-    for repository, (commit, packages) in SOURCES.items():
-        place = FOLDER / "sources" / f"{repository.partition('/')[2]}-{commit[:12]}"
-        if not place.exists():
-            _check_out(place, repository, commit, packages)
-        paths = [f"{(place / package).parent}\n" for package in packages]
-        (site / f"{place.name}.pth").write_text("".join(paths))
+    for repository in SOURCES:
+        add_source(FOLDER, repository)
+
+
+def add_source(folder: Path, repository: str) -> None:
+    """Check a repository out into a virtual environment, so that its packages are found there."""
+    commit, packages = SOURCES[repository]
+    place = folder / "sources" / f"{repository.partition('/')[2]}-{commit[:12]}"
+    if not place.exists():
+        _check_out(place, repository, commit, packages)
+    (site,) = folder.glob("lib/python*/site-packages")
+    paths = [f"{(place / package).parent}\n" for package in packages]
+    (site / f"{place.name}.pth").write_text("".join(paths))
 
 
 def _check_out(place: Path, repository: str, commit: str, packages: Sequence[str]) -> None:

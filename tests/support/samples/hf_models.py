@@ -45,10 +45,10 @@ def mixtral() -> Any:
     return AutoModelForCausalLM.from_config(MixtralConfig(**SMALL, num_local_experts=4)).eval()
 
 
-def llama_bf16() -> Any:
+def llama_bf16(**config: object) -> Any:
     """Make a Llama in bfloat16 as users do: `.bfloat16()` would also round the rotary frequencies, which are not saved."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(LlamaConfig(**SMALL), dtype=torch.bfloat16).eval()
+    return AutoModelForCausalLM.from_config(LlamaConfig(**{**SMALL, **config}), dtype=torch.bfloat16).eval()
 
 
 def tokenizer() -> Any:
