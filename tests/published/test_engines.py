@@ -94,10 +94,11 @@ def test_a_server_of_vllms_follows_with_the_command_of_the_guide(tmp_path: Path)
         )
         found_by_name = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         follower = subprocess.Popen(["sh", "-c", command], env=os.environ | found_by_name, start_new_session=True)
+        deadline = time.monotonic() + WITHIN_S
         try:
             for _ in range(3):
                 served.next_version()
-                expected, deadline = digests(served.trained.weights.items()), time.monotonic() + WITHIN_S
+                expected = digests(served.trained.weights.items())
                 while (found := vllm_engine.digests_in(address)) != expected:
                     assert follower.poll() is None
                     assert time.monotonic() < deadline, found
