@@ -41,9 +41,9 @@ def test_vllm_has_the_weights_of_each_version(tmp_path: Path):
             ("reloaded from the folder", 4),
             ("reloaded from version.tensors()", 5),
             ("reloaded from version.tensors()", 6),
-            ("read while a newer version comes", 7),
-            ("SkyRL's receiver", 9),
-            ("SkyRL's patch upon a version", 10),
+            ("read while newer versions come", 7),
+            ("SkyRL's receiver", 10),
+            ("SkyRL's patch upon a version", 11),
         ],
     )
     distances = [note["distance"] for note in found if "distance" in note]
@@ -65,7 +65,7 @@ def test_sglang_has_the_weights_of_each_version(tmp_path: Path):
             ("updated from the folder", 4),
             ("updated from version.tensors(changed_only=False)", 5),
             ("updated from version.tensors(changed_only=True)", 6),
-            ("read while a newer version comes", 7),
+            ("read while newer versions come", 7),
         ],
     )
 

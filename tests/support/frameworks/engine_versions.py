@@ -43,7 +43,7 @@ class Served:
         self.trained.model = hf_models.llama_bf16(
             hidden_size=128
         )  # vLLM's attention on CPUs wants heads of 32 elements
-        self.follower = raycheck.follow(self.trained.store.uri, place / "local")
+        self.follower = raycheck.follow(self.trained.store.uri, place / "local", keep=3)
         self.found: list[dict[str, Any]] = []
 
     def next_version(self) -> Any:
@@ -62,9 +62,9 @@ class Served:
         )
 
     def note_read_meanwhile(self, how: str, version: Any, reader: Iterator[tuple[str, Any]]) -> None:
-        """Note what a reader of this version gets, if the follower takes the next one after the first tensor."""
+        """Note what a reader of this version gets, if the follower takes two more after the first tensor."""
         first, step, trained = next(reader), self.trained.steps, digests(self.trained.weights.items())
-        assert self.next_version().path != version.path
+        assert version.path not in (self.next_version().path, self.next_version().path)
         self.note(how, [first, *reader], step=step, trained=trained)
 
 

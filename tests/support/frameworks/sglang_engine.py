@@ -63,7 +63,7 @@ def judge(place: Path) -> list[dict[str, Any]]:
         assert updater.update_weights_from_tensor(tensors) == (True, "Success")
         served.note(f"updated from version.tensors({changed_only=})", unfused(model).items())
     version = served.next_version()
-    served.note_read_meanwhile("read while a newer version comes", version, iter(read(version.path, threads=False)))
+    served.note_read_meanwhile("read while newer versions come", version, iter(read(version.path, threads=False)))
     served.follower.close()
     return served.found
 

@@ -138,7 +138,7 @@ def judge(place: Path) -> list[dict[str, Any]]:
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": served.next_version().tensors()})
         note_engine(served, engine, "reloaded from version.tensors()")
     version = served.next_version()
-    served.note_read_meanwhile("read while a newer version comes", version, iter(read(version.path)))
+    served.note_read_meanwhile("read while newer versions come", version, iter(read(version.path)))
     note_skyrl(served, engine, place)
     served.follower.close()
     return served.found
