@@ -19,10 +19,10 @@ from raycheck.catalog import RunFolder
 from raycheck.errors import ConfigError, NotFoundError, RaycheckError
 from raycheck.terminal import printable_lines
 from raycheck.values import RunSummary
-from raycheck.views.charts import LEFT, RIGHT, WIDTH, timeline_of
+from raycheck.views.charts import RIGHT, WIDTH, timeline_of
 from raycheck.views.context_pool import ContextPool
-from raycheck.views.in_words import PRICE, goodput_text, monthly_cost
-from raycheck.views.metric_charts import MAX_CHARTS, MetricChart, metric_chart
+from raycheck.views.in_words import PRICE, goodput_text, monthly_cost, short_number
+from raycheck.views.metric_charts import MAX_CHARTS, MetricChart, RunCurve, metric_chart
 from raycheck.views.tensors import with_moments
 
 if TYPE_CHECKING:
@@ -165,26 +165,27 @@ def charts_view(found: Sequence[tuple[str, "RunHistory"]], options: ChartOptions
     names = sorted({metric for _, history in found for metric in history.metrics if options.only in metric})
     charts = []
     for metric in names[:MAX_CHARTS]:
-        curves = [(label, history.curve(metric)) for label, history in found]
+        curves = [RunCurve(label, history.curve(metric), history.attempts) for label, history in found]
         chart = metric_chart(metric, curves, is_log=options.is_log, smooth=options.smooth)
         if chart is not None:
-            charts.append((chart, _crosshair(chart)))
+            charts.append((chart, crosshair(chart)))
     return {"charts": charts, "options": options, "num_metrics": len(names), "max_charts": MAX_CHARTS}
 
 
-def _crosshair(chart: MetricChart) -> str:
+def crosshair(chart: MetricChart) -> str:
     """Return the values of a chart as JSON, for static/page.js."""
     lines = [
         {
             "run": path.run,
-            "label": printable_lines(path.label) + (", went back" if path.is_abandoned else ""),
-            "steps": [step for step, _ in path.points],
-            "values": [float(f"{value:.6g}") for _, value in path.points],
+            "label": printable_lines(", ".join(path.words)),
+            "steps": [step for step, _ in path.points[path.is_joined :]],
+            "values": [short_number(value) for _, value in path.points[path.is_joined :]],
         }
         for path in chart.paths
         if not path.is_faint
     ]
-    return json.dumps({"first": chart.first, "last": chart.last, "left": LEFT, "right": WIDTH - RIGHT, "lines": lines})
+    ends = {"first": chart.first, "last": chart.last, "left": chart.left, "right": WIDTH - RIGHT}
+    return json.dumps({**ends, "lines": lines})
 
 
 def compare_view(place: PageScope, *names: str, options: ChartOptions) -> dict[str, Any]:

@@ -231,18 +231,24 @@ def steps_of(attempts: Sequence[AttemptHistory]) -> Timeline:
         width = max(2.0, (end - begin) * scale)
         dots = tuple(Dot(LEFT + commit.step * scale, 0.0, commit) for commit in attempt.commits)
         bars.append(Bar(attempt, LEFT + begin * scale, 0.0, width, 0.0, min(width, lost * scale), dots))
-    ticks = [Tick(LEFT + share * (WIDTH - LEFT - RIGHT), str(round(share * last))) for share in (0, 0.25, 0.5, 0.75, 1)]
-    return _timeline("Attempts over steps", bars, ticks)
+    return _timeline("Attempts over steps", bars, step_ticks(0, last, lambda step: LEFT + step * scale))
+
+
+def step_ticks(first: int, last: int, x: Callable[[float], float]) -> tuple[Tick, ...]:
+    """Return at most NUM_TICKS + 1 different steps of a range. x: where a step is drawn."""
+    steps = {round(first + (last - first) * number / NUM_TICKS) for number in range(NUM_TICKS + 1)}
+    return tuple(Tick(x(step), str(step)) for step in sorted(steps))
 
 
 def _time_ticks(start: float, stop: float, x: Callable[[float], float]) -> list[Tick]:
     form = "%H:%M:%S" if stop - start < 600 else "%H:%M" if stop - start < 86400 else "%m-%d %H:%M"
     places = [start + (stop - start) * n / NUM_TICKS for n in range(NUM_TICKS + 1)]
-    return [Tick(x(at), _date(at, form)) for at in places]
+    return [Tick(x(at), _date(at, form, has_tenths=stop - start < 2 * NUM_TICKS)) for at in places]
 
 
-def _date(at: float, form: str) -> str:
+def _date(at: float, form: str, *, has_tenths: bool) -> str:
     try:
-        return datetime.fromtimestamp(at, UTC).strftime(form)
+        found = datetime.fromtimestamp(at, UTC)
+        return found.strftime(form) + (f".{found.microsecond // 100_000}" if has_tenths else "")
     except (ValueError, OverflowError, OSError):
         return "?"

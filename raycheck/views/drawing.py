@@ -6,11 +6,12 @@ without a style sheet, in a notebook for example. Names come from a bucket, wher
 
 from collections.abc import Sequence
 from html import escape
+from itertools import groupby
 
 from raycheck.terminal import printable_lines
 from raycheck.views.charts import CHART_HEIGHT, LEFT, ROW, WIDTH, Bar, Dot, Row, Tick, Timeline
 from raycheck.views.in_words import short_number
-from raycheck.views.metric_charts import MetricChart
+from raycheck.views.metric_charts import CurvePath, MetricChart
 
 TEXT, GRID, BAR, COMMIT, HEAD, RESTORE, LOST = (
     "#6b7280",
@@ -77,17 +78,20 @@ def _title(text: str) -> str:
     return element("title", text_of(text))
 
 
-def _anchors(count: int) -> list[str]:
-    return [("start" if not place else "end" if place == count - 1 else "middle") for place in range(count)]
+def _tick_labels(ticks: Sequence[Tick], y: float) -> list[str]:
+    """Label an axis from left to right. On a narrow screen, every other label in the middle of five is left out."""
+    found, end = [], len(ticks) - 1
+    for place, tick in enumerate(ticks):
+        anchor = "start" if not place else "end" if place == end else "middle"
+        is_odd = place % 2 == 1 and place != end and end > 2
+        found.append(_label(tick.at, y, tick.text, anchor=anchor, kind="tick odd" if is_odd else "tick"))
+    return found
 
 
 def timeline_svg(timeline: Timeline) -> str:
     """Draw the attempts of a run with their commits."""
-    ticks = [
-        _line(tick.at, tick.at, 22, timeline.height)
-        + _label(tick.at, 17, tick.text, anchor=anchor, kind="tick odd" if place % 2 else "tick")
-        for place, (tick, anchor) in enumerate(zip(timeline.ticks, _anchors(len(timeline.ticks)), strict=True))
-    ]
+    ticks = [_line(tick.at, tick.at, 22, timeline.height) for tick in timeline.ticks]
+    ticks += _tick_labels(timeline.ticks, 17)
     rows = map(_row_label, timeline.rows)
     return _svg(timeline.height, timeline.title, _LOST_PATTERN, *ticks, *rows, *map(_attempt, timeline.bars))
 
@@ -169,24 +173,43 @@ def _commit(dot: Dot) -> str:
 def metric_svg(chart: MetricChart) -> str:
     """Draw a metric over all steps: a color per run, dashed where the run went back, faint behind a smoothed line."""
     parts = [
-        _line(LEFT, WIDTH, tick.at, tick.at) + _label(LEFT - 8, tick.at + 4, tick.text, anchor="end")
+        _line(chart.left, WIDTH, tick.at, tick.at) + _label(chart.left - 8, tick.at + 4, tick.text, anchor="end")
         for tick in chart.values
     ]
-    parts += [
-        _label(tick.at, CHART_HEIGHT - 6, tick.text, anchor=anchor, kind="tick odd" if place % 2 else "tick")
-        for place, (tick, anchor) in enumerate(zip(chart.steps, _anchors(len(chart.steps)), strict=True))
-    ]
+    parts += _tick_labels(chart.steps, CHART_HEIGHT - 6)
     for path in chart.paths:
         number = path.run % len(BRANCHES)
-        points = " ".join(f"{_short(x)},{_short(y)}" for x, y in path.places)
-        opacity = 0.3 if path.is_faint else 0.6 if path.is_abandoned else None
-        label = path.label or ("went back behind this" if path.is_abandoned else chart.name)
-        parts.append(element("polyline", _title(label), class_=f"branch branch-{number}", points=points,
-                             fill="none", stroke=BRANCHES[number], stroke_width=1.5, stroke_opacity=opacity,
-                             stroke_dasharray="4 3" if path.is_abandoned else None))  # fmt: skip
-        if not path.is_faint and path.places[-1][0] - path.places[0][0] >= DOT_GAP * (len(path.places) - 1):
-            parts += [_point(place, point, number) for place, point in zip(path.places, path.points, strict=True)]
+        drawn = [(x, y, point) for (x, y), point in zip(path.places, path.points, strict=True) if y is not None]
+        parts += _polylines(path, chart.name)
+        is_sparse = bool(drawn) and drawn[-1][0] - drawn[0][0] >= DOT_GAP * (len(drawn) - 1)
+        if is_sparse and not path.is_faint:
+            parts += [_point((x, y), point, number) for x, y, point in drawn[path.is_joined :]]
+        if not path.is_faint:
+            parts += [_undrawn(x, point) for (x, y), point in zip(path.places, path.points, strict=True) if y is None]
     return _svg(CHART_HEIGHT, f"{chart.name} over steps", *parts)
+
+
+def _polylines(path: CurvePath, name: str) -> list[str]:
+    """Draw a path as one line, or as several if values in between cannot be drawn. A line of one point is a dot."""
+    number = path.run % len(BRANCHES)
+    opacity = 0.3 if path.is_faint else 0.6 if path.is_abandoned else None
+    told = _title(", ".join(path.words) or name)
+    found = []
+    for is_drawn, places in groupby(path.places, key=lambda place: place[1] is not None):
+        points = " ".join(f"{_short(x)},{_short(y)}" for x, y in places) if is_drawn else ""
+        if points:
+            found.append(element("polyline", told, class_=f"branch branch-{number}",
+                                 points=points if " " in points else f"{points} {points}", fill="none",
+                                 stroke=BRANCHES[number], stroke_width=1.5, stroke_linecap="round",
+                                 stroke_opacity=opacity,
+                                 stroke_dasharray="4 3" if path.is_abandoned else None))  # fmt: skip
+    return found
+
+
+def _undrawn(x: float, point: tuple[int, float]) -> str:
+    told = _title(f"step {point[0]}: {short_number(point[1])}")
+    return element("line", told, class_="undrawn", x1=x, x2=x, y1=CHART_HEIGHT - 30, y2=CHART_HEIGHT - 24, stroke=LOST,
+                   stroke_width=2)  # fmt: skip
 
 
 def _point(place: tuple[float, float], point: tuple[int, float], number: int) -> str:

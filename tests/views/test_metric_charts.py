@@ -1,16 +1,19 @@
 """The charts of metrics, and when an attempt was starting, training and dead, from values alone."""
 
+import json
+import re
 from dataclasses import replace
-from math import nan
+from math import inf, nan
 from typing import Any
 
 import pytest
 
 from raycheck.bucket.attempt_records import ResumeRecord
+from raycheck.page.pages import crosshair
 from raycheck.views.attempts import AttemptHistory, Commit, MetricLine
-from raycheck.views.charts import LEFT, MAX_BAR_ROWS, RIGHT, WIDTH, steps_of, timeline_of
-from raycheck.views.drawing import timeline_svg
-from raycheck.views.metric_charts import metric_chart, smoothed
+from raycheck.views.charts import CHART_HEIGHT, LEFT, MAX_BAR_ROWS, RIGHT, WIDTH, steps_of, timeline_of
+from raycheck.views.drawing import metric_svg, timeline_svg
+from raycheck.views.metric_charts import RunCurve, metric_chart, smoothed
 
 
 def line(attempt: int, points: dict[int, float], *, is_abandoned: bool = False) -> MetricLine:
@@ -27,7 +30,7 @@ def line(attempt: int, points: dict[int, float], *, is_abandoned: bool = False) 
 def test_a_run_is_one_line_across_attempts_and_one_for_what_it_went_back_behind() -> None:
     lines = [line(1, {1: 4.0, 2: 3.0}), line(1, {3: 9.0}, is_abandoned=True), line(2, {3: 2.0, 4: 1.0})]
 
-    chart = metric_chart("loss", [("a", lines), ("b", [line(1, {2: 5.0})])])
+    chart = metric_chart("loss", [RunCurve("a", lines), RunCurve("b", [line(1, {2: 5.0})])])
 
     assert chart is not None
     assert [(path.run, path.is_abandoned, path.points) for path in chart.paths] == [
@@ -39,22 +42,121 @@ def test_a_run_is_one_line_across_attempts_and_one_for_what_it_went_back_behind(
     assert [x for x, _ in chart.paths[0].places[::3]] == [LEFT, WIDTH - RIGHT]
 
 
-def test_a_log_scale_puts_equal_ratios_at_equal_distances_and_says_what_it_leaves_out() -> None:
-    chart = metric_chart("loss", [("a", [line(1, {1: 1.0, 2: 10.0, 3: 100.0, 4: -1.0, 5: nan})])], is_log=True)
+def test_a_part_that_was_left_is_joined_to_the_checkpoint_from_which_its_attempt_started() -> None:
+    lines = [
+        line(1, {9: 109.0, 10: 110.0}),
+        line(1, {15: 115.0, 20: 120.0}, is_abandoned=True),
+        line(3, {11: 211.0, 15: 215.0}),
+        line(3, {16: 216.0}, is_abandoned=True),
+        line(5, {21: 321.0}, is_abandoned=True),
+        line(7, {16: 416.0, 21: 421.0}),
+    ]
+    starts = {1: None, 3: "step-000000010-a1-s1", 5: "step-000000020-a1-s4", 7: "step-000000015-a3-s1"}
+    attempts = [attempt(number, 0.0, None, restored=key) for number, key in starts.items()]
+
+    chart = metric_chart("loss", [RunCurve("", lines, attempts)])
 
     assert chart is not None
-    heights = [y for _, y in chart.paths[0].places]
+    assert [(path.attempt, path.is_joined, path.points[0], path.words) for path in chart.paths[1:]] == [
+        (1, True, (10, 110.0), ("abandoned attempt 1",)),
+        (3, True, (15, 215.0), ("abandoned attempt 3",)),
+        (5, True, (20, 120.0), ("abandoned attempt 5",)),
+    ]
+    assert chart.paths[0].words == ()
+    assert [found["steps"] for found in json.loads(crosshair(chart))["lines"]] == [
+        [9, 10, 11, 15, 16, 21],
+        [15, 20],
+        [16],
+        [21],
+    ], "a joint is a value of another line"
+
+
+def test_a_log_scale_puts_equal_ratios_at_equal_distances_and_says_what_it_leaves_out() -> None:
+    curve = RunCurve("a", [line(1, {1: 1.0, 2: 10.0, 3: 100.0, 4: -1.0, 5: nan, 6: inf, 7: 0.0})])
+
+    chart = metric_chart("loss", [curve], is_log=True)
+
+    assert chart is not None
+    heights = [y for _, y in chart.paths[0].places[:3] if y is not None]
     assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2])
-    assert chart.notes == ("2 values are not positive and not drawn",)
+    assert chart.notes == ("Marked at the lower edge instead of drawn: 1 NaN, 1 inf, 2 not positive",)
     assert [tick.text for tick in chart.values] == ["1", "10", "100"]
-    assert metric_chart("loss", [("a", [line(1, {1: nan})])]) is None
+
+
+def test_a_value_that_is_not_finite_interrupts_its_line_and_belongs_to_the_steps() -> None:
+    chart = metric_chart("loss", [RunCurve("a", [line(1, {1: 4.0, 2: 3.0, 3: nan, 4: 2.0, 5: 1.0, 9: -inf})])])
+
+    assert chart is not None
+    svg = metric_svg(chart)
+    assert (chart.first, chart.last) == (1, 9), "the axis ends where the metric does"
+    assert svg.count("<polyline") == 2
+    assert re.findall(r"step \d+: (?:nan|-inf)", svg) == ["step 3: nan", "step 9: -inf"]
+    assert json.loads(crosshair(chart))["lines"][0]["values"] == ["4", "3", "nan", "2", "1", "-inf"]
+
+    silent = metric_chart("loss", [RunCurve("a", [line(1, {1: nan, 2: nan})])], smooth=0.9)
+    assert silent is not None
+    assert silent.notes == ("Marked at the lower edge instead of drawn: 2 NaN",)
+    assert metric_svg(silent).count('class="undrawn"') == 2
+    assert metric_chart("loss", [RunCurve("a", [])]) is None
+
+
+def test_every_value_between_two_that_cannot_be_drawn_is_still_drawn() -> None:
+    values = {step: nan if step % 3 == 0 else float(step) for step in range(100_000)}
+
+    chart = metric_chart("loss", [RunCurve("a", [line(1, values)])])
+
+    assert chart is not None
+    assert len(chart.paths[0].points) < 2000
+    assert chart.notes == ("Marked at the lower edge instead of drawn: 33334 NaN",)
+    drawn = {f"{x:.2f}".rstrip("0").rstrip(".") for x, y in chart.paths[0].places if y is not None}
+    assert {x for x, _ in re.findall(r"([\d.]+),([\d.]+)", metric_svg(chart))} == drawn
+
+
+def test_a_smoothed_constant_is_a_straight_line_with_one_label() -> None:
+    for value in (0.4, 3.3, 0.01, 12345.678, 1e-9, 0.0, -1e300):
+        points = [(step, value) for step in range(1, 30)]
+        assert smoothed(points, 0.9, 28) == points
+        chart = metric_chart("loss", [RunCurve("a", [line(1, dict(points))])], smooth=0.9)
+        assert chart is not None
+        assert {y for path in chart.paths for _, y in path.places} == {chart.values[0].at}
+        assert len(chart.values) == 1
+
+    noise = metric_chart("loss", [RunCurve("a", [line(1, {1: 0.3, 2: 0.1 + 0.2})])])
+    assert noise is not None
+    assert [tick.text for tick in noise.values] == ["0.3"], "a difference by rounding is none"
+
+
+def test_labels_differ_have_room_and_do_not_repeat_a_step() -> None:
+    near = metric_chart("loss", [RunCurve("a", [line(1, {1: 12345.1, 2: 12345.9})])])
+    huge = metric_chart("loss", [RunCurve("a", [line(1, {1: 1.25e301, 5: -1.25e301})])])
+    single = metric_chart("loss", [RunCurve("a", [line(1, {7: 1.0})])])
+    wide = metric_chart("loss", [RunCurve("a", [line(1, {1: -1.7e308, 2: 1.7e308})])])
+
+    assert near is not None
+    assert huge is not None
+    assert single is not None
+    assert wide is not None
+    assert len({tick.text for tick in near.values}) == len(near.values) > 3
+    assert "1e301" in [tick.text for tick in huge.values]
+    for chart in (near, huge, single):
+        assert chart.left >= 10 + 13 * max(len(tick.text) for tick in chart.values)
+    assert [tick.text for tick in near.steps] == ["1", "2"]
+    assert [tick.text for tick in huge.steps] == ["1", "2", "3", "4", "5"]
+    assert [tick.text for tick in single.steps] == ["7"]
+    assert [y for _, y in wide.paths[0].places] == pytest.approx([CHART_HEIGHT - 30, 20])
+
+
+def test_a_short_time_has_no_label_twice() -> None:
+    for length in (0.1, 1.0, 5.0, 9.0, 100.0):
+        ticks = timeline_of((attempt(1, 1e9, 1e9 + length),), until=1e9 + length).ticks
+        assert len({tick.text for tick in ticks}) == len(ticks)
 
 
 def test_smoothing_keeps_a_constant_and_is_the_mean_by_decaying_weights() -> None:
     assert smoothed([(step, 3.0) for step in range(5)], 0.9, 1000) == [(step, pytest.approx(3.0)) for step in range(5)]
     assert smoothed([(0, 1.0), (1, 3.0)], 0.5, 1000) == [(0, 1.0), (1, pytest.approx((0.5 * 1 + 3) / 1.5))]
 
-    chart = metric_chart("loss", [("a", [line(1, {0: 1.0, 10: 3.0})])], smooth=0.5)
+    chart = metric_chart("loss", [RunCurve("a", [line(1, {0: 1.0, 10: 3.0})])], smooth=0.5)
 
     assert chart is not None
     assert [(path.is_faint, len(path.points)) for path in chart.paths] == [(True, 2), (False, 2)]
@@ -63,7 +165,7 @@ def test_smoothing_keeps_a_constant_and_is_the_mean_by_decaying_weights() -> Non
 def test_a_long_curve_is_drawn_by_few_points_with_its_spike_and_its_last_step() -> None:
     values = dict.fromkeys(range(100_000), 1.0) | {54_321: 99.0}
 
-    chart = metric_chart("loss", [("a", [line(1, values)])])
+    chart = metric_chart("loss", [RunCurve("a", [line(1, values)])])
 
     assert chart is not None
     (path,) = chart.paths
