@@ -57,8 +57,12 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the timeline: an attempt, or consecutive ones, if there are too many for a row each."""
+    """A row of the timeline: an attempt, or consecutive ones, if there are too many for a row each.
 
+    x, y: where its first bar begins.
+    """
+
+    x: float
     y: float
     attempts: tuple[AttemptHistory, ...]
 
@@ -83,7 +87,10 @@ def _timeline(title: str, bars: Sequence[Bar], ticks: Sequence[Tick]) -> Timelin
     length, groups = 4.0, [[bar] for bar in bars]
     while len(groups) > MAX_BAR_ROWS:
         length, groups = 2 * length, _grouped(bars, length)
-    rows = [Row(TOP + place * ROW, tuple(bar.attempt for bar in group)) for place, group in enumerate(groups)]
+    rows = [
+        Row(min(bar.x for bar in group), TOP + place * ROW, tuple(bar.attempt for bar in group))
+        for place, group in enumerate(groups)
+    ]
     placed = tuple(_placed(bar, row.y) for row, group in zip(rows, groups, strict=True) for bar in group)
     return Timeline(title, TOP + len(rows) * ROW + 8, placed, tuple(rows), tuple(ticks))
 
@@ -136,11 +143,20 @@ def timeline_of(attempts: Sequence[AttemptHistory], *, until: float) -> Timeline
         width = max(2.0, x(end) - left)
         dots = tuple(Dot(x(commit.at), 0.0, commit) for commit in attempt.commits)
         restore = min(width, (attempt.restore_s or 0.0) * scale)
+        left_from = _left_from(attempt, attempt.began_at if trained_from is None else trained_from)
+        lost_from = min((at for at in (lost_from, left_from) if at is not None), default=None)
         starting = 0.0 if trained_from is None else min(width, max(0.0, x(trained_from) - left)) - restore
         lost = 0.0 if lost_from is None else (end - lost_from) * scale
         dead = 0.0 if place + 1 == len(attempts) else max(0.0, x(attempts[place + 1].began_at) - left - width)
         bars.append(Bar(attempt, left, 0.0, width, restore, min(width, lost), dots, max(0.0, starting), dead))
     return _timeline("Attempts over time", bars, _time_ticks(start, stop, x))
+
+
+def _left_from(attempt: AttemptHistory, trained_from: float) -> float | None:
+    """Return since when an attempt did steps that the run later went back behind; None if its last commit stayed."""
+    if not attempt.commits or not attempt.commits[-1].is_abandoned:
+        return None
+    return max((commit.at for commit in attempt.commits if not commit.is_abandoned), default=trained_from)
 
 
 def _with_successors(
@@ -223,6 +239,9 @@ def steps_of(attempts: Sequence[AttemptHistory]) -> Timeline:
         if successor is not None and successor.lost_steps is not None and not _never_restored(attempt, successor):
             lost = successor.lost_steps
             ends.append((ends[-1] if successor.start_step is None else successor.start_step) + lost)
+        if attempt.commits and attempt.commits[-1].is_abandoned:
+            kept = [begin, *(commit.step for commit in attempt.commits if not commit.is_abandoned)]
+            lost = max(lost, max(ends) - max(kept))
         spans.append((replace(attempt, cause=""), begin, max(ends), lost))
     last = max((end for _, _, end, _ in spans), default=0)
     scale = (WIDTH - LEFT - RIGHT) / max(1, last)

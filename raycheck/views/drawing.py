@@ -9,7 +9,7 @@ from html import escape
 from itertools import groupby
 
 from raycheck.terminal import printable_lines
-from raycheck.views.charts import CHART_HEIGHT, LEFT, ROW, WIDTH, Bar, Dot, Row, Tick, Timeline
+from raycheck.views.charts import CHART_HEIGHT, ROW, WIDTH, Bar, Dot, Row, Tick, Timeline
 from raycheck.views.in_words import short_number
 from raycheck.views.metric_charts import CurvePath, MetricChart
 
@@ -103,7 +103,7 @@ def _row_label(row: Row) -> str:
     workers = f" \u00d7{sizes.pop()}" if len(sizes) == 1 and 0 not in sizes else ""
     numbers = text_of(first if first == last else f"{first}\u2013{last}")
     parts = [numbers, element("tspan", workers, class_="odd")] if first != last and workers else [numbers, workers]
-    return element("text", *parts, class_="row", x=LEFT - 8, y=row.y + 15, text_anchor="end", fill=TEXT)
+    return element("text", *parts, class_="row", x=row.x - 8, y=row.y + 15, text_anchor="end", fill=TEXT)
 
 
 def _attempt(bar: Bar) -> str:
@@ -152,7 +152,7 @@ def _attempt(bar: Bar) -> str:
         )
     if bar.lost_width > 0:
         at = bar.x + bar.width - bar.lost_width
-        told = _title("trained and lost")
+        told = _title("trained and lost, or left by going back")
         parts.append(element("rect", told, fill="url(#lost)", x=at, y=y, width=bar.lost_width, height=height))
     return element("g", *parts, *map(_commit, bar.dots))
 

@@ -139,7 +139,7 @@ def test_labels_differ_have_room_and_do_not_repeat_a_step() -> None:
     assert len({tick.text for tick in near.values}) == len(near.values) > 3
     assert "1e301" in [tick.text for tick in huge.values]
     for chart in (near, huge, single):
-        assert chart.left >= 10 + 13 * max(len(tick.text) for tick in chart.values)
+        assert chart.left >= 10 + 14 * max(len(tick.text) for tick in chart.values)
     assert [tick.text for tick in near.steps] == ["1", "2"]
     assert [tick.text for tick in huge.steps] == ["1", "2", "3", "4", "5"]
     assert [tick.text for tick in single.steps] == ["7"]
@@ -232,6 +232,32 @@ def test_what_was_lost_is_shown_on_the_attempt_that_trained_it_and_not_on_those_
     assert [bar.starting_width / scale for bar in over_time.bars] == pytest.approx([10, 100, 100, 50])
     assert [round(bar.lost_width / (WIDTH - LEFT - RIGHT) * 17) for bar in over_steps.bars] == [7, 0, 0, 0]
     assert [bar.x for bar in over_steps.bars[1:]] == pytest.approx([LEFT + (WIDTH - LEFT - RIGHT) * 10 / 17] * 3)
+
+
+def test_what_the_run_went_back_behind_is_hatched_from_the_last_commit_that_stayed() -> None:
+    stayed = replace(commit("step-000000010-a1-s1", 100.0), step=10)
+    left = replace(commit("step-000000020-a1-s2", 200.0), step=20, is_abandoned=True)
+    all_left = replace(commit("step-000000030-a3-s1", 700.0), step=30, is_abandoned=True)
+    attempts = (
+        attempt(1, 0.0, 300.0, commits=(stayed, left), first_step_at=10.0, last_seen_at=200.0),
+        attempt(2, 300.0, 400.0, world_size=0, ending="by hand", restored=left.key),
+        attempt(3, 400.0, 800.0, commits=(all_left,), restored=left.key, start_step=20, first_step_at=500.0),
+        attempt(4, 800.0, 900.0, world_size=0, ending="by hand", restored=stayed.key),
+        attempt(5, 900.0, None, restored=stayed.key, start_step=10, first_step_at=910.0),
+    )
+
+    over_time, over_steps = timeline_of(attempts, until=1000.0), steps_of(attempts)
+
+    scale = (WIDTH - LEFT - RIGHT) / 1000
+    assert [bar.lost_width / scale for bar in over_time.bars] == pytest.approx([200, 0, 300, 0, 0])
+    assert [round(bar.lost_width / (WIDTH - LEFT - RIGHT) * 30) for bar in over_steps.bars] == [10, 10, 0]
+
+
+def test_a_row_is_labeled_where_its_bar_begins_so_that_a_part_of_the_timeline_has_its_numbers() -> None:
+    timeline = timeline_of((attempt(1, 0.0, 500.0), attempt(2, 500.0, None)), until=1000.0)
+
+    assert [row.x for row in timeline.rows] == [bar.x for bar in timeline.bars]
+    assert re.findall(r'class="row" x="([\d.]+)"', timeline_svg(timeline)) == ["76", "476"]
 
 
 def test_a_storm_of_attempts_shares_few_rows_and_leaves_the_long_ones_theirs() -> None:
