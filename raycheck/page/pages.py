@@ -22,12 +22,12 @@ from raycheck.values import RunSummary
 from raycheck.views.charts import RIGHT, WIDTH, timeline_of
 from raycheck.views.context_pool import ContextPool
 from raycheck.views.in_words import PRICE, goodput_text, monthly_cost, short_number
+from raycheck.views.measured import measured_of
 from raycheck.views.metric_charts import MAX_CHARTS, MetricChart, RunCurve, metric_chart
 from raycheck.views.tensors import with_moments
 
 if TYPE_CHECKING:
     from raycheck.values import CommittedCheckpoint
-    from raycheck.views.attempts import Commit
     from raycheck.views.history import RunHistory
 
 MAX_ROWS = 2000
@@ -189,14 +189,29 @@ def crosshair(chart: MetricChart) -> str:
 
 
 def compare_view(place: PageScope, *names: str, options: ChartOptions) -> dict[str, Any]:
-    """Return the metrics of several runs, one over the other. Raises ConfigError above MAX_RUNS."""
+    """Return the metrics of several runs, one over the other. A run that cannot be read is left out, and says why.
+
+    Raises ConfigError above MAX_RUNS.
+    """
     if len(names) > MAX_RUNS:
         raise ConfigError(f"{len(names)} runs are chosen: one chart shows at most {MAX_RUNS}")
     with ContextPool(max(1, len(names)), thread_name_prefix="raycheck-compare") as pool:
-        histories = list(pool.map(lambda name: place.run(name).history(), names))
-    labels = [name or "run" for name in names]
-    found = list(zip(labels, histories, strict=True))
-    return {"names": names, "labels": labels, **charts_view(found, options)}
+        answers = list(zip(names, pool.map(lambda name: _history_or_error(place, name), names), strict=True))
+    found = [(name, answer) for name, answer in answers if not isinstance(answer, RaycheckError)]
+    labels = [name or "run" for name, _ in found]
+    return {
+        "names": [name for name, _ in found],
+        "labels": labels,
+        "missing": [(name, str(answer)) for name, answer in answers if isinstance(answer, RaycheckError)],
+        **charts_view(list(zip(labels, (history for _, history in found), strict=True)), options),
+    }
+
+
+def _history_or_error(place: PageScope, name: str) -> "RunHistory | RaycheckError":
+    try:
+        return place.run(name).history()
+    except RaycheckError as error:
+        return error
 
 
 def run_view(place: PageScope, name: str, options: ChartOptions = ChartOptions()) -> dict[str, Any]:
@@ -204,7 +219,8 @@ def run_view(place: PageScope, name: str, options: ChartOptions = ChartOptions()
     run = place.run(name)
     history = run.history()
     kept = run.kept(history)
-    columns = columns_of([values_of(commit) for commit in history.commits])
+    measured = measured_of(history)
+    columns = columns_of(measured.values())
     return {
         "name": name,
         "run": run,
@@ -219,15 +235,15 @@ def run_view(place: PageScope, name: str, options: ChartOptions = ChartOptions()
         "freed": sum(item.size_bytes for item in kept.decisions if not item.is_kept),
         "commits": tuple(reversed(history.commits))[:MAX_ROWS],
         "metrics": columns,
-        "has_others": any(values_of(commit).keys() - set(columns) for commit in history.commits),
-        "values_of": values_of,
+        "has_others": any(values.keys() - set(columns) for values in measured.values()),
+        "measured_of": measured,
         "goodput": goodput_text(history.goodput, history.goodput_limit),
         "parent": None if history.parent is None else place.shown(history.parent),
         "users": [place.shown(_beside(place.uri(name), way)) for way in sorted(run.lent)],
     }
 
 
-def values_of(item: "Commit | CommittedCheckpoint") -> dict[str, float]:
+def values_of(item: "CommittedCheckpoint") -> dict[str, float]:
     """Return the metrics of a checkpoint; a score takes the place of a metric of the same name."""
     return {**item.metrics, **item.scores}
 

@@ -4,6 +4,7 @@ Names of runs and tensors come from a bucket, where any writer can choose them.
 """
 
 import json
+import math
 import re
 import shlex
 from functools import cache
@@ -16,7 +17,7 @@ from markupsafe import Markup, escape
 from raycheck.page.pages import PageScope, version
 from raycheck.terminal import printable_lines
 from raycheck.views.drawing import heat_svg, histogram_svg, metric_svg, timeline_svg
-from raycheck.views.in_words import age, duration, short_number, size, time_of
+from raycheck.views.in_words import age, counted, duration, short_number, size, time_of
 
 _SETTINGS = re.compile(r"(\w+://[^\s?'\"]+)\?[^\s'\"]*?(?=[:,.;)]*(?:[\s'\"]|$))")
 """The query of a URI in a sentence, without the punctuation after it."""
@@ -33,6 +34,7 @@ def _environment() -> Environment:
         finalize=_fit,
     )
     env.filters |= {"size": size, "date": moment, "number": short_number, "duration": duration}
+    env.filters |= {"counted": counted, "sortable": sortable}
     env.filters |= {"pystring": json.dumps, "shell": shlex.quote, "markup": Markup, "bare": without_settings}
     env.globals |= {
         "since": since,
@@ -48,6 +50,11 @@ def _environment() -> Environment:
 def without_settings(text: str) -> str:
     """Return a sentence without the settings in its URIs, which may be private."""
     return _SETTINGS.sub(r"\1", text)
+
+
+def sortable(value: float) -> float | str:
+    """Return the number by which a cell sorts; one that is not finite sorts as an empty cell does, at the end."""
+    return value if math.isfinite(value) else ""
 
 
 def moment(at: float) -> Markup:

@@ -111,15 +111,19 @@ class _Views:
     async def runs(self, request: web.Request) -> web.Response:
         """Respond with the list of runs.
 
-        One that takes long to read is shown as it was last, and read again meanwhile: static/page.js asks for that.
+        One that takes long to read is shown as it was last, and read again meanwhile: static/page.js asks for that. If
+        the prefix is a run, and no folder of others, the view of that run takes the place of the list.
         """
         known, reading = self._runs, self._reading
         if reading is None or reading.done():
             reading = self._reading = asyncio.ensure_future(self._read_runs())
         if known is None or known.took_s < QUICK_S or _asked(request, "newest"):
             status, found = await asyncio.shield(reading)  # another tab may be waiting for it too
-            return self._response("runs.html", status, found)
-        return self._response("runs.html", 200, known.found | {"old_s": time.monotonic() - known.at})
+        else:
+            status, found = 200, known.found | {"old_s": time.monotonic() - known.at}
+        if status == 200 and [row["link"] for row in found["rows"]] == [""]:
+            raise web.HTTPSeeOther("run?name=")
+        return self._response("runs.html", status, found)
 
     async def _read_runs(self) -> tuple[int, Any]:
         began = time.monotonic()

@@ -58,6 +58,11 @@ def short_number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.6g}"
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number of things: "1 run", "2 runs"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def goodput_text(goodput: float | None, limit: float | None) -> str:
     """Return a goodput and, if known, the highest possible one: "93.1 %, of 96.4 % at best"."""
     said = "unknown" if goodput is None else f"{100 * goodput:.1f} %"

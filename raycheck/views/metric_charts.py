@@ -20,7 +20,7 @@ MAX_CHARTS = 24
 NUM_COLUMNS = 400
 SMOOTH_PARTS = 1000
 """Smoothing decays once for each of this many equal parts of the steps, however many steps have a value."""
-LETTER = 14.0
+LETTER = 15.5
 """The width of a digit where the page's letters are largest, on a narrow screen."""
 FLAT = 1e-12
 """Values that differ by less than this share of themselves differ by rounding, and are drawn as equal."""

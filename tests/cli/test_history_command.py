@@ -3,6 +3,7 @@
 import getpass
 import json
 import math
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -29,8 +30,9 @@ def test_it_prints_every_attempt_and_commit_and_what_became_of_each() -> None:
         ["4", "step-000000004-a1-s2"],
         ["1", "step-000000001-a1-s9"],
     ]
+    assert re.search(r"^2 .* lr nan *$", result.stdout, re.MULTILINE), "latest has finite metrics only"
     assert "deleted: expired" in result.stdout
-    assert "1 attempts, 3 commits, metrics of 4 steps (--csv)" in result.stdout
+    assert "1 attempt, 3 commits, metrics of 4 steps (--csv)" in result.stdout
 
 
 def test_csv_has_a_line_per_step_with_exact_numbers() -> None:

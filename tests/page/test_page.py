@@ -22,12 +22,14 @@ from raycheck.errors import ConfigError
 from raycheck.page.pages import PageScope, freed_view, run_view, runs_view
 from raycheck.page.rendering import render
 from raycheck.page.server import serve
+from raycheck.run import open_run
 from tests.support.processes.command_line import raycheck
 from tests.support.processes.save_without_ray import save_state
 from tests.support.samples.many_runs import mixed_runs, place
 from tests.support.samples.sample_checkpoints import Driver, write_checkpoint
+from tests.support.servers.page_server import TOKEN, page_server
 
-TOKEN = "a-token-of-this-test"
+GOLDEN = Path(__file__).parent.parent / "golden" / "v4"
 HOSTILE = "<img src=x onerror=alert(1)>\u202e"
 
 
@@ -211,6 +213,63 @@ def test_runs_are_drawn_over_each_other_as_the_address_asks(browser: Browser) ->
     assert len(re.findall(r'<polyline class="branch branch-1"', drawing)) == 2
     assert 'name="log" value="1" checked' in text
     assert browser.ask("/compare?" + "&".join(f"run={number}" for number in range(9)))[0].status == 400
+
+
+def test_a_comparison_shows_the_runs_that_are_left_and_names_one_that_is_gone(browser: Browser) -> None:
+    text = browser.view("/compare?run=real&run=gone&run=../out")
+
+    assert "<h1>Metrics of 1 run</h1>" in text
+    assert "<figcaption>loss</figcaption>" in text
+    assert re.findall(r'<p class="error">(.+?) is left out: ', text) == ["gone", "../out"]
+
+
+def test_a_page_of_one_run_shows_that_run_as_soon_as_it_is_claimed(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/run")
+    with page_server(store.uri) as address:
+        found = Browser(int(urlsplit(address).port or 0))
+        assert "There are no runs here yet" in found.view("/")
+        Driver(store).claim("g")
+        answer, _ = found.ask("/?newest=1")
+        assert (answer.status, answer.headers["Location"]) == (303, "run?name=")
+        assert "Attempts over time" in found.view("/run?name=")
+
+
+def test_a_commits_nan_is_shown_although_latest_has_none() -> None:
+    scope = PageScope(prefix=f"file://{GOLDEN}")
+
+    text = render("run.html", scope, **run_view(scope, "run"))
+
+    cells = re.findall(r'<td data-label="lr" class="number"(?: data-value="([^"]*)")?>([^<]*)</td>', text)
+    assert cells == [("0.5", "0.5"), ("0.125", "0.125"), ("", "nan")], "a NaN sorts as an empty cell, at the end"
+
+
+def test_a_checkpoint_that_the_run_went_back_behind_is_marked_and_a_change_by_hand_has_no_workers(
+    tmp_path: Path,
+) -> None:
+    scope = PageScope(prefix=f"file://{tmp_path}")
+    driver = Driver(open_store(f"file://{tmp_path}/run"))
+    driver.claim("g1")
+    driver.save(1, 1)
+    driver.save(1, 2)
+    open_run(f"file://{tmp_path}/run").rewind(10)
+    Driver(driver.store, owner="bob").claim("g2")
+
+    text = render("run.html", scope, **run_view(scope, "run"))
+
+    assert re.findall(r'<tr class="abandoned"><th [^>]*>(\d+)<', text) == ["20"]
+    assert text.count("abandoned: the run went back behind it") == 1
+    assert re.findall(r'data-label="Workers" class="number" data-value="\d+">(\w+)<', text) == ["1", "none", "1"]
+
+
+def test_a_cell_with_many_metrics_is_one_block_on_a_narrow_screen(tmp_path: Path) -> None:
+    scope = PageScope(prefix=f"file://{tmp_path}")
+    metrics = {f"metric {number}": 1.0 for number in range(9)}
+    save_state(open_store(f"file://{tmp_path}/run"), {"x": torch.ones(2)}, save_number=1, step=1, metrics=metrics)
+
+    for view in (render("run.html", scope, **run_view(scope, "run")), render("runs.html", scope, **runs_view(scope))):
+        (cell,) = re.findall(r'<td data-label="Other metrics" class="others">(.*?)</td>', view)
+        assert re.fullmatch(r"<div>(<span [^>]*>metric \d 1</span> ){5}</div>", cell), cell
+    assert "1 run, " in view
 
 
 def test_hostile_names_are_shown_as_text(browser: Browser) -> None:

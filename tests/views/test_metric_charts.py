@@ -139,7 +139,7 @@ def test_labels_differ_have_room_and_do_not_repeat_a_step() -> None:
     assert len({tick.text for tick in near.values}) == len(near.values) > 3
     assert "1e301" in [tick.text for tick in huge.values]
     for chart in (near, huge, single):
-        assert chart.left >= 10 + 14 * max(len(tick.text) for tick in chart.values)
+        assert chart.left >= 10 + 15 * max(len(tick.text) for tick in chart.values)
     assert [tick.text for tick in near.steps] == ["1", "2"]
     assert [tick.text for tick in huge.steps] == ["1", "2", "3", "4", "5"]
     assert [tick.text for tick in single.steps] == ["7"]

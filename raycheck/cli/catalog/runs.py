@@ -13,7 +13,7 @@ from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog.listing import DEPTH, RunState, RunSummary, Sort, list_runs
 from raycheck.cli.options import Json, Price, Storage, Text, out, print_json, print_table, settings_of
 from raycheck.errors import ConfigError
-from raycheck.views.in_words import PRICE, monthly_cost, short_number, size
+from raycheck.views.in_words import PRICE, counted, monthly_cost, short_number, size
 
 STATES = tuple(name for literal in get_args(RunState) for name in get_args(literal))
 IN_TROUBLE = ("lost", "damaged", "newer", "unreadable")
@@ -87,7 +87,7 @@ def _print_table(found: Sequence[RunSummary], price: float) -> None:
     cost_of_all = _range(f"{monthly_cost(least, price):.2f}", f"{monthly_cost(most, price):.2f}")
     out.print(
         Text(
-            f"\n{len(found)} runs, {total}; {cost_of_all} a month, assuming {price:g} per GiB and month "
+            f"\n{counted(len(found), 'run')}, {total}; {cost_of_all} a month, assuming {price:g} per GiB and month "
             "(--price-per-gib-month) for the bytes of live checkpoints only"
         )
     )

@@ -13,7 +13,8 @@ from raycheck.errors import ConfigError
 from raycheck.run import open_run
 from raycheck.terminal import printable
 from raycheck.values import AttemptHistory, RunHistory
-from raycheck.views.in_words import short_number, size, time_of
+from raycheck.views.in_words import counted, short_number, size, time_of
+from raycheck.views.measured import measured_of
 
 
 def history(
@@ -37,26 +38,24 @@ def history(
 
 
 def _print_tables(found: RunHistory) -> None:
+    measured = measured_of(found)
     for attempt in found.attempts:
-        ranks = f"{attempt.world_size} ranks" if attempt.world_size else "by hand"
+        ranks = counted(attempt.world_size, "rank") if attempt.world_size else "by hand"
         end = attempt.ending + (f": {attempt.cause}" if attempt.cause else "")
         out.print(Text(f"attempt {attempt.number}, {ranks}, {_origin(attempt)}, {time_of(attempt.began_at)}; {end}"))
         rows = []
         for commit in attempt.commits:
             state = commit.state + (f": {commit.damaged or commit.why}" if commit.damaged or commit.why else "")
-            metrics = "  ".join(
-                f"{name} {short_number(value)}" for name, value in sorted({**commit.metrics, **commit.scores}.items())
-            )
+            values = sorted(measured[commit.key].items())
+            metrics = "  ".join(f"{name} {short_number(value)}" for name, value in values)
             branch = "abandoned" if commit.is_abandoned else ""
             rows.append((commit.step, commit.key, size(commit.size_bytes), time_of(commit.at), state, branch, metrics))
         if rows:
             print_table(("step", "checkpoint", "size", "committed", "state", "", "metrics"), rows)
         out.print(Text(""))
-    rows_there, commits = found.rows(), len(found.commits)
     thinned = f", older ones one per {found.every} steps" if found.every > 1 else ""
-    out.print(
-        Text(f"{len(found.attempts)} attempts, {commits} commits, metrics of {len(rows_there)} steps{thinned} (--csv)")
-    )
+    attempts, commits = counted(len(found.attempts), "attempt"), counted(len(found.commits), "commit")
+    out.print(Text(f"{attempts}, {commits}, metrics of {counted(len(found.rows()), 'step')}{thinned} (--csv)"))
 
 
 def _origin(attempt: AttemptHistory) -> str:

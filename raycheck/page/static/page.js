@@ -146,6 +146,7 @@ async function update() {
   const older = document.getElementById("older");
   if (older && !page?.ok) older.append(" That has failed; reload the page.");
   if (!page || (!page.ok && page.status !== 404)) return; // a store that fails for a moment changes nothing
+  if (page.redirected) return location.replace(page.url); // the only run, where there was none yet
   const fresh = new DOMParser().parseFromString(await page.text(), "text/html").getElementById("main");
   if (!fresh) return;
   const focused = document.activeElement?.closest("main *");

@@ -21,7 +21,8 @@ from tests.support.servers.page_server import TOKEN, page_server
 HOSTILE = "\"'><img src=x onerror=window.hacked=1><svg onload=window.hacked=1>{{7*7}}\u202e"
 HOSTILE_RUN = "<img src=x onerror=window.hacked=1>&amp;"
 """A folder's name has no slash and no quotes in it."""
-REAL, HURT, STORM = "real", "ann/hurt", "storm"
+REAL, HURT, STORM, WIDE = "real", "ann/hurt", "storm", "wide"
+LONG_NAME = "rewards_" * 18
 KEYS = ("step-000000001-a1-s1", "step-000000002-a1-s2")
 
 
@@ -45,6 +46,7 @@ def bucket(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     place(store, STORM, stormy_run())
     real_run(join_uri(prefix, REAL))
     hurt_run(join_uri(prefix, HURT))
+    wide_run(join_uri(prefix, WIDE))
     return prefix
 
 
@@ -61,6 +63,15 @@ def real_run(uri: str) -> None:
         model[0].weight += 1
         state["extra"][HOSTILE] += 1
     save_state(store, state, save_number=2, step=2, metrics={"loss": 1.0, HOSTILE: 3.0})
+
+
+def wide_run(uri: str) -> None:
+    """A run with more metrics than columns, long names, and numbers of many digits."""
+    store = open_store(uri)
+    metrics = {f"objective/part_{number}": 1.5 * number for number in range(12)}
+    for step in (1, 2):
+        more = {"a": 1.25e301 * step, "b": 12345.5 + step / 1e4, LONG_NAME: step * 1.0}
+        save_state(store, {"x": torch.ones(2)}, save_number=step, step=step, metrics=metrics | more)
 
 
 def hurt_run(uri: str) -> Driver:

@@ -6,7 +6,7 @@ from urllib.parse import quote, urlencode
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.page.browser.conftest import HOSTILE, HOSTILE_RUN, HURT, KEYS, REAL, STORM
+from tests.page.browser.conftest import HOSTILE, HOSTILE_RUN, HURT, KEYS, REAL, STORM, WIDE
 from tests.support.processes.command_line import raycheck
 from tests.support.servers.chromium import Watched, watched_page
 from tests.support.servers.page_server import TOKEN, below_a_path, site_with
@@ -17,6 +17,7 @@ VIEWS = {
     "a run": f"run?name={REAL}",
     "a run that lost a worker": f"run?name={quote(HURT)}",
     "a storm of attempts": f"run?name={STORM}",
+    "a run with wide metrics": f"run?name={WIDE}",
     "a comparison of runs": f"compare?run={REAL}&run={STORM}",
     "a run that is not claimed yet": "run?name=not/yet",
     "a hostile name": f"run?{urlencode({'name': HOSTILE_RUN})}",
@@ -70,6 +71,31 @@ def test_a_storm_of_attempts_fits_on_the_screen(browser: Browser, address: str, 
         assert edges is not None
         assert [box for box in sizes if box["width"] and box["left"] < edges["x"]] == [], "no label is clipped"
         assert [box for box in sizes if box["width"] and box["height"] < 9] == [], "each can be read"
+
+
+def test_a_narrow_screen_shows_whole_labels_legible_metrics_and_the_newest_attempt(
+    browser: Browser, address: str
+) -> None:
+    with watched_page(browser, viewport={"width": 400, "height": 800}) as watched:
+        page = watched.page
+        page.goto(f"{address}?token={TOKEN}")
+        for path in ("", f"run?name={WIDE}"):
+            page.goto(address + path)
+            boxes = page.eval_on_selector_all(".metric", "items => items.map(item => item.getBoundingClientRect())")
+            assert len(boxes) > 10
+            assert [box for box in boxes if box["width"] < 60 or box["right"] > 400] == []
+        cut = page.eval_on_selector_all(
+            "#charts text",
+            """items => items.filter(item => {
+          const [own, all] = [item.getBoundingClientRect(), item.closest("svg").getBoundingClientRect()];
+          return own.width && (own.left < all.left || own.top < all.top || own.right > all.right);
+        }).map(item => item.textContent)""",
+        )
+        assert cut == []
+        page.goto(f"{address}run?name={STORM}")
+        (bar, edge) = page.evaluate("""() => [[...document.querySelectorAll("rect.attempt")].at(-1),
+          document.querySelector(".timeline")].map(item => item.getBoundingClientRect())""")
+        assert edge["left"] <= bar["left"] <= bar["right"] <= edge["right"] + 1
 
 
 def open_all(page: Page) -> None:
