@@ -9,7 +9,7 @@ import typer
 from raycheck.catalog.watch_runs import RunsWatch
 from raycheck.cli.closed_pipe import continue_without_reader
 from raycheck.cli.options import Storage, Uri, settings_of
-from raycheck.errors import StoreError
+from raycheck.errors import ConfigError, StoreError
 from raycheck.log import event, logger, show_log
 from raycheck.settings import AlertKind, Alerts
 
@@ -40,7 +40,7 @@ def watch(  # noqa: PLR0917  typer makes options of them
     """
     continue_without_reader()
     show_log()
-    words = None if command is None else shlex.split(command)
+    words = None if command is None else _words(command)
     kinds: Any = tuple(on) if on else get_args(AlertKind)
     watched = RunsWatch(uri, Alerts(webhook=webhook, command=words, on=kinds), settings_of(storage))
     while True:
@@ -53,3 +53,12 @@ def watch(  # noqa: PLR0917  typer makes options of them
         if once:
             return
         time.sleep(every)
+
+
+def _words(command: str) -> list[str]:
+    """Split a command as a shell does. It may contain a secret, so the error does not repeat it."""
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        text = f"command=: {error}: close each quotation mark, and write a single one as \\' or \\\""
+        raise ConfigError(text) from None

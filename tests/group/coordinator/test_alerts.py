@@ -353,3 +353,11 @@ def test_the_command_line_watches_once_and_takes_the_webhook_from_the_environmen
     assert len(hook.posts) == 1
     assert SECRET not in done[0].output
     assert "Alerts(on='run_ended')" in str(other.exception)
+
+
+def test_a_command_with_an_open_quotation_is_refused_without_its_text(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["watch", f"file://{tmp_path}", "--once", "--command", f"tell '{SECRET}"])
+
+    assert isinstance(done.exception, ConfigError)
+    assert "--command: No closing quotation" in str(done.exception)
+    assert SECRET not in str(done.exception)
