@@ -9,7 +9,7 @@ import typer
 from raycheck.catalog.watch_runs import RunsWatch
 from raycheck.cli.closed_pipe import continue_without_reader
 from raycheck.cli.options import Storage, Uri, settings_of
-from raycheck.errors import ConfigError, StoreError
+from raycheck.errors import ConfigError, NotFoundError, StoreError
 from raycheck.log import event, logger, show_log
 from raycheck.settings import AlertKind, Alerts
 
@@ -46,7 +46,7 @@ def watch(  # noqa: PLR0917  typer makes options of them
     while True:
         try:
             watched.look()
-        except StoreError as error:  # the storage may recover
+        except (StoreError, NotFoundError) as error:  # the storage may recover, and the first run may start
             if once:
                 raise
             logger.warning(event("could not look at the runs", cause=error, run=uri))

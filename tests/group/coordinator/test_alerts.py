@@ -13,11 +13,15 @@ from typer.testing import CliRunner
 import raycheck
 from raycheck import alerts as alerts_module
 from raycheck.alerts import AlertSender, Happening, died
+from raycheck.bucket.attempt_records import AttemptRecord
+from raycheck.bucket.format.document import dump
+from raycheck.bucket.format.latest import Attempt
+from raycheck.bucket.format.object_keys import attempt_key
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.interface import Written
 from raycheck.catalog.watch_runs import RunsWatch
 from raycheck.cli import app
-from raycheck.errors import ConfigError, DeniedError, SaveFailedError
+from raycheck.errors import ConfigError, DeniedError, NotFoundError, SaveFailedError
 from raycheck.group.coordinator.messages import SaveFailure
 from raycheck.group.coordinator.run_alerts import RunAlerts
 from tests.support.histories.invariants import assert_invariants
@@ -25,6 +29,7 @@ from tests.support.processes.background_call import InThread, on_all, start_on_a
 from tests.support.processes.coordinator_in_thread import InProcess, again, group_of
 from tests.support.processes.replicated_rank import Holder
 from tests.support.samples.many_runs import DAY_S, a_run, mixed_runs, place
+from tests.support.samples.sample_checkpoints import latest_tree, put_latest_tree
 from tests.support.servers.memory_store import DictStore
 from tests.support.servers.webhook_server import SECRET, Webhook, webhook_server
 
@@ -293,22 +298,108 @@ def test_a_run_that_is_silent_again_after_a_commit_is_told_of_again_and_its_own_
     assert len(hook.posts) == 3
 
 
+def attempt(number: int, cause: str, *, ago_s: float = 60.0, by_hand: bool = False, by_itself: bool = False) -> bytes:
+    """Return the record of an ended attempt. by_itself: its driver gave it up; by_hand: a person made the attempt."""
+    ended = Attempt(
+        number=number,
+        owner="owner",
+        group="group",
+        coordinator="coordinator",
+        claimed_at=0.0,
+        world_size=0 if by_hand else 1,
+        restore_key=None,
+        last_save=0,
+    )
+    ended_by = number if by_itself or by_hand else number + 1
+    return dump(AttemptRecord(attempt=ended, ended_by_attempt=ended_by, ended_at=time.time() - ago_s, cause=cause))
+
+
+def started_often(tmp_path: Path, records: dict[int, bytes], *, live: int) -> str:
+    """Return the URI of a run with these records whose live attempt has this number."""
+    store = DictStore()
+    for key, data in a_run().items():
+        store.put(key, data)
+    tree = latest_tree(store)
+    put_latest_tree(store, tree | {"attempts": [tree["attempts"][0] | {"number": live}]})
+    for number, data in records.items():
+        store.put(attempt_key(number), data)
+    return bucket(tmp_path, {"run": dict(store.objects)})
+
+
+def test_watches_of_a_timer_tell_once_of_the_attempts_that_have_died_and_were_replaced_in_the_last_day(
+    hook: Webhook, tmp_path: Path
+) -> None:
+    """The records say how an attempt ended, and the marks what was told: no watch remembers anything."""
+    told = raycheck.Alerts(webhook=hook.url)
+    records = {
+        1: attempt(1, "rank 0: long ago", ago_s=2 * DAY_S),
+        2: attempt(2, "rank 0: out of memory"),
+        3: attempt(3, "ValueError: no", by_itself=True),
+        4: attempt(4, "the run was rewound to step-000000001-a1-s1"),
+        5: attempt(5, "rewound the run to step-000000001-a1-s1", by_hand=True),
+        6: attempt(6, "it had finished"),
+    }
+    uri = started_often(tmp_path, records, live=8)
+    late = f"file://{tmp_path}/run"
+
+    first, second = RunsWatch(uri, told).look(), RunsWatch(uri, told).look()
+    open_store(late).put(attempt_key(7), attempt(7, "rank 0: its record came late"))
+    third, fourth = RunsWatch(uri, told).look(), RunsWatch(uri, told).look()
+
+    assert first == [
+        "attempt 2 has died: rank 0: out of memory",
+        "the driver has given up the run in attempt 3: ValueError: no",
+    ]
+    assert third == ["attempt 7 has died: rank 0: its record came late"]
+    assert (second, fourth) == ([], [])
+
+
+def test_a_driver_that_gave_up_is_told_once_also_after_the_next_has_begun(hook: Webhook, tmp_path: Path) -> None:
+    given = {1: attempt(1, "ValueError: no", by_itself=True)}
+    watch = RunsWatch(f"file://{tmp_path}", raycheck.Alerts(webhook=hook.url))
+
+    started_often(tmp_path, given, live=1)
+    first = watch.look()
+    started_often(tmp_path, given, live=2)
+
+    assert first == ["the driver has given up the run in attempt 1: ValueError: no"]
+    assert watch.look() == []
+
+
 def test_a_watch_tells_of_an_attempt_that_another_has_replaced(hook: Webhook, tmp_path: Path) -> None:
     uri, told = f"file://{tmp_path}/run", raycheck.Alerts(webhook=hook.url)
-    watch, deadline = RunsWatch(uri, told), time.monotonic() + 60
-    pairs = []
+    deadline, sent = time.monotonic() + 60, []
 
     for _ in range(2):
-        pairs.append([Holder(place) for place in group_of(uri, owner=uuid4().hex)])
-        on_all(pairs[-1], "restore")
-        sent_first = watch.look()
-        die(pairs[-1])
-    while not hook.posts:  # the record of the end is written in the background
+        pair = [Holder(place) for place in group_of(uri, owner=uuid4().hex)]
+        on_all(pair, "restore")
+        sent += RunsWatch(uri, told).look()
+        die(pair)
+    while not sent:  # the record of the end is written in the background
         assert time.monotonic() < deadline
-        sent_first = watch.look()
+        sent += RunsWatch(uri, told).look()
 
-    assert sent_first == ["attempt 1 has died: its driver was killed or replaced by another one"]
-    assert watch.look() == []
+    assert sent == ["attempt 1 has died: its driver was killed or replaced by another one"]
+    assert RunsWatch(uri, told).look() == []
+
+
+def test_a_watch_of_a_place_without_runs_fails_and_one_that_stays_waits_for_the_first(
+    hook: Webhook, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("RAYCHECK_ALERT_WEBHOOK", hook.url)
+    uri = f"file://{tmp_path}/mistyped"
+
+    done = CliRunner().invoke(app, ["watch", uri, "--once"])
+
+    assert isinstance(done.exception, NotFoundError)
+    assert f"{uri}: no run is here" in str(done.exception)
+    assert not (tmp_path / "mistyped").exists()
+
+    watch = RunsWatch(uri, raycheck.Alerts(webhook=hook.url))
+    with pytest.raises(NotFoundError):
+        watch.look()
+    place(open_store(uri), "run", a_run(state="finished"))
+    assert len(watch.look()) == 1
 
 
 @pytest.mark.parametrize(
