@@ -16,7 +16,7 @@ from raycheck.bucket.diagnosis.checks import rules_of
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.retry import noting_repeats
-from raycheck.catalog import BucketFinding, SavePlan, examine_bucket
+from raycheck.catalog import BucketFinding, SavePlan, examine_bucket, fork_run
 from raycheck.catalog.doctor.plan import cost_of_saves, interval, plan_of_run, requests_of, with_interval
 from raycheck.catalog.doctor.speed import Speed, check_latency, measure, throttling
 from raycheck.errors import ConfigError
@@ -24,6 +24,8 @@ from raycheck.group.worker.young_daly import daly_interval_s
 from raycheck.views.in_words import size
 from tests.bucket.protocol.test_iam_policy import OF_THE_BUCKET, refused
 from tests.support.processes.command_line import raycheck as command
+from tests.support.processes.coordinator_in_thread import group_of
+from tests.support.processes.replicated_rank import Holder
 from tests.support.processes.save_without_ray import save_state
 from tests.support.servers.http_fault_proxy import FaultProxy
 from tests.support.servers.planted_buckets import FROZEN_RULE, planted_bucket
@@ -229,8 +231,43 @@ def test_a_runs_own_saves_are_the_plan(tmp_path: Path) -> None:
 
     assert plan is not None
     head = raycheck.open_run(uri).head
-    assert (plan.size_bytes, plan.world_size, plan.every_steps, plan.keep_last) == (head.size_bytes, 1, 10, 3)
-    assert {"cost of saves", "interval"} <= examined(uri).keys()
+    assert (plan.size_bytes, plan.world_size, plan.every_steps, plan.num_kept) == (head.size_bytes, 1, 10, 3)
+    found = examined(uri)
+    assert "interval" in found
+    assert found["cost of saves"].text.startswith("what this run keeps (checkpoints: 3) occupies")
+
+
+def test_how_long_a_step_of_a_fork_takes_follows_from_its_own_steps(tmp_path: Path) -> None:
+    source, fork = f"file://{tmp_path}/source", f"file://{tmp_path}/fork"
+    for uri, steps in ((source, 6), (fork, 2)):
+        (holder,) = [Holder(place) for place in group_of(uri)]
+        holder.restore()
+        holder.train(steps)
+        holder.ckpt.close()
+        if uri == source:
+            fork_run(source, fork)
+
+    head = raycheck.open_run(fork).head
+    plan = plan_of_run(open_store(fork))
+
+    assert plan is not None
+    assert head.step == 8
+    assert plan.step_s == head.details().trained_s / 2
+
+
+def test_an_option_replaces_what_a_run_shows_and_needs_no_size(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/my-run")
+    save_state(store, {"model": torch.nn.Linear(40, 30)}, save_number=1, step=10)
+
+    done = command(
+        "doctor", store.uri, "--transfer-size", "1MiB", "--failure-hours", "12", "--keep-last", "7", "--step-s", "2"
+    )
+
+    assert done.returncode == 0, done.stderr
+    lines = {line[9:37].strip(): line[38:] for line in done.stdout.splitlines()}
+    assert lines["interval"].startswith("with a failure every 12 h, ")
+    assert " steps; " in lines["interval"]
+    assert lines["cost of saves"].startswith("keep_last=7 occupies ")
 
 
 @pytest.mark.parametrize("field", ["size_bytes", "world_size", "every_steps", "step_s", "keep_last"])

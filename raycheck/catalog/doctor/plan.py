@@ -4,11 +4,13 @@ The requests of a save are those of FORMAT.md's steps, as tests/transfer/test_re
 The interval is Young's and Daly's, by the formula with which SaveSettings(overhead=...) finds it during a training.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from raycheck.bucket.diagnosis.finding import BucketFinding, ok
+from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.run_status import ago
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.bucket_rules import BucketRules, Unread
@@ -35,7 +37,8 @@ class SavePlan:
     size_bytes: of one checkpoint. world_size: the number of ranks. every_steps: the steps between two saves; None for
     Young's and Daly's interval. step_s: how long a step takes; without it nothing is said about time. keep_last: how
     many checkpoints stay. failure_every_s: the mean time between failures. blocked_s: how long a save keeps training
-    waiting; None to estimate it by how fast this machine copies memory. Raises ConfigError for what cannot be.
+    waiting; None to estimate it by how fast this machine copies memory. num_kept: how many checkpoints a run has kept
+    by all its rules, which counts instead of keep_last. Raises ConfigError for what cannot be.
     """
 
     size_bytes: int
@@ -45,9 +48,10 @@ class SavePlan:
     keep_last: int = KEEP_LAST
     failure_every_s: float = DAY_S
     blocked_s: float | None = None
+    num_kept: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("size_bytes", "world_size", "every_steps", "step_s", "keep_last", "failure_every_s"):
+        for name in ("size_bytes", "world_size", "every_steps", "step_s", "keep_last", "failure_every_s", "num_kept"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"SavePlan({name}={value!r}): give a number above 0")
@@ -62,17 +66,33 @@ def plan_of_run(store: Store) -> SavePlan | None:
         details, history = run.head.details(), run.history()
     except RaycheckError:  # no run, or not a readable one: the doctor examines the bucket
         return None
+    trained = run.head.step - _first_step(history)
     steps = sorted({item.step for item in run.checkpoints})
     gaps = sorted(after - before for before, after in pairwise(steps))
     return SavePlan(
         size_bytes=max(run.head.size_bytes, 1),
         world_size=max(details.world_size, 1),
         every_steps=gaps[len(gaps) // 2] if gaps else None,
-        step_s=details.trained_s / run.head.step if details.trained_s > 0 and run.head.step > 0 else None,
-        keep_last=max(len(run.checkpoints), 1),
+        step_s=details.trained_s / trained if details.trained_s > 0 and trained > 0 else None,
+        num_kept=len(run.checkpoints),
         failure_every_s=_failures_of(history),
         blocked_s=details.blocked_s or None,
     )
+
+
+def with_given(plan: SavePlan, given: Mapping[str, Any]) -> SavePlan:
+    """Return the plan of a run with what a user assumes instead. What was measured under another assumption is void."""
+    void = {"keep_last": "num_kept", "world_size": "blocked_s"}
+    return replace(plan, **{void[name]: None for name in given if name in void}, **given)
+
+
+def _first_step(history: RunHistory) -> int:
+    """Return the step at which the run itself began to train: after that of the checkpoint of a fork or an import."""
+    for item in reversed(history.attempts):
+        name = CheckpointName.parse(item.restored or "")
+        if name is not None and name.attempt == 0:
+            return name.step if item.start_step is None else item.start_step
+    return 0
 
 
 def _failures_of(history: RunHistory) -> float:
@@ -98,15 +118,18 @@ def requests_of(plan: SavePlan, part_bytes: int) -> SaveRequests:
 
 def cost_of_saves(plan: SavePlan, store: Store, rules: BucketRules, *, price: float) -> Iterator[BucketFinding]:
     """Say what the saves cost in requests and storage. price: dollars for a GiB and month."""
-    kept = plan.keep_last * plan.size_bytes
+    kept = (plan.num_kept or plan.keep_last) * plan.size_bytes
+    occupied = f"keep_last={plan.keep_last} occupies {size(kept)}"
+    if plan.num_kept is not None:
+        occupied = f"what this run keeps (checkpoints: {plan.num_kept}) occupies {size(kept)}"
     if not store.endpoint:
-        yield ok("cost of saves", f"keep_last={plan.keep_last} occupies {size(kept)}, and nobody bills requests")
+        yield ok("cost of saves", f"{occupied}, and nobody bills requests")
         return
     share = -(-plan.size_bytes // plan.world_size)
     sent = requests_of(plan, max(store.part_bytes(share), floor_bytes(plan.world_size)))
     text = (
         f"a save of {size(plan.size_bytes)} by {plan.world_size} ranks sends {sent.puts} PUTs, POSTs and LISTs, and "
-        f"{sent.deletes} DELETEs later; keep_last={plan.keep_last} occupies {size(kept)}, "
+        f"{sent.deletes} DELETEs later; {occupied}, "
         f"{monthly_cost(kept, price):.2f} a month at {price:g} per GiB"
     )
     if plan.every_steps is not None and plan.step_s is not None:
