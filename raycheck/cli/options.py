@@ -22,6 +22,7 @@ from raycheck.terminal import printable
 
 UNCUT = 1_000_000
 MAX_OFFERED = 200
+_SIZE_ADVICE = "give a size above 0, such as 50GB or 128MiB"
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 """Names that are safe to offer to a shell. It might interpret others, which untrusted writers may choose."""
 out = Console(highlight=False, width=UNCUT)
@@ -65,10 +66,12 @@ def yaml_of(file: Path, *, option: str) -> dict[str, Any]:
 
 def bytes_of(text: str, *, option: str) -> int:
     """Return a size such as 50GB or 128MiB in bytes. option: the flag that gave it, for errors. Raises ConfigError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)(i?)B?", text.strip())
-    count = round(float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2] or " ")) if match else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgtp]?)(i?)b?", text.strip(), re.IGNORECASE)
+    if match is None or re.search(r"[KMGTP]i?b$", text.strip()):  # Mb may mean bits
+        raise ConfigError(f"{option} {text}: {_SIZE_ADVICE}")
+    count = round(float(match[1]) * (1024 if match[3] else 1000) ** " kmgtp".index(match[2].lower() or " "))
     if count < 1:
-        raise ConfigError(f"{option} {text}: give a size above 0, such as 50GB or 128MiB")
+        raise ConfigError(f"{option} {text}: {_SIZE_ADVICE}")
     return count
 
 
