@@ -4,6 +4,7 @@ Everything else is refused by name at the first step that has it, on all ranks, 
 Nothing here waits for a device, except `numbers_of`.
 """
 
+import json
 import math
 import sys
 from collections.abc import Mapping
@@ -13,6 +14,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from raycheck.errors import ConfigError
+
+MAX_NAME = 1000
+"""How many bytes a metric's name may have in JSON: `latest`, which has at most 256 KiB, lists 32 per checkpoint."""
+_ESCAPED = 12
+"""How many bytes one character may have in JSON."""
 
 
 def checked(metrics: Mapping[str, object]) -> dict[str, float | torch.Tensor]:
@@ -24,6 +30,11 @@ def checked(metrics: Mapping[str, object]) -> dict[str, float | torch.Tensor]:
     for name, value in metrics.items():
         if not isinstance(name, str) or not name:
             raise ConfigError(f"a metric has the name {name!r}; give it a name that is text")
+        if len(name) > MAX_NAME // _ESCAPED and len(json.dumps(name)) > MAX_NAME:
+            raise ConfigError(
+                f"metrics[{name[:50]!r}...]: this name has {len(name)} characters, and each checkpoint in `latest` "
+                f"repeats it; give a name of at most {MAX_NAME} bytes in JSON"
+            )
         found[name] = _tensor(name, value) if isinstance(value, torch.Tensor) else _number(name, value)
     return found
 

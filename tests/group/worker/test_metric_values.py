@@ -145,3 +145,11 @@ def test_more_metrics_than_memory_should_hold_go_to_the_history_before_the_next_
     (line,) = raycheck.open_run(uri).history().curve("loss")
     assert line.steps == tuple(range(1, 101))
     assert line.values == tuple(float(np.float32(1 / step)) for step in range(1, 101))
+
+
+@pytest.mark.parametrize("name", ["a" * 999, "\u00e9" * 167, "a" * 9000], ids=["long", "escaped", "very long"])
+def test_a_name_that_would_fill_latest_is_refused_at_its_first_step_by_its_beginning(name: str) -> None:
+    assert checked({"a" * 998: 1.0, "\u00e9" * 166: 1.0})
+
+    with pytest.raises(ConfigError, match=rf"metrics\['{name[:50]}'\.\.\.\].* {len(name)} characters.* at most 1000"):
+        checked({"loss": 1.0, name: 1.0})
