@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Final, Literal, Self, TypedDict, get_args
+from urllib.parse import urlsplit
 
 from raycheck.errors import ConfigError
 
@@ -365,12 +366,15 @@ class Alerts:
     def __post_init__(self) -> None:
         if self.webhook is None and self.command is None:
             raise ConfigError("Alerts(): give webhook=..., command=..., or both")
-        if self.webhook is not None and not _WEBHOOK.fullmatch(str(self.webhook)):
-            raise ConfigError("Alerts(webhook=...): this is not an http or https URL; copy it again")  # a secret
+        if self.webhook is not None and not _is_webhook(str(self.webhook)):
+            raise ConfigError(  # it is a secret
+                "Alerts(webhook=...): this is not an http or https URL to which a request can be sent; copy it again. "
+                "It needs a host, may have a port from 1 to 65535, and has no user, password or non-ASCII character"
+            )
         command = self.command
         if command is not None:
             is_list = isinstance(command, Sequence) and not isinstance(command, str) and len(command) > 0
-            if not is_list or not all(isinstance(word, str) and word for word in command):
+            if not is_list or not all(isinstance(word, str) and word and "\0" not in word for word in command):
                 raise ConfigError('Alerts(command=...): give a program and its arguments: ["notify", "me"]')
             object.__setattr__(self, "command", tuple(command))
         kinds = (self.on,) if isinstance(self.on, str) else tuple(self.on)
@@ -388,7 +392,19 @@ class Alerts:
         return f"Alerts({', '.join((*ways, *kinds))})"
 
 
-_WEBHOOK = re.compile(r"https?://[^\s/?#]+[^\s]*")
+_WEBHOOK = re.compile(r"https?://[^\s/?#]+[!-~]*")
+
+
+def _is_webhook(url: str) -> bool:
+    """Return whether Python can send a request to this URL."""
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna")
+        return bool(_WEBHOOK.fullmatch(url) and host and parts.port != 0 and parts.username is None)
+    except ValueError:  # also what idna raises
+        return False
+
+
 _BEST_ADVICE = 'give a metric, "min" or "max", and a count: {"metric": "loss", "mode": "min", "count": 3}'
 _FIELD = re.compile(r"\{(?:checkpoint|(?:step|epoch|epoch_step)(?::0[1-9]d)?)\}")
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,199}")

@@ -408,6 +408,14 @@ def test_a_watch_of_a_place_without_runs_fails_and_one_that_stays_waits_for_the_
         (raycheck.Alerts, "give webhook=..., command=..., or both"),
         (lambda: raycheck.Alerts(webhook=f"ftp://x/{SECRET}"), "not an http or https URL"),
         (lambda: raycheck.Alerts(webhook=f"https://x/{SECRET} "), "not an http or https URL"),
+        (lambda: raycheck.Alerts(webhook=f"http://[bad/{SECRET}"), "not an http or https URL"),
+        (lambda: raycheck.Alerts(webhook=f"https://x:99999/{SECRET}"), "not an http or https URL"),
+        (lambda: raycheck.Alerts(webhook=f"https://x:0/{SECRET}"), "not an http or https URL"),
+        (lambda: raycheck.Alerts(webhook=f"https://x:y/{SECRET}"), "not an http or https URL"),
+        (lambda: raycheck.Alerts(webhook=f"https://a..b/{SECRET}"), "not an http or https URL"),
+        (lambda: raycheck.Alerts(webhook=f"https://me:{SECRET}@x/y"), "has no user, password"),
+        (lambda: raycheck.Alerts(webhook=f"https://x/{SECRET}\u00e9"), "not an http or https URL"),
+        (lambda: raycheck.Alerts(command=["x", f"{SECRET}\0"]), "a program and its arguments"),
         (lambda: raycheck.Alerts(command="notify me"), "a program and its arguments"),
         (lambda: raycheck.Alerts(command=[]), "a program and its arguments"),
         (lambda: raycheck.Alerts(command=["x"], on=["died"]), "Alerts\\(on='died'\\): give some of attempt_died"),
@@ -419,6 +427,11 @@ def test_a_setting_that_cannot_work_is_refused_and_the_secret_is_not_repeated(ma
     with pytest.raises(ConfigError, match=message) as caught:
         make()
     assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["http://[::1]:8065/hooks/x?a=b#c", "https://b\u00fccher.example", "http://x:1/%C3%A9"])
+def test_each_webhook_to_which_a_request_can_be_sent_is_taken(url: str) -> None:
+    assert raycheck.Alerts(webhook=url).webhook == url
 
 
 def test_a_command_that_is_not_there_is_refused_before_the_run_is_claimed(tmp_path: Path) -> None:
