@@ -29,6 +29,7 @@ from tests.support.processes.replicated_rank import Holder
 from tests.support.processes.save_without_ray import save_state
 from tests.support.servers.http_fault_proxy import FaultProxy
 from tests.support.servers.planted_buckets import FROZEN_RULE, planted_bucket
+from tests.support.servers.rclone_server import rclone_server
 
 ROOT = Path(__file__).parents[2]
 SMALL = 1024 * 1024
@@ -126,6 +127,39 @@ def test_a_missing_right_is_said_once_and_what_depends_on_it_is_unknown(wire: Fa
     assert "Grant s3:ListBucket" in found["rights"].text
     assert found["all else"].state == "unknown"
     assert found["lifecycle rules"].state == "ok", "which needs none of them"
+
+
+def test_without_the_right_to_delete_one_line_is_wrong_and_no_load_is_said_to_be_borne(
+    wire: FaultProxy, s3: str
+) -> None:
+    wire.rule("deny", "DELETE", r"probes/[^?]*$", times=10_000)
+
+    found = examined(join_uri(wire.uri, uuid4().hex))
+
+    assert bad(found, "wrong") == ["rights"]
+    assert found["the bucket's rules"].state == "unknown"
+    assert "throttling" not in found
+
+
+def test_ignored_conditions_are_said_as_such_and_all_else_is_examined(s3: str) -> None:
+    with rclone_server() as uri:
+        found = examined(join_uri(uri, "runs"))
+
+    assert "conditional writes" in bad(found, "wrong")
+    assert "although told not to" in found["conditional writes"].text
+    assert {"rights", "all else"}.isdisjoint(found)
+    assert "throughput" in found
+
+
+def test_an_endpoint_that_does_not_answer_is_said_with_what_to_look_at(wire: FaultProxy, s3: str, monkeypatch) -> None:
+    monkeypatch.setattr("raycheck.bucket.store.retry.CHANCE.uniform", lambda *_: 0.0)
+    wire.rule("reset", "GET", ".", times=1000)
+
+    (finding,) = examine_bucket(wire.uri)
+
+    assert (finding.name, finding.state) == ("endpoint", "wrong")
+    assert "Check the address, and from this machine the network to it" in finding.cure
+    assert ": : " not in finding.text
 
 
 # --- Ray's file system ---

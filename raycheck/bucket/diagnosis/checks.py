@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from uuid import uuid4
 
 from raycheck.bucket.diagnosis.finding import BucketFinding, ok, refuse
@@ -21,11 +22,12 @@ from raycheck.bucket.store import Store
 from raycheck.bucket.store.address import kind_of
 from raycheck.bucket.store.bucket_rules import BucketRules
 from raycheck.bucket.store.interface import Buffer, Range
-from raycheck.errors import ConfigError, DeniedError, RaycheckError, StoreError
+from raycheck.errors import ConfigError, DeniedError, NotFoundError, RaycheckError, StoreError
 
 CLOCK_WRONG_S, CLOCK_ADVICE_S = 600.0, 10.0
 """S3 and Azure refuse requests whose time differs from theirs by 15 minutes, and a clock that has drifted so far drifts
 on."""
+CONDITIONS = "conditional writes"
 Check = Callable[[Store], Iterator[BucketFinding]]
 
 
@@ -53,8 +55,13 @@ def _refuse_by(check: Check, store: Store) -> None:
 
 def check_endpoint(store: Store) -> Iterator[BucketFinding]:
     """Check that the place answers at all."""
-    with suppress(DeniedError):  # check_rights says it
+    try:
         next(store.list_folders(""), None)
+    except DeniedError:  # check_rights says it
+        pass
+    except NotFoundError:
+        what = f"nothing is there, says {store.endpoint}" if store.endpoint else "this is a file, or lies below one"
+        raise ConfigError(f"{store}: {what}; give the address of a bucket or of a folder") from None
     if store.endpoint:
         yield ok("endpoint", f"{store.endpoint} answers")
     elif kind_of(store.uri) == "memory":
@@ -63,6 +70,13 @@ def check_endpoint(store: Store) -> Iterator[BucketFinding]:
             state="advice",
             text="the memory of this process: no other process sees what is saved there, and it ends with this one",
             cure="Give a folder or a bucket for what is to stay",
+        )
+    elif not Path(f"/{store.root_path}").exists():
+        yield BucketFinding(
+            name="endpoint",
+            state="advice",
+            text="this folder does not exist yet: the first write creates it, and this examination writes",
+            cure="If it should exist, mount what is missing, or correct the address and remove the new folder",
         )
     else:
         yield ok("endpoint", "a folder, which all nodes have to share (with --address, every node is asked)")
@@ -94,22 +108,33 @@ def check_clock(store: Store, *, now: Callable[[], float] = time.time) -> Iterat
 
 
 def check_rights(store: Store, *, node: str) -> Iterator[BucketFinding]:
-    """Check each thing that a node must be allowed to do, as every node does before the first step."""
+    """Check each thing that a node must be allowed to do, as every node does before the first step.
+
+    A store that allows a conditional write and ignores its condition lacks no right, and is a finding of that name.
+    """
     rights = rights_on(store, object_keys.probe_key(uuid4().hex), node=node)
+    ignored: list[BucketFinding] = []
     try:
         for verb, call in rights.items():
-            call()
-            yield ok(f"right to {verb}", "granted")
+            try:
+                call()
+            except ConfigError as error:
+                if verb != "conditional put" or not isinstance(error.__cause__, ConfigError):
+                    raise
+                ignored.append(BucketFinding(name=CONDITIONS, state="wrong", text=str(error)))
+            else:
+                yield ok(f"right to {verb}", "granted")
     except RaycheckError:
         with suppress(RaycheckError):  # the first error is more informative
             rights["delete"]()
         raise
+    yield from ignored  # after the delete: whoever refuses it asks for no more
 
 
 def check_conditions(store: Store) -> Iterator[BucketFinding]:
     """Check that conditional writes are conditional, as every coordinator does."""
     probe(store)
-    yield ok("conditional writes", "a second create and a stale replacement are refused")
+    yield ok(CONDITIONS, "a second create and a stale replacement are refused")
 
 
 def check_race(store: Store) -> Iterator[BucketFinding]:

@@ -97,15 +97,18 @@ def rights_on(store: Store, key: str, *, node: str) -> dict[str, Callable[[], No
         "list": lambda: store.list_names(object_keys.CHECKPOINTS_PREFIX),
         "delete": lambda: store.delete(key),
     }
-    return {verb: partial(_on_node, node, verb, call) for verb, call in calls.items()}
+    return {verb: partial(_on_node, store, node, verb, call) for verb, call in calls.items()}
 
 
-def _on_node(node: str, verb: str, call: Callable[[], object]) -> None:
+def _on_node(store: Store, node: str, verb: str, call: Callable[[], object]) -> None:
     try:
         call()
     except StoreError as error:
         kind = ConfigError if isinstance(error, DeniedError) else StoreError
         raise kind(f"node {node}: {verb}: {error}") from error
     except RaycheckError as error:
+        if verb == "put" and isinstance(error, NotFoundError):
+            text = f"{store}: nothing can be created there: the address leads through a file, or into a system's folder"
+            raise ConfigError(f"node {node}: {verb}: {text}; give another folder") from error
         # A missing permission can also look like this: an object that was just written is not found.
         raise ConfigError(f"node {node}: {verb}: {error}") from error

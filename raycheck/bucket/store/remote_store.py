@@ -107,7 +107,7 @@ class RemoteStore(Store):
         async def send() -> T:
             return await call(await self._client())
 
-        judge = partial(self._judge, key)
+        judge = partial(self._judge, key or "listing")
         repeated = send_with_retries(send, judge, attempts=attempts, until=deadline(), is_conditional=is_conditional)
         return asyncio.run_coroutine_threadsafe(repeated, get_loop())
 

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 
 from raycheck.bucket.diagnosis.checks import (
+    CONDITIONS,
     check_checksums,
     check_conditions,
     check_copies,
@@ -27,12 +28,13 @@ from raycheck.bucket.store.bucket_rules import BucketRules
 from raycheck.bucket.store.retry import noting_repeats
 from raycheck.catalog.doctor.plan import SavePlan, cost_of_saves, interval, plan_of_run, with_interval
 from raycheck.catalog.doctor.speed import TRANSFER_BYTES, Speed, check_latency, measure, throttling
-from raycheck.errors import ConfigError, RaycheckError
+from raycheck.errors import ConfigError, RaycheckError, StoreError
 from raycheck.on_ray.node_findings import examine_node, examine_nodes
 from raycheck.storage_settings import StorageSettings
 from raycheck.views.in_words import PRICE
 
 PROCESSES, ROUNDS = 4, 5
+NEEDS_RIGHTS = "not examined: it needs the rights that are missing"
 OnFinding = Callable[[BucketFinding], object]
 
 
@@ -63,7 +65,7 @@ def examine_bucket(
         for finding in _findings(store, address, plan, transfer_bytes, price=price):
             findings.append(finding)
             on_finding(finding)
-    if len(findings) > 1 and store.endpoint:
+    if store.endpoint and any(finding.name == "latency" for finding in findings):
         findings.append(throttling(repeats))
         on_finding(findings[-1])
     return tuple(findings)
@@ -72,7 +74,7 @@ def examine_bucket(
 def _findings(
     store: Store, address: str | None, plan: SavePlan | None, transfer_bytes: int, *, price: float
 ) -> Iterator[BucketFinding]:
-    reached = found("endpoint", lambda: check_endpoint(store))
+    reached = found("endpoint", lambda: _check_reach(store))
     yield from reached
     if any_wrong(reached):
         return
@@ -80,13 +82,15 @@ def _findings(
     yield from here
     if address is not None:
         yield from examine_nodes(store.uri, address)
-    rules, judged = _rules(store)
+    lacks_rights = any(finding.name == "rights" for finding in here)
+    rules, judged = _rules(store, lacks_rights=lacks_rights)
     yield from judged
-    if any(finding.name == "rights" for finding in here):
-        yield BucketFinding(name="all else", state="unknown", text="not examined: it needs the rights that are missing")
+    if lacks_rights:
+        yield BucketFinding(name="all else", state="unknown", text=NEEDS_RIGHTS)
         return
-    yield from found("conditional writes", lambda: check_conditions(store))
-    yield from found("atomicity", lambda: _check_race(store))
+    if not any(finding.name == CONDITIONS for finding in here):  # which are wrong then
+        yield from found(CONDITIONS, lambda: check_conditions(store))
+        yield from found("atomicity", lambda: _check_race(store))
     yield from found("objects in parts", lambda: check_parts(store))
     yield from found("unfinished uploads", lambda: check_uploads(store))
     yield from found("checksums", lambda: check_checksums(store))
@@ -106,6 +110,15 @@ def _findings(
         yield from cost_of_saves(with_interval(plan, speed[0]), store, rules, price=price)
 
 
+def _check_reach(store: Store) -> Iterator[BucketFinding]:
+    """Check that the place answers, and say what to look at if it does not."""
+    try:
+        yield from check_endpoint(store)
+    except StoreError as error:
+        cure = "Check the address, and from this machine the network to it: the endpoint, a proxy, a firewall"
+        yield BucketFinding(name="endpoint", state="wrong", text=str(error), cure=cure)
+
+
 def _check_race(store: Store) -> Iterator[BucketFinding]:
     """Let processes race, as two drivers would. A store in memory has one process."""
     if kind_of(store.uri) == "memory":
@@ -115,9 +128,11 @@ def _check_race(store: Store) -> Iterator[BucketFinding]:
         yield raced(race(store, writers, rounds=ROUNDS), "processes", rounds=ROUNDS)
 
 
-def _rules(store: Store) -> tuple[BucketRules, tuple[BucketFinding, ...]]:
+def _rules(store: Store, *, lacks_rights: bool) -> tuple[BucketRules, tuple[BucketFinding, ...]]:
     try:
         rules = rules_of(store)
     except RaycheckError as error:
+        if lacks_rights:
+            return BucketRules(), (BucketFinding(name="the bucket's rules", state="unknown", text=NEEDS_RIGHTS),)
         return BucketRules(), (BucketFinding(name="the bucket's rules", state="wrong", text=str(error)),)
     return rules, tuple(judge(rules, store.root_path)) if store.endpoint else ()

@@ -133,6 +133,9 @@ def test_a_store_that_ignores_conditions_is_wrong(s3: str) -> None:
 
         assert (finding.state, "although told not to" in finding.text) == ("wrong", True)
         assert "conditional put: " in wrong(store)[0].text  # a node's own check meets it before
+        assert [
+            item.name for item in found("rights", lambda: check_rights(store, node="n")) if item.state == "wrong"
+        ] == ["conditional writes"]
         assert_refused_in_these_words(store, wrong(store)[0])
 
 
@@ -213,6 +216,21 @@ def test_memory_is_said_to_end_with_its_process_and_is_not_refused() -> None:
 
     assert (finding.state, "ends with this one" in finding.text) == ("advice", True)
     refuse_unfit_place(store, node="n")
+
+
+def test_a_folder_that_does_not_exist_is_advice_and_what_cannot_be_one_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    (new,) = check_endpoint(open_store(f"file://{tmp_path}/new"))
+    (there,) = check_endpoint(open_store(f"file://{tmp_path}"))
+    (file,) = found("endpoint", lambda: check_endpoint(open_store(f"file://{tmp_path}/file")))
+    (*_, system) = found("rights", lambda: check_rights(open_store("file:///proc/x"), node="n"))
+
+    assert (new.state, there.state) == ("advice", "ok")
+    assert "does not exist yet" in new.text
+    assert not (tmp_path / "new").exists()
+    assert (file.state, "this is a file" in file.text) == ("wrong", True)
+    assert (system.state, "nothing can be created there" in system.text) == ("wrong", True)
 
 
 # --- rights ---

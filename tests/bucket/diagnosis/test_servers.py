@@ -80,9 +80,9 @@ def test_a_bucket_with_versioning_on_ceph_is_wrong_as_its_conditional_writes_are
 
     found = examined(uri)
 
-    assert wrong(found) == ["rights"]
-    assert "conditional put: " in found["rights"].text
-    assert "creates over an existing object although told not to" in found["rights"].text
+    assert wrong(found) == ["conditional writes"]
+    assert "conditional put: " in found["conditional writes"].text
+    assert "creates over an existing object although told not to" in found["conditional writes"].text
     assert found["versioning"].state == "advice"
     with pytest.raises(ConfigError, match="creates over an existing object although told not to"):
         refuse_unfit_place(open_store(uri), node="n")
