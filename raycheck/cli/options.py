@@ -69,7 +69,8 @@ def bytes_of(text: str, *, option: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgtp]?)(i?)b?", text.strip(), re.IGNORECASE)
     if match is None or re.search(r"[KMGTP]i?b$", text.strip()):  # Mb may mean bits
         raise ConfigError(f"{option} {text}: {_SIZE_ADVICE}")
-    count = round(float(match[1]) * (1024 if match[3] else 1000) ** " kmgtp".index(match[2].lower() or " "))
+    unit: int = (1024 if match[3] else 1000) ** " kmgtp".index(match[2].lower() or " ")
+    count = round(float(match[1]) * unit)
     if count < 1:
         raise ConfigError(f"{option} {text}: {_SIZE_ADVICE}")
     return count

@@ -83,7 +83,7 @@ def plan_of_run(store: Store) -> SavePlan | None:
 def with_given(plan: SavePlan, given: Mapping[str, Any]) -> SavePlan:
     """Return the plan of a run with what a user assumes instead. What was measured under another assumption is void."""
     void = {"keep_last": "num_kept", "world_size": "blocked_s"}
-    return replace(plan, **{void[name]: None for name in given if name in void}, **given)
+    return replace(plan, **({void[name]: None for name in given if name in void} | dict(given)))
 
 
 def _first_step(history: RunHistory) -> int:

@@ -388,7 +388,8 @@ class Checkpointer:
         that saves also into the checkpoint, if they are finite. Tensors on a device are read at the next save. tokens,
         episodes: how many this step added over all ranks, as counted on rank 0; the checkpoint stores the sums. Raises
         FencedError or SupersededError when this attempt is over, SaveFailedError after too many failed saves in a row,
-        and ConfigError, naming the metric, for one that is not a number, or of which each rank has only a part.
+        and ConfigError, naming the metric, for one that is not a number, of which each rank has only a part, or whose
+        name is longer than 1,000 bytes in JSON.
         """
         if self._is_counting_only():
             self._counter.end_step(tokens=tokens, episodes=episodes)
