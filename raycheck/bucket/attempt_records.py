@@ -19,14 +19,17 @@ from raycheck.bucket.store import Store
 from raycheck.errors import ConflictError, CorruptError, DeniedError, NotFoundError, StoreError
 
 MAX_BYTES = 64 * 1024
+HAD_FINISHED = "it had finished"
+"""The cause of the end of an attempt that came to the end of training, or the start of that text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptRecord(Document):
     """An ended attempt: `attempts/NNNNNN.json`.
 
-    ended_by_attempt: the number of the attempt that was claimed after it, or its own when its driver gave up the run.
-    is_final: the driver said that another start of this script would end in the same way.
+    ended_at: when it finished or its driver gave up, otherwise when somebody noticed its end. ended_by_attempt: the
+    number of the attempt that was claimed after it, or its own when its driver gave up the run. is_final: the driver
+    said that another start of this script would end in the same way.
     """
 
     when_true: ClassVar[frozenset[str]] = frozenset({"is_final"})
@@ -144,9 +147,15 @@ def bytes_of(done: int, wanted: int | None) -> str:
 _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
-def record_end(store: Store, ended: Attempt, *, by: Attempt, cause: str) -> bool:
-    """Write the record of an ended attempt, once. Return whether this call wrote it."""
-    record = AttemptRecord(attempt=ended, ended_by_attempt=by.number, ended_at=by.claimed_at, cause=cause)
+def record_end(store: Store, ended: Attempt, *, by: Attempt, cause: str, finished_at: float | None = None) -> bool:
+    """Write the record of an ended attempt, once. Return whether this call wrote it.
+
+    finished_at: when it came to the end of training, which the cause then says, too; None if it did not.
+    """
+    if finished_at is not None and cause != HAD_FINISHED:
+        cause = f"{HAD_FINISHED}; {cause}"
+    ended_at = by.claimed_at if finished_at is None else finished_at
+    record = AttemptRecord(attempt=ended, ended_by_attempt=by.number, ended_at=ended_at, cause=cause)
     return _put(store, object_keys.attempt_key(ended.number), record)
 
 

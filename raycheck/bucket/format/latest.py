@@ -364,6 +364,11 @@ class Latest(Document):
         last = self.attempts[-2] if self.is_mirror else self.attempt
         return self.finished is not None and self.finished.attempt == last.number and self.ends_with(self.head)
 
+    @property
+    def finished_at(self) -> float | None:
+        """Return when the live attempt reached the end of training, None if it has not."""
+        return self.finished.at if self.finished is not None and self.is_finished else None
+
     def ends_with(self, key: str | None) -> bool:
         """Return whether an attempt reached the end of training with `key`, and nothing was committed or decided since.
 

@@ -35,6 +35,7 @@ def rewind(register: Register, key: str, *, progress: ShowProgress = show_nothin
         if entry.damaged and entry.damaged != verified:
             raise DamagedError(f"{register.store}: {key} was found damaged just now: {entry.damaged}")
         mine = attempt_by_hand(owner, body.attempt.number + 1, restore_key=key, now=now)
+        finished_at[body.attempt.number] = body.finished_at
         return replace(
             body.with_entry(replace(entry, damaged=None)),
             newest_owners=(*body.newest_owners, owner),
@@ -44,12 +45,14 @@ def rewind(register: Register, key: str, *, progress: ShowProgress = show_nothin
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], mine),
         )
 
+    finished_at: dict[int, float | None] = {}  # by the number of the attempt that a try ends
     refuse_lost(register)
     verified = _verified(register, key, ProgressTally(progress))
     body = register.edit(change, what=f"rewind to {key}")
     for ended, mine in pairwise(body.attempts):
         if mine.owner == owner and not register.is_dry:
-            record_end(register.store, ended, by=mine, cause=f"the run was rewound to {key}")
+            cause = f"the run was rewound to {key}"
+            record_end(register.store, ended, by=mine, cause=cause, finished_at=finished_at[ended.number])
             record_end(register.store, mine, by=mine, cause=f"rewound the run to {key}")
     return body
 

@@ -8,7 +8,7 @@ people. If the driver died, it is gone; what was lost is then unknown, and repor
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from raycheck.bucket.attempt_records import AttemptRecord, ResumeRecord
+from raycheck.bucket.attempt_records import HAD_FINISHED, AttemptRecord, ResumeRecord
 from raycheck.bucket.format.latest import Attempt, Entry
 from raycheck.group.coordinator.messages import Arrival, HeartbeatMessage
 
@@ -121,7 +121,7 @@ def _cause(
 ) -> str:
     """Return in words why attempt `before` ended, which `by` has replaced."""
     if had_finished:
-        return "it had finished"
+        return HAD_FINISHED
     if before.owner != by.owner:
         if not before.world_size or not before.number:
             return "the run was rewound, repaired or copied"

@@ -116,8 +116,8 @@ class ProtocolCalls:
         attempt, entry, before = claimed.attempt, claimed.entry, claimed.before
         past = before[0].attempts if before is not None else ()
         ended = past[-1] if past and past[-1].number < attempt.number else None
-        had_finished = ended is not None and before is not None and before[0].is_finished
-        self._run_log.claimed(ended, attempt, entry, had_finished=had_finished)
+        finished_at = before[0].finished_at if ended is not None and before is not None else None
+        self._run_log.claimed(ended, attempt, entry, finished_at=finished_at)
         self._alerts.claimed(ended, self._run_log.cause)
         return Claim(
             attempt=attempt.number,

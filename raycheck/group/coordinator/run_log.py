@@ -44,14 +44,15 @@ class RunLog:
         self._documents = ThreadPoolExecutor(1, thread_name_prefix="raycheck-records")  # no rank waits for them
 
     def claimed(
-        self, before: Attempt | None, attempt: Attempt, entry: Entry | None, *, had_finished: bool = False
+        self, before: Attempt | None, attempt: Attempt, entry: Entry | None, *, finished_at: float | None = None
     ) -> None:
         """Log that `attempt` has just become the live one, and which checkpoint it restores. Call it in a thread.
 
-        entry: that checkpoint; None in a fresh run. before: the attempt that it ended, if any. had_finished: `before`
-        had come to the end of training.
+        entry: that checkpoint; None in a fresh run. before: the attempt that it ended, if any. finished_at: when
+        `before` came to the end of training, None if it did not.
         """
         then = f"restoring {entry.key}" if entry else "starting fresh"
+        had_finished = finished_at is not None
         end = ", with which the run had finished" if had_finished else ""
         self._info(f"claimed the run, {then}{end}", attempt=attempt.number, world_size=attempt.world_size)
         record = self._record_of(before) if before and before.owner != attempt.owner else None
@@ -59,7 +60,11 @@ class RunLog:
         self._metrics.begin(attempt.number, entry, now=attempt.claimed_at)
         if before and not record:
             cause = self._lost_work.cause
-            self._record("end", before.number, lambda: record_end(self._store, before, by=attempt, cause=cause))
+            self._record(
+                "end",
+                before.number,
+                lambda: record_end(self._store, before, by=attempt, cause=cause, finished_at=finished_at),
+            )
 
     def adopted(self, attempt: Attempt, newest: Entry | None, *, now: float) -> None:
         """Take over `attempt`, which an earlier start of this coordinator has claimed. Call it in a thread.
