@@ -70,7 +70,8 @@ class MetricLine:
 class AttemptHistory:
     """An attempt: one life of the worker group.
 
-    number: its fencing token. world_size: its ranks; 0 for a change by hand (a rewind, a repair). began_at, ended_at:
+    number: its fencing token. world_size: its ranks; 0 for a change by hand (a rewind, a repair), and
+    if it is unknown. began_at, ended_at:
     unix seconds by the bucket's clock; ended_at is None while nothing shows that it has ended. ending: why it ended, in
     a word or two ("driver lost": killed, or replaced by another driver); cause: the text of its record. restored: the
     checkpoint from which it started, None for a fresh start. last_save: the number of its last save. restore_s: seconds
@@ -104,4 +105,6 @@ class AttemptHistory:
         """Return in words how many workers it had and, if that was another number, how many there were before it."""
         before = 0 if self.resume is None else self.resume.world_size_before
         changed = f", {before} before" if before not in (0, self.world_size) else ""
-        return f"{self.world_size}{changed}" if self.world_size else "by hand"
+        if not self.world_size:
+            return "by hand" if self.ending == "by hand" else "unknown"
+        return f"{self.world_size}{changed}"

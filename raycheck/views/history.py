@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from raycheck.bucket.attempt_records import AttemptRecord, SlowRecord, read_slow
+from raycheck.bucket.attempt_records import HAD_FINISHED, AttemptRecord, SlowRecord, read_slow
 from raycheck.bucket.format.latest import Attempt, Latest
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
@@ -234,18 +234,20 @@ def _parent(store: Store, body: Latest, head: Manifest | None) -> str | None:
 def _attempts(facts: Facts, body: Latest, line: Mapping[int, int]) -> Iterator[AttemptHistory]:
     """Yield all attempts, oldest first. line: see _line_of."""
     commits = _commits(facts, body, line)
-    known = [fact.attempt for number, fact in sorted(facts.attempts.items()) if number <= body.attempt.number]
+    numbers = sorted(number for number in {*facts.attempts, *facts.numbers} if number <= body.attempt.number)
+    known = [_attempt(facts, number, commits) for number in numbers]
     for place, attempt in enumerate(known):
         after = known[place + 1] if place + 1 < len(known) else None
         record, resume = facts.ends.get(attempt.number), facts.starts.get(attempt.number)
-        ending, cause = _ending(body, attempt, after, record)
+        ending, cause = _ending(body, attempt, after, record) if attempt.number in facts.attempts else ("unknown", "")
         own = tuple(commits.get(attempt.number, ()))
         times = facts.rows.series.get((attempt.number, TIME), {})
+        last_seen_at = max((attempt.claimed_at, *(commit.at for commit in own), *times.values()))
         yield AttemptHistory(
             number=attempt.number,
             world_size=attempt.world_size,
             began_at=attempt.claimed_at,
-            ended_at=_ended_at(body, attempt, after, record, ending),
+            ended_at=_ended_at(body, attempt, after, record, ending=ending, last_seen_at=last_seen_at),
             ending=ending,
             cause=cause,
             restored=attempt.restore_key,
@@ -256,9 +258,30 @@ def _attempts(facts: Facts, body: Latest, line: Mapping[int, int]) -> Iterator[A
             lost_s=None if resume is None else resume.lost_s,
             commits=own,
             resume=resume,
-            last_seen_at=max((attempt.claimed_at, *(commit.at for commit in own), *times.values())),
+            last_seen_at=last_seen_at,
             first_step_at=min(times.values(), default=None),
         )
+
+
+def _attempt(facts: Facts, number: int, commits: Mapping[int, list[Commit]]) -> Attempt:
+    """Return an attempt. If its facts were lost, it is made of its commits, its metrics and the record of its start.
+
+    Its beginning is then the first of them, and its world size is 0 unless that record states it.
+    """
+    if (fact := facts.attempts.get(number)) is not None:
+        return fact.attempt
+    resume, own = facts.starts.get(number), commits.get(number, ())
+    times = (*(commit.at for commit in own), *facts.rows.series.get((number, TIME), {}).values())
+    return Attempt(
+        number=number,
+        owner="",
+        coordinator="",
+        group="",
+        world_size=0 if resume is None else resume.world_size,
+        restore_key=_restored(facts, number),
+        last_save=max((name.save for commit in own if (name := CheckpointName.parse(commit.key))), default=0),
+        claimed_at=min(times, default=0.0),
+    )
 
 
 def _commits(facts: Facts, body: Latest, line: Mapping[int, int]) -> Mapping[int, list[Commit]]:
@@ -303,17 +326,33 @@ def _line_of(facts: Facts) -> Mapping[int, int]:
     An attempt continues the one that saved what it restored, up to the step of that checkpoint, and so on.
     """
     line: dict[int, int] = {}
-    number, last = max(facts.attempts, default=0), sys.maxsize
-    while number in facts.attempts and number not in line:
+    number, last = max({*facts.attempts, *facts.numbers}, default=0), sys.maxsize
+    while number not in line:
         line[number] = last
-        restored, resume = facts.attempts[number].attempt.restore_key, facts.starts.get(number)
-        if resume is not None and resume.is_from_memory:
-            restored = resume.restored
-        name = CheckpointName.parse(restored or "")
+        name = CheckpointName.parse(_restored(facts, number) or "")
         if name is None:
             break
         number, last = name.attempt, name.step
     return line
+
+
+def _restored(facts: Facts, number: int) -> str | None:
+    """Return the name of the checkpoint from which an attempt continued, None if there was none.
+
+    If nothing states it, because the attempt's own facts were lost, it is the newest earlier checkpoint before the
+    first known step of the attempt: a claim restores the newest one, unless a person says otherwise.
+    """
+    fact, resume = facts.attempts.get(number), facts.starts.get(number)
+    if resume is not None and (fact is None or resume.is_from_memory):
+        return resume.restored
+    if fact is not None:
+        return fact.attempt.restore_key
+    names = list(filter(None, map(CheckpointName.parse, facts.commits.keys() | facts.drops.keys())))
+    steps = [name.step for name in names if name.attempt == number]
+    steps += [step for (attempt, _), values in facts.rows.series.items() if attempt == number for step in values]
+    first = min(steps, default=0)
+    before = max((name for name in names if name.attempt < number and name.step < first), default=None)
+    return None if before is None else str(before)
 
 
 def _is_abandoned(line: Mapping[int, int], attempt: int, step: int) -> bool:
@@ -322,10 +361,22 @@ def _is_abandoned(line: Mapping[int, int], attempt: int, step: int) -> bool:
 
 
 def _ended_at(
-    body: Latest, attempt: Attempt, after: Attempt | None, record: AttemptRecord | None, ending: Ending
+    body: Latest,
+    attempt: Attempt,
+    after: Attempt | None,
+    record: AttemptRecord | None,
+    *,
+    ending: Ending,
+    last_seen_at: float,
 ) -> float | None:
-    if ending == "finished" and body.finished is not None and body.finished.attempt == attempt.number:
+    """Return when an attempt ended, None if nothing shows that it has. last_seen_at: its last sign of life.
+
+    An older raycheck wrote of an attempt that had finished only when the next one was claimed, which may be days later.
+    """
+    if body.finished is not None and body.finished.attempt == attempt.number:
         return body.finished.at
+    if ending == "finished" and record is not None and after is not None and record.ended_at == after.claimed_at:
+        return min(last_seen_at, after.claimed_at)
     if record is not None:
         return record.ended_at
     return None if after is None else after.claimed_at
@@ -345,13 +396,14 @@ def _ending(body: Latest, attempt: Attempt, after: Attempt | None, record: Attem
 
 
 _ENDINGS: tuple[tuple[str, Ending], ...] = (
-    ("it had finished", "finished"),
+    (HAD_FINISHED, "finished"),
     ("its driver gave up", "gave up"),
     ("its driver was killed or replaced", "driver lost"),
     ("the run was rewound", "by hand"),
+    ("the run was repaired", "by hand"),
     (": its node was taken away", "preempted"),
     ("Ray changed the group from", "resized"),
     ("the same driver restarted its workers", "restarted"),
 )
-"""Substrings of the texts that raycheck/group/coordinator/lost_work.py and a rewind write when an attempt ends; the
-first match counts. Any other text starts with a rank and its error."""
+"""Substrings of the texts that raycheck/group/coordinator/lost_work.py, a rewind and a repair write when an attempt
+ends; the first match counts. Any other text starts with a rank and its error."""

@@ -6,13 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from raycheck.bucket.attempt_records import ResumeRecord, record_end, record_resume
-from raycheck.bucket.format.latest import Attempt
+from raycheck.bucket.attempt_records import HAD_FINISHED, ResumeRecord, record_end, record_resume
+from raycheck.bucket.format.latest import Attempt, dump_latest
+from raycheck.bucket.history.attempt_facts import facts_of
+from raycheck.bucket.history.facts import Facts
+from raycheck.bucket.history.metric_rows import MetricRows
+from raycheck.bucket.history.segments import record_facts
+from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.errors import DeniedError
 from raycheck.group.coordinator.lost_work import LostWork
 from raycheck.views.attempts import AttemptHistory
-from raycheck.views.history import read_history
+from raycheck.views.history import RunHistory, read_history
 from tests.support.samples.many_runs import a_run
 from tests.support.samples.sample_checkpoints import Around, Driver
 from tests.support.servers.memory_store import DictStore
@@ -128,6 +133,87 @@ def test_a_finished_run_a_run_given_up_and_a_rewound_one() -> None:
 
     assert (first.ending, by_hand.ending, by_hand.world_size) == ("by hand", "by hand", 0)
     assert [commit.step for commit in first.commits if commit.is_head] == [10]
+
+
+def steps(attempt: int, first: int, last: int) -> Facts:
+    series = {(attempt, "loss"): {step: 1.0 / step for step in range(first, last + 1)}}
+    return Facts(rows=MetricRows(series=series))
+
+
+def abandoned(history: RunHistory) -> dict[int, set[bool]]:
+    """Whether rows of each attempt are abandoned."""
+    found: dict[int, set[bool]] = {}
+    for row in history.rows():
+        found.setdefault(int(row["attempt"] or 0), set()).add(bool(row["is_abandoned"]))
+    return found
+
+
+def test_a_repair_of_a_lost_body_leaves_the_whole_past_in_the_history() -> None:
+    store = DictStore(at=time.time())
+    driver = Driver(store)
+    for number, save in ((1, 1), (2, 2)):
+        driver.claim(f"g{number}")
+        driver.save(number, 1, step=10 * save)
+        body = driver.look()
+        facts = facts_of(body).joined(steps(number, 10 * save - 9, 10 * save))
+        record_facts(store, facts, run_id=body.run_id, counter=body.counter)
+    before = read_history(store)
+    store.delete("latest")
+    repair(store)
+
+    found = read_history(store)
+
+    assert found.problems == ()
+    assert [item.number for item in found.attempts] == [1, 2, 3]
+    assert [commit.key for commit in found.commits] == [commit.key for commit in before.commits]
+    assert [commit.at for commit in found.commits] == [commit.at for commit in before.commits]
+    assert abandoned(found) == {1: {False}, 2: {False}}
+    assert [commit.is_head for commit in found.commits] == [False, True]
+
+
+def test_an_attempt_whose_own_facts_were_lost_is_part_of_the_past_and_does_not_end_it() -> None:
+    store = DictStore(at=time.time())
+    driver = Driver(store)
+    for number in (1, 2, 3):
+        driver.claim(f"g{number}")
+        driver.save(number, 1, step=10 * number)
+        record_facts(store, steps(number, 10 * number - 9, 10 * number), run_id="run-of-a-test", counter=number)
+    body = driver.look()
+    store.put("latest", dump_latest(replace(body, attempts=body.attempts[2:], counter=body.counter + 1)))
+
+    found = read_history(store)
+
+    assert [(item.number, item.ending, item.workers) for item in found.attempts] == [
+        (1, "unknown", "unknown"),
+        (2, "unknown", "unknown"),
+        (3, "live", "1"),
+    ]
+    assert found.attempts[1].restored == "step-000000010-a1-s1"
+    assert [commit.is_abandoned for commit in found.commits] == [False, False, False]
+    assert abandoned(found) == {1: {False}, 2: {False}, 3: {False}}
+
+
+def test_an_attempt_that_had_finished_ended_then_and_not_when_the_next_one_was_claimed() -> None:
+    store = DictStore(at=time.time() + 60)
+    driver = Driver(store)
+    first, _ = driver.claim("g1")
+    driver.save(1, 1)
+    finished = driver.finish("g1").finished
+    assert finished is not None
+    store.at += 86_400
+    second, _ = Driver(store, "bob").claim("g2")
+    assert second.claimed_at > finished.at + 80_000
+    assert record_end(store, first, by=second, cause=HAD_FINISHED)  # as an older raycheck wrote it
+
+    by_older, _ = read_history(store).attempts
+    store.delete("attempts/000001.json")
+    record_end(store, first, by=second, cause=HAD_FINISHED, finished_at=finished.at)
+    rewind(driver.register, "step-000000010-a1-s1")
+
+    assert by_older.ending == "finished"
+    assert by_older.ended_at == by_older.last_seen_at
+    exact = read_history(store).attempts[0]
+    assert (exact.ending, exact.ended_at) == ("finished", finished.at)
 
 
 def test_a_run_without_a_commit_and_a_reader_without_rights_to_the_records_have_a_history() -> None:

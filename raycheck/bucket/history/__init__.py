@@ -1,4 +1,4 @@
-"""The history of a run: what was, for people. Nothing in the protocol reads it, so losing it loses no checkpoint.
+"""The history of a run: what was, for people. Of the protocol, only a repair reads it. Losing it loses no checkpoint.
 
 metric_rows   the metrics of steps, as a value: union, thinning, and columns of bytes
 facts         everything that is known of a run's past, as a value: a set of records with keys

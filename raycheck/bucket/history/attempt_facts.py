@@ -24,14 +24,14 @@ def facts_of(body: Latest) -> Facts:
 
 
 def with_records(store: Store, body: Latest, known: Facts) -> Facts:
-    """Return `known` with what `body` and the records of attempts say. body: of `latest`, whole.
+    """Return `known` with what `body` and the records of attempts say. body: of `latest`, as whole as it can be read.
 
     The two records of an attempt are read only if `known` lacks the one of its end, which is written last. Those of
-    attempts that `body` no longer lists are looked for only if `known` has no attempt, which is so for a run of an
-    older raycheck.
+    attempts that `body` does not list are read if `known` names only their commits or metrics. If it has no attempt,
+    which is so for a run of an older raycheck, all are looked for.
     """
     facts = known.joined(facts_of(body))
-    numbers = {attempt.number for attempt in body.attempts}
+    numbers = {attempt.number for attempt in body.attempts} | (facts.numbers - facts.attempts.keys())
     if not known.attempts:
         with suppress(DeniedError):
             numbers |= {number for item in store.list_objects(ATTEMPTS_PREFIX) if (number := attempt_of(item.key))}
@@ -55,7 +55,8 @@ def _records(store: Store, number: int) -> Facts:
 
 
 def catch_up(store: Store, body: Latest) -> None:
-    """Write what `body` and the records of attempts say and the history lacks. Raises StoreError. body: whole."""
+    """Write what `body` and the records of attempts say and the history lacks. Raises StoreError. body: as whole as it
+    can be read."""
     known, _ = read_facts(store, body.run_id)
     new = with_records(store, body, known).without(known)
     record_facts(store, new, run_id=body.run_id, counter=body.counter)

@@ -108,6 +108,13 @@ class Facts:
     def __bool__(self) -> bool:
         return self != Facts(rows=MetricRows(every=self.rows.every))
 
+    @property
+    def numbers(self) -> set[int]:
+        """Return the numbers of all attempts of which anything is known, except 0, which is the past of a fork."""
+        names = map(CheckpointName.parse, self.commits.keys() | self.drops.keys())
+        of_rows = {attempt for attempt, _ in self.rows.series}
+        return {*self.attempts, *self.starts, *self.ends, *of_rows, *(name.attempt for name in names if name)} - {0}
+
     def joined(self, other: "Facts") -> "Facts":
         """Return the union. It does not depend on the order, and joining the same facts again changes nothing."""
         return Facts(

@@ -6,6 +6,7 @@ another one that has all of its facts was written and read back.
 """
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from uuid import uuid4
 
@@ -58,6 +59,20 @@ def read_facts(store: Store, run_id: str, read: dict[str, Facts] | None = None) 
     for item in read.values():
         facts = facts.joined(item)
     return facts, tuple(unreadable.values())
+
+
+def read_facts_of_all(store: Store) -> dict[str, Facts]:
+    """Read all segments, of whatever run, for a repair that does not know the run's id. Return the facts by run id.
+
+    Segments that cannot be read are left out. Raises StoreError.
+    """
+    found: dict[str, Facts] = {}
+    for item in _listed(store):
+        with suppress(NotFoundError, CorruptError, DeniedError):
+            segment = _segment(store, item.key)
+            facts = facts_in(segment, what=f"{store}: {item.key}")
+            found[segment.run_id] = found.get(segment.run_id, Facts()).joined(facts)
+    return found
 
 
 def _listed(store: Store) -> list[Listed]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from raycheck.bucket.attempt_records import MAX_BYTES as MAX_RECORD
-from raycheck.bucket.attempt_records import load_record
+from raycheck.bucket.attempt_records import load_record, record_end
 from raycheck.bucket.document_reading import again_if_corrupt, read_document
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
@@ -29,6 +29,8 @@ from raycheck.bucket.format.latest import (
 from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
 from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.history.facts import CommitRecord, Facts
+from raycheck.bucket.history.segments import read_facts_of_all
 from raycheck.bucket.pages import PageMissingError, Pages
 from raycheck.bucket.protocol.paging import fold
 from raycheck.bucket.protocol.rewind import attempt_by_hand
@@ -63,14 +65,15 @@ def repair(store: Store) -> Repaired:
     is_sound = old is not None and not lost and all(old.has_answered(name) for name in one & other)
     if old is not None and is_sound and _has_its_head(store, old):
         raise ConfigError(f"{store}: latest is sound (attempt {old.attempt.number}); there is nothing to repair")
-    run_id = old.run_id if old else uuid4().hex
-    live, left_out, loans, now = _listed_again(store, names, old, run_id)
+    run_id, known = _run_of(store, names, old)
+    live, left_out, loans, now = _listed_again(store, names, old, run_id, known)
     if not live:
         raise NotFoundError(f"{store}: no whole checkpoint was found to rebuild latest from{_reasons(left_out)}")
     records = list(_ended_attempts(store))
-    number = 1 + max([*(name.attempt for name in names), *(record.number for record in records), *_number(old)])
+    attempts = [*records, *(fact.attempt for fact in known.attempts.values())]
+    number = 1 + max([*(name.attempt for name in names), *(item.number for item in attempts), *_number(old)])
     owner = f"repair-{uuid4().hex[:12]}"
-    owners = dict.fromkeys([*(old.owners if old else ()), *(record.owner for record in records), owner])
+    owners = dict.fromkeys([*(old.owners if old else ()), *(item.owner for item in attempts), owner])
     head = _head(live, records)
     new = Latest(
         run_id=run_id,
@@ -93,11 +96,39 @@ def repair(store: Store) -> Repaired:
         store.put_if_absent(object_keys.LATEST_KEY, data)
     else:
         store.put_if_match(object_keys.LATEST_KEY, data, got.version)
+    if old and old.attempt.number:
+        record_end(store, old.attempt, by=new.attempt, cause="the run was repaired", finished_at=old.finished_at)
     return Repaired(latest=new, left_out=tuple(left_out))
 
 
+def _run_of(store: Store, names: list[CheckpointName], old: Latest | None) -> tuple[str, Facts]:
+    """Return the run's id, and what the history knows of the run.
+
+    Without an old body, that is the id in the segments that name the newest of these checkpoints, with its size; so
+    they are not those of another run that was here before. If there are none, it is a new id.
+    """
+    by_run = read_facts_of_all(store)
+    if old:
+        return old.run_id, by_run.get(old.run_id, Facts())
+    for name in reversed(names):
+        records = ((facts.commits.get(str(name)), run_id) for run_id, facts in by_run.items())
+        found = [(record.counter, run_id, record.size_bytes) for record, run_id in records if record is not None]
+        size = _size_of(store, name) if found else None
+        if same := [(counter, run_id) for counter, run_id, size_bytes in found if size_bytes == size]:
+            return max(same)[1], by_run[max(same)[1]]
+    return uuid4().hex, Facts()
+
+
+def _size_of(store: Store, name: CheckpointName) -> int | None:
+    """Return the size that a checkpoint's manifest states, or None if it cannot be read."""
+    with suppress(NotFoundError, CorruptError):
+        key = object_keys.manifest_key(str(name))
+        return read_document(store, key, load_manifest, max_bytes=MAX_MANIFEST)[0].size_bytes
+    return None
+
+
 def _listed_again(
-    store: Store, names: list[CheckpointName], old: Latest | None, run_id: str
+    store: Store, names: list[CheckpointName], old: Latest | None, run_id: str, known: Facts
 ) -> tuple[list[Entry], list[tuple[str, str]], tuple[Loan, ...], float]:
     """Return the entries of the whole directories among `names`, in their order, and the others with their reasons.
 
@@ -114,7 +145,7 @@ def _listed_again(
         if str(name) in gone:
             continue
         try:
-            entry, now = _verified(store, name, before.get(str(name)), is_head=not live)
+            entry, now = _verified(store, name, before.get(str(name)), known.commits.get(str(name)), is_head=not live)
             loans = borrow_again(store, entry.refs, loans, run_id=run_id)
             live.append(_with_own_name(entry, names_of))
         except NewerFormatError:
@@ -189,19 +220,24 @@ def _has_its_head(store: Store, old: Latest) -> bool:
     return head is None or not any(finding.problem for finding in Checkpoint(store, head).verify(reads=False))
 
 
-def _verified(store: Store, name: CheckpointName, before: Entry | None, *, is_head: bool) -> tuple[Entry, float]:
+def _verified(
+    store: Store, name: CheckpointName, before: Entry | None, record: CommitRecord | None, *, is_head: bool
+) -> tuple[Entry, float]:
     """Verify a directory. Return its entry, with pin and expiry as in the old body, and the bucket's time.
 
-    before: its entry in the old body. Raises NotFoundError or CorruptError when it is not whole.
+    before: its entry in the old body. record: its commit in the history. Raises NotFoundError or CorruptError when it
+    is not whole.
     """
-    entry, now = again_if_corrupt(lambda: _entry(store, name, before, is_head=is_head))
+    entry, now = again_if_corrupt(lambda: _entry(store, name, before, record, is_head=is_head))
     for finding in Checkpoint(store, entry).verify(reads=is_head):
         if finding.problem:
             raise CorruptError(f"{finding.key}: {finding.problem}")
     return entry, now
 
 
-def _entry(store: Store, name: CheckpointName, before: Entry | None, *, is_head: bool) -> tuple[Entry, float]:
+def _entry(
+    store: Store, name: CheckpointName, before: Entry | None, record: CommitRecord | None, *, is_head: bool
+) -> tuple[Entry, float]:
     """Make a directory's entry from its manifest, which is read twice. Returns it with the bucket's time."""
     key = object_keys.manifest_key(str(name))
     try:
@@ -213,7 +249,7 @@ def _entry(store: Store, name: CheckpointName, before: Entry | None, *, is_head:
         key=manifest.key,
         refs=manifest.refs,
         step=manifest.step,
-        committed_at=before.committed_at if before else _committed_at(manifest, got.at),
+        committed_at=_committed_at(manifest, before, record, got.at),
         size_bytes=manifest.size_bytes,
         metrics=before.metrics if before else listed_metrics(manifest.metrics, needed=None),
         manifest_crc32=crc32(got.data),
@@ -249,12 +285,17 @@ def _expires_at(manifest: Manifest, now: float) -> float | None:
     return None if manifest.expire_after_s is None else now + manifest.expire_after_s
 
 
-def _committed_at(manifest: Manifest, now: float) -> float:
-    """Return the earliest time at which a checkpoint can have been committed, for one that no old body lists.
+def _committed_at(manifest: Manifest, before: Entry | None, record: CommitRecord | None, now: float) -> float:
+    """Return when a checkpoint was committed. If neither the old body nor the history says that, return the earliest
+    possible time.
 
     If all of them got the time of the repair, keep_every_s would see them in one span, and drop all but one of
     them at the next commit.
     """
+    if before is not None:
+        return before.committed_at
+    if record is not None:
+        return record.at
     return now if manifest.began_at is None else min(now, manifest.began_at + manifest.trained_s)
 
 

@@ -40,7 +40,7 @@ def history(
 def _print_tables(found: RunHistory) -> None:
     measured = measured_of(found)
     for attempt in found.attempts:
-        ranks = counted(attempt.world_size, "rank") if attempt.world_size else "by hand"
+        ranks = counted(attempt.world_size, "rank") if attempt.world_size else attempt.workers
         end = attempt.ending + (f": {attempt.cause}" if attempt.cause else "")
         out.print(Text(f"attempt {attempt.number}, {ranks}, {_origin(attempt)}, {time_of(attempt.began_at)}; {end}"))
         rows = []

@@ -8,11 +8,14 @@ import asyncio
 import threading
 
 from raycheck.bucket.assembly.save_report import Report
+from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.history.attempt_facts import catch_up, facts_of
 from raycheck.bucket.history.facts import Facts
 from raycheck.bucket.history.metric_rows import TIME, MetricRows
 from raycheck.bucket.history.segments import record_facts
 from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.reading import read_newest
+from raycheck.errors import CorruptError
 from raycheck.group.coordinator.messages import StepRows
 from raycheck.log import event, logger
 
@@ -82,11 +85,18 @@ class HistoryWriter:
         if await self.flush() and (self._pending or self._must_catch_up):  # it was added after that pass had begun
             await self.flush()
 
+    def _body(self) -> Latest:
+        """Return the body, whole, or without its pages if one of them is lost."""
+        try:
+            return self._register.read_existing()[0]
+        except CorruptError:
+            return read_newest(self._register.store)
+
     def _write(self) -> None:
         facts = Facts()
         try:
             if self._must_catch_up:
-                catch_up(self._register.store, self._register.read_existing()[0])
+                catch_up(self._register.store, self._body())
                 self._must_catch_up = False
             while (body := self._register.newest) is not None:
                 with self._lock:

@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from raycheck.bucket.attempt_records import record_end
+from raycheck.bucket.attempt_records import read_record, record_end
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import FORMAT_VERSION
 from raycheck.bucket.format.latest import dump_latest
+from raycheck.bucket.history.attempt_facts import facts_of
+from raycheck.bucket.history.facts import CommitRecord, Facts
+from raycheck.bucket.history.segments import record_facts
 from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.removal.prune_and_sweep import prune
 from raycheck.bucket.protocol.repair import repair
@@ -192,6 +195,78 @@ def test_a_lost_latest_is_rebuilt_from_the_manifests(store: Store) -> None:
     assert body.head == before.head
     assert body.attempt.number == 2
     assert done.left_out == ()
+
+
+def facts_of_run(store: Store, *, run_id: str, counter: int = 5) -> None:
+    """Write a segment as a coordinator of the run `run_id` does after each commit."""
+    body = replace(read_latest(store), counter=counter)
+    record_facts(store, facts_of(body), run_id=run_id, counter=counter)
+
+
+def test_a_repair_without_a_body_keeps_the_run_of_the_history_its_owners_and_its_times(store: Store) -> None:
+    ann = run_of(store)
+    before = read_latest(store)
+    facts_of_run(store, run_id=before.run_id)
+    store.delete(object_keys.LATEST_KEY)
+
+    body = repair(store).latest
+
+    assert body.run_id == before.run_id
+    assert [entry.committed_at for entry in body.live] == [entry.committed_at for entry in before.live]
+    with pytest.raises(FencedError):
+        Driver(store, ann.me.owner).claim("g9")
+    assert_invariants(store)
+
+
+def test_a_repair_takes_no_id_of_a_run_that_was_here_before(store: Store) -> None:
+    Driver(store).claim("g1")
+    Driver(store).claim("g2")
+    write_checkpoint(store, attempt=2, save=1)
+    another = CommitRecord(key="step-000000010-a2-s1", counter=9, at=1.0, size_bytes=1)
+    record_facts(store, Facts(commits={another.key: another}), run_id="another", counter=9)
+    store.delete(object_keys.LATEST_KEY)
+
+    body = repair(store).latest
+
+    assert body.run_id != "another"
+    assert body.live[0].committed_at != 1.0
+    assert body.attempt.number == 3
+
+
+def test_of_two_ids_a_repair_keeps_the_one_that_was_used_last(store: Store) -> None:
+    run_of(store)
+    facts_of_run(store, run_id="older", counter=5)
+    facts_of_run(store, run_id="newer", counter=6)
+    store.delete(object_keys.LATEST_KEY)
+
+    assert repair(store).latest.run_id == "newer"
+
+
+def test_a_repair_records_the_attempt_that_it_ends_and_that_it_had_finished(store: Store) -> None:
+    ann = run_of(store)
+    ann.finish("g1")
+    body = read_latest(store)
+    write_checkpoint(store, attempt=2, save=1)
+
+    repair(store)
+
+    record = read_record(store, 1)
+    assert record is not None
+    assert body.finished is not None
+    assert (record.cause, record.ended_at) == ("it had finished; the run was repaired", body.finished.at)
+    assert record.attempt.owner == ann.me.owner
+
+
+def test_a_rewind_of_a_finished_run_records_when_it_had_finished(store: Store) -> None:
+    ann = run_of(store)
+    finished = ann.finish("g1").finished
+    assert finished is not None
+
+    rewind(Register(store), read_latest(store).live[0].key)
+
+    record = read_record(store, 1)
+    assert record is not None
+    assert (record.cause[:16], record.ended_at) == ("it had finished;", finished.at)
 
 
 def test_training_goes_on_from_a_repaired_run(store: Store) -> None:
