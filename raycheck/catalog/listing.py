@@ -69,7 +69,7 @@ class RunSummary:
     goodput: the share of the time from the run's start to its newest commit that became lasting training, between 0
         and 1; None if `latest` does not contain it, because an older raycheck wrote it or the head was moved since.
     parent: the address of the run that this one was forked from, as the fork wrote it. None for a run that is not a
-        fork, and for a fork that has dropped the checkpoint from which it started.
+        fork, and for a fork by an older raycheck that has dropped the checkpoint from which it started.
     """
 
     uri: str

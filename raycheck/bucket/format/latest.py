@@ -297,12 +297,14 @@ class Latest(Document):
     of training, until the run continues or goes back (step 33). holds, loans: what other runs use of this one, and what
     this one uses of others (step 30). deleted_at: when someone deleted the run, whose objects may still exist (step
     37). mirror: what the run is a copy of; see is_mirror. trained: the newest commit's, None when it is not known.
+    forked_from: the URI of the run that this one was forked from, for people; "" if it was not, and if an older
+    raycheck forked it.
     """
 
     when_true: ClassVar[frozenset[str]] = frozenset(
         {
             *("pages", "evicted_pages", "owner_pages", "past_pages"),
-            *("finished", "holds", "loans", "deleted_at", "mirror", "trained"),
+            *("finished", "holds", "loans", "deleted_at", "mirror", "trained", "forked_from"),
         }
     )
     renamed: ClassVar[Mapping[str, str]] = {
@@ -330,6 +332,7 @@ class Latest(Document):
     deleted_at: float | None = None
     mirror: Mirror | None = None
     trained: Trained | None = None
+    forked_from: str = ""
 
     def __post_init__(self) -> None:
         keys = {entry.key for entry in self.newest}

@@ -90,6 +90,7 @@ def repair(store: Store) -> Repaired:
         holds=old.holds if old else recorded_holds(store, now=now),
         loans=loans,
         past_pages=_past_pages(stored) if stored else (),
+        forked_from=old.forked_from if old else "",
     )
     data = _stored(store, new, pages)
     if got is None:

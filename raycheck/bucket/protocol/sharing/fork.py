@@ -31,6 +31,8 @@ from raycheck.bucket.store.address import bare_uri
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
 from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 
+MAX_URI = 1000
+"""How much of the origin's URI `latest` of a fork states."""
 MAX_FIRST_MANIFEST = 1024 * 1024
 """A larger manifest is not read to find a fork's origin, which is for listings of very many runs."""
 _OWNER = "fork-"  # new_run.py makes it of the verb
@@ -106,7 +108,15 @@ def fork(
         return done
     copy_objects(source, target, old.key, jobs, progress=ProgressTally(progress, total=copied_bytes).add)
     data = write_manifest(target, manifest)
-    made = begin_run(register, first_entry(manifest, data, of=entry), manifest, run_id=run_id, verb="fork", loans=loans)
+    made = begin_run(
+        register,
+        first_entry(manifest, data, of=entry),
+        manifest,
+        run_id=run_id,
+        verb="fork",
+        loans=loans,
+        forked_from=origin.uri[:MAX_URI],
+    )
     confirm(target, made, lenders)
     if made.run_id != run_id:
         return Forked(key=str(made.head), is_new=False)
@@ -145,11 +155,12 @@ def _jobs(old: Manifest, manifest: Manifest, borrowed: Mapping[str, str]) -> lis
 def origin_of(store: Store, body: Latest) -> str | None:
     """Return the URI of the run from which the run in `store` was forked.
 
-    None for a run that was not forked, and for a fork that has dropped its first checkpoint, whose manifest alone
-    states the origin. body: the run's `latest`. The URI is untrusted text from the bucket. Raises StoreError.
+    None for a run that was not forked. `latest` states the origin; of a fork that an older raycheck has made, only the
+    manifest of its first checkpoint does, so it is None when that was dropped. body: the run's `latest`. The URI is
+    untrusted text from the bucket. Raises StoreError.
     """
-    if not is_fork(body):
-        return None
+    if body.forked_from or not is_fork(body):
+        return body.forked_from or None
     for entry in body.live:
         name = CheckpointName.parse(entry.key)
         if name is not None and name.attempt == 0:
@@ -162,7 +173,9 @@ def origin_of(store: Store, body: Latest) -> str | None:
 
 def origin_in(body: Latest, first: Manifest) -> str | None:
     """Return the result of `origin_of`, from the manifest of the run's first checkpoint, without a request."""
-    return (first.restored_from or "").rpartition(" ")[0] or None if is_fork(body) else None
+    if body.forked_from or not is_fork(body):
+        return body.forked_from or None
+    return (first.restored_from or "").rpartition(" ")[0] or None
 
 
 def is_fork(body: Latest) -> bool:

@@ -162,6 +162,7 @@ def show(
             attempts=(*source.attempts[1 - MAX_ATTEMPTS_LISTED :], last),
             head=source.head,
             finished=source.finished,
+            forked_from=source.forked_from,
             newest=live,
             mirror=replace(body.mirror, source=uri, counter=source.counter, missing=len(set(coming) - here)),
         )
