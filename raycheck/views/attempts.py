@@ -55,7 +55,9 @@ class MetricLine:
 
     steps, values: one value per step; not every step needs to have one. times: when each step ended, in unix seconds by
     the bucket's clock, None where it is not known. is_abandoned: the run went back behind these steps, so they are not
-    in the past of the newest attempt.
+    in the past of the newest attempt. continues: the attempt and the step of the checkpoint from which these steps were
+    trained, or, of steps that were abandoned, of the last step of the same attempt that was not; None for a fresh
+    start, and if it is not known.
     """
 
     name: str
@@ -64,14 +66,15 @@ class MetricLine:
     steps: tuple[int, ...]
     values: tuple[float, ...]
     times: tuple[float | None, ...]
+    continues: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptHistory:
     """An attempt: one life of the worker group.
 
-    number: its fencing token. world_size: its ranks; 0 for a change by hand (a rewind, a repair), and
-    if it is unknown. began_at, ended_at:
+    number: its fencing token. world_size: its ranks; 0 for a change by hand (a rewind, a repair; the
+    beginning of a fork or an import, which is attempt 0), and if it is unknown. began_at, ended_at:
     unix seconds by the bucket's clock; ended_at is None while nothing shows that it has ended. ending: why it ended, in
     a word or two ("driver lost": killed, or replaced by another driver); cause: the text of its record. restored: the
     checkpoint from which it started, None for a fresh start. last_save: the number of its last save. restore_s: seconds

@@ -4,6 +4,7 @@ It is the union of the segments of the history, `latest`, and the small records 
 the newest manifest states the goodput. A run without segments, as an older raycheck wrote, has what the others say.
 """
 
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -33,21 +34,30 @@ SLOW_FRESH_S = 45.0
 """How old a record of a slow rank may be. It is written about every ten seconds."""
 COLUMNS = ("step", "attempt", "is_abandoned", "time")
 """The columns of `RunHistory.rows` that are not metrics."""
+PREFIX = "metric."
+"""Put before the name of a metric that is called as one of COLUMNS."""
+
+
+def column_of(metric: str) -> str:
+    """Return the name under which `RunHistory.rows` has a metric. No two metrics have one name."""
+    is_taken = re.fullmatch(f"({re.escape(PREFIX)})*({'|'.join(COLUMNS)})", metric)
+    return f"{PREFIX}{metric}" if is_taken else metric
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHistory:
     """A run from its first attempt until now.
 
-    status: whether it is running, judging by the bucket. attempts: all of them, the live one last. began_at: the
-    start of the first attempt, None if unknown. trained_s: seconds of training in the head's state, excluding lost work
-    and the time of saves. goodput: trained_s divided by the seconds from began_at to the head's commit, between 0 and
-    1; None without a commit. goodput_limit: the highest possible goodput, see raycheck/views/goodput.py; None for fewer
+    status: whether it is running, judging by the bucket. attempts: all of them, the live one last. began_at: the start
+    of the first attempt, None if unknown. trained_s: seconds of training in the head's state, excluding lost work and
+    the time of saves. goodput: trained_s divided by the seconds from began_at to the head's commit, between 0 and 1;
+    None without a commit. goodput_limit: the highest possible goodput, see raycheck/views/goodput.py; None for fewer
     than two failures or if a cost is unknown. parent: the URI of the run that this one was forked from; None for a run
-    that is not a fork, or has dropped the checkpoint from which it started. settings: those of the training at its
-    newest commit, as text; None if its manifest cannot be read. problems: in words, what of the history cannot be read,
-    which is therefore missing here. every: 1 if every step's metrics are here; otherwise older ones are the first of
-    each span of this many steps. slow: the rank for which others wait in a save or a restore right now, or None.
+    that is not a fork, and for a fork by an older raycheck that has dropped its first checkpoint. settings: those of
+    the training at its newest commit, as text; None if its manifest cannot be read. problems: in words, what of the
+    history cannot be read, which is therefore missing here. every: 1 if every step's metrics are here; otherwise older
+    ones are the first of each span of this many steps. slow: the rank for which others wait in a save or a restore
+    right now, or None.
     """
 
     uri: str
@@ -65,23 +75,24 @@ class RunHistory:
     slow: SlowRecord | None = None
     _series: Mapping[tuple[int, str], Series] = field(default_factory=dict, repr=False)
     _line: Mapping[int, int] = field(default_factory=dict, repr=False)
+    _restored: Mapping[int, str | None] = field(default_factory=dict, repr=False)
 
     def rows(self) -> list[dict[str, float | None]]:
         """Return the metrics as one row per step of each attempt, for `pandas.DataFrame(history.rows())`.
 
         Each row has step, attempt, is_abandoned (the run went back behind this step), time (when the step ended, in
-        unix seconds by the bucket's clock, or None), the metrics that the step had, and the scores of its checkpoint.
-        Order: by attempt and step.
+        unix seconds by the bucket's clock, or None), the metrics that the step had, and the scores of its checkpoint. A
+        metric that has one of these four names, such as "step", is "metric.step" here. Order: by attempt and step.
         """
         found: dict[tuple[int, int], dict[str, float | None]] = {}
         for (attempt, name), values in self._all_series().items():
+            column = "time" if name == TIME else column_of(name)
             for step, value in values.items():
                 if (row := found.get((attempt, step))) is None:
                     is_abandoned = _is_abandoned(self._line, attempt, step)
                     row = {"step": step, "attempt": attempt, "is_abandoned": is_abandoned, "time": None}
                     found[attempt, step] = row
-                if name not in COLUMNS:  # a metric of such a name is in `curve`
-                    row["time" if name == TIME else name] = value
+                row[column] = value
         return [row for _, row in sorted(found.items(), key=lambda item: item[0])]
 
     @property
@@ -96,6 +107,8 @@ class RunHistory:
         It has every step that had the metric; if `every` is above 1, older ones may be the first of each span of so
         many steps.
         """
+        if metric == TIME:
+            return ()
         lines, series = [], self._all_series({metric, TIME})
         for (attempt, name), values in sorted(series.items()):
             for is_abandoned in (False, True):
@@ -110,9 +123,17 @@ class RunHistory:
                             steps=tuple(steps),
                             values=tuple(values[step] for step in steps),
                             times=tuple(map(times.get, steps)),
+                            continues=self._continued_by(attempt, is_abandoned=is_abandoned),
                         )
                     )
         return tuple(lines)
+
+    def _continued_by(self, attempt: int, *, is_abandoned: bool) -> tuple[int, int] | None:
+        """Return the attempt and the step after which a line continues. See MetricLine."""
+        if is_abandoned and attempt in self._line:
+            return attempt, self._line[attempt]
+        name = CheckpointName.parse(self._restored.get(attempt) or "")
+        return None if name is None else (name.attempt, name.step)
 
     def _all_series(self, names: Collection[str] | None = None) -> Mapping[tuple[int, str], Series]:
         """Return the rows with the metrics and scores of commits. An older raycheck wrote no others.
@@ -197,6 +218,7 @@ def read_history(
         slow=None if recorded is None else slow_now(recorded.result(), status, attempts[-1]),
         _series=facts.rows.series,
         _line=line,
+        _restored={item.number: _restored(facts, item.number) for item in attempts},
     )
 
 
@@ -245,7 +267,7 @@ def _attempts(facts: Facts, body: Latest, line: Mapping[int, int]) -> Iterator[A
         last_seen_at = max((attempt.claimed_at, *(commit.at for commit in own), *times.values()))
         yield AttemptHistory(
             number=attempt.number,
-            world_size=attempt.world_size,
+            world_size=attempt.world_size if attempt.number else 0,
             began_at=attempt.claimed_at,
             ended_at=_ended_at(body, attempt, after, record, ending=ending, last_seen_at=last_seen_at),
             ending=ending,
@@ -385,7 +407,7 @@ def _ended_at(
 def _ending(body: Latest, attempt: Attempt, after: Attempt | None, record: AttemptRecord | None) -> tuple[Ending, str]:
     """Return why an attempt ended: the kind of ending, and the text of its record."""
     cause = "" if record is None else record.cause
-    if not attempt.world_size:
+    if not attempt.world_size or not attempt.number:
         return "by hand", cause
     if body.finished is not None and body.finished.attempt == attempt.number and body.is_finished:
         return "finished", cause or "came to the end of training"

@@ -8,11 +8,15 @@ import shutil
 import socket
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from typer.testing import CliRunner
 
 from raycheck.bucket.format.object_keys import HISTORY_PREFIX
+from raycheck.bucket.history.facts import Facts
+from raycheck.bucket.history.metric_rows import MetricRows
+from raycheck.bucket.history.segments import record_facts
 from raycheck.bucket.store import open_store
 from raycheck.cli import app
 from tests.support.samples.sample_checkpoints import Driver
@@ -44,6 +48,22 @@ def test_csv_has_a_line_per_step_with_exact_numbers() -> None:
         "2,1,False,1700000002.125,,0.5,nan",
         f"3,1,False,1700000003.125,,{1 / 3},inf",
         "4,1,False,1700000004.125,1e+300,0.25,0.125",
+    ]
+
+
+def test_csv_has_a_column_of_its_own_for_each_metric() -> None:
+    uri = f"memory://{uuid4().hex}"
+    store = open_store(uri)
+    Driver(store).claim("g")
+    names = ("step", "a\nb", "a\\nb")
+    rows = MetricRows(series={(1, name): {7: float(at)} for at, name in enumerate(names)})
+    record_facts(store, Facts(rows=rows), run_id="run-of-a-test", counter=1)
+
+    result = CliRunner().invoke(app, ["history", uri, "--csv"])
+
+    assert result.stdout.splitlines() == [
+        "step,attempt,is_abandoned,time,a\\nb,a\\\\nb,metric.step",
+        "7,1,False,,1.0,2.0,0.0",
     ]
 
 

@@ -14,6 +14,7 @@ from raycheck.bucket.history.metric_rows import MetricRows
 from raycheck.bucket.history.segments import record_facts
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.rewind import rewind
+from raycheck.bucket.protocol.sharing.fork import fork
 from raycheck.errors import DeniedError
 from raycheck.group.coordinator.lost_work import LostWork
 from raycheck.views.attempts import AttemptHistory
@@ -230,6 +231,75 @@ def test_a_run_without_a_commit_and_a_reader_without_rights_to_the_records_have_
 
     assert (found.goodput, found.trained_s, found.commits) == (None, None, ())
     assert found.attempts[-1].ending == "live"
+
+
+def test_a_fork_says_where_it_came_from_before_its_first_start_and_when_that_checkpoint_is_gone() -> None:
+    source, store = DictStore(at=time.time()), DictStore(at=time.time())
+    parent = Driver(source)
+    parent.claim("g")
+    parent.save(1, 1)
+    fork(source, store, run_id="new", copies=True)
+
+    (first,) = read_history(store).attempts
+    driver = Driver(store)
+    driver.claim("g")
+    driver.save(1, 1, step=20, keep_last=1)
+    later = read_history(store)
+
+    assert (first.number, first.ending, first.workers) == (0, "by hand", "by hand")
+    assert [commit.state for commit in later.commits] == ["dropped", "kept"]
+    assert later.parent == source.uri
+    assert later.attempts[1].ending == "live"
+
+
+def test_a_metric_that_is_called_as_a_column_of_the_rows_has_a_name_of_its_own_there() -> None:
+    store = DictStore(at=time.time())
+    Driver(store).claim("g")
+    names = ("step", "time", "attempt", "is_abandoned", "metric.step", "metric.loss")
+    series: dict[tuple[int, str], dict[int, float]] = {(1, name): {7: float(at)} for at, name in enumerate(names)}
+    record_facts(store, Facts(rows=MetricRows(series=series | {(1, ""): {7: 99.0}})), run_id="run-of-a-test", counter=1)
+
+    found = read_history(store)
+
+    assert found.rows() == [
+        {"step": 7, "attempt": 1, "is_abandoned": False, "time": 99.0}
+        | {"metric.step": 0.0, "metric.time": 1.0, "metric.attempt": 2.0, "metric.is_abandoned": 3.0}
+        | {"metric.metric.step": 4.0, "metric.loss": 5.0}
+    ]
+    assert [line.values for line in found.curve("step")] == [(0.0,)]
+    assert found.curve("") == ()
+
+
+def test_each_line_of_a_curve_says_which_step_of_which_attempt_it_continues() -> None:
+    store = DictStore(at=time.time())
+    driver = Driver(store)
+
+    def train(number: int, first: int, last: int, owner: str) -> None:
+        driver = Driver(store, owner)
+        driver.claim(f"g{number}")
+        driver.save(number, 1, step=first + 4)
+        driver.save(number, 2, step=last)
+        body = driver.look()
+        record_facts(store, facts_of(body).joined(steps(number, first, last)), run_id=body.run_id, counter=body.counter)
+
+    train(1, 1, 10, "ann")
+    rewind(driver.register, "step-000000005-a1-s1")
+    train(3, 6, 15, "bob")
+    rewind(driver.register, "step-000000010-a1-s2")
+    train(5, 11, 20, "cat")
+    rewind(driver.register, "step-000000010-a3-s1")
+    train(7, 11, 16, "dan")
+
+    lines = {(line.attempt, line.is_abandoned): line.continues for line in read_history(store).curve("loss")}
+
+    assert lines == {
+        (1, False): None,
+        (1, True): (1, 5),
+        (3, False): (1, 5),
+        (3, True): (3, 10),
+        (5, True): (1, 10),
+        (7, False): (3, 10),
+    }
 
 
 class Watched(Mapping[int, float]):

@@ -8,11 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
+from raycheck.bucket.store.address import shown_uri
 from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, print_table, settings_of
 from raycheck.errors import ConfigError
 from raycheck.run import open_run
 from raycheck.terminal import printable
 from raycheck.values import AttemptHistory, RunHistory
+from raycheck.views.history import COLUMNS, column_of
 from raycheck.views.in_words import counted, short_number, size, time_of
 from raycheck.views.measured import measured_of
 
@@ -42,7 +44,9 @@ def _print_tables(found: RunHistory) -> None:
     for attempt in found.attempts:
         ranks = counted(attempt.world_size, "rank") if attempt.world_size else attempt.workers
         end = attempt.ending + (f": {attempt.cause}" if attempt.cause else "")
-        out.print(Text(f"attempt {attempt.number}, {ranks}, {_origin(attempt)}, {time_of(attempt.began_at)}; {end}"))
+        out.print(
+            Text(f"attempt {attempt.number}, {ranks}, {_origin(found, attempt)}, {time_of(attempt.began_at)}; {end}")
+        )
         rows = []
         for commit in attempt.commits:
             state = commit.state + (f": {commit.damaged or commit.why}" if commit.damaged or commit.why else "")
@@ -58,7 +62,9 @@ def _print_tables(found: RunHistory) -> None:
     out.print(Text(f"{attempts}, {commits}, metrics of {counted(len(found.rows()), 'step')}{thinned} (--csv)"))
 
 
-def _origin(attempt: AttemptHistory) -> str:
+def _origin(found: RunHistory, attempt: AttemptHistory) -> str:
+    if not attempt.number:
+        return f"forked from {shown_uri(found.parent)}" if found.parent else "brought from elsewhere"
     return f"from {attempt.restored}" if attempt.restored else "fresh start"
 
 
@@ -87,8 +93,11 @@ def _json(value: float | bool | None) -> float | int | bool | str | None:
 
 def _print_csv(found: RunHistory) -> None:
     """Print a line per step. Numbers are exact, and a metric that a step did not have is empty."""
-    names = ["step", "attempt", "is_abandoned", "time", *found.metrics]
+    names = [*COLUMNS, *map(column_of, found.metrics)]
+    header = list(map(printable, names))
+    if len(set(header)) < len(names):  # a name has a control character, and another one the text that is shown for it
+        header = [printable(name.replace("\\", "\\\\")) for name in names]
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(map(printable, names))
+    writer.writerow(header)
     for row in found.rows():
         writer.writerow(["" if (value := row.get(name)) is None else value for name in names])
