@@ -14,11 +14,11 @@ from raycheck.bucket.attempt_records import read_record
 from raycheck.bucket.choice import entry_at
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.label import Label, NoteValue
-from raycheck.bucket.format.latest import Latest
+from raycheck.bucket.format.latest import Latest, PageRef
 from raycheck.bucket.format.object_keys import EXPORTS_PREFIX, LATEST_KEY, checkpoint_prefix
 from raycheck.bucket.format.ray_pointer import MAX_BYTES as MAX_POINTER_BYTES
 from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
-from raycheck.bucket.pages import Pages, again_if_missing
+from raycheck.bucket.pages import Pages, again_if_missing, lost_page_text
 from raycheck.bucket.protocol import name_and_score, pin_and_evict
 from raycheck.bucket.protocol.removal.prune_and_sweep import (
     GRACE_S,
@@ -31,7 +31,7 @@ from raycheck.bucket.protocol.removal.prune_and_sweep import (
 )
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.reading import Checkpoint, ask_latest, read_newest, read_newest_at
+from raycheck.bucket.reading import Checkpoint, ask_latest, read_newest, read_newest_at, read_readable_at
 from raycheck.bucket.run_status import Status, status_of
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import is_same_place, shown_uri
@@ -409,7 +409,12 @@ class Run:
         steps (`rows`, `curve`), and its goodput."""
         from raycheck.views.history import read_history
 
-        return read_history(self._store, self._latest, now=self._now())
+        try:
+            body, lost = self._latest, tuple[PageRef, ...]()
+        except CorruptError:
+            assert self._pages is not None, "a body without pages is whole"
+            body, lost = self._pages.readable(self._newest)
+        return read_history(self._store, body, now=self._now(), lost=lost)
 
     def kept(
         self, history: "RunHistory | CheckpointDetails | None" = None, *, rules: Retention | None = None
@@ -623,6 +628,15 @@ def read_run(store: Store) -> Run:
     """Read the run in a store. Raises NotFoundError if there is none."""
     body, at = read_newest_at(store)
     return Run(store, body, at, Pages(store))
+
+
+def read_readable_run(store: Store) -> tuple[Run, tuple[str, ...]]:
+    """Read a run without what is in pages that cannot be read, and return in words which pages these are.
+
+    For the commands that show a run to people. Raises NotFoundError if there is none.
+    """
+    body, at, lost = read_readable_at(store)
+    return Run(store, body, at), tuple(lost_page_text(store, page) for page in lost)
 
 
 def open_checkpoint(pointer: Any) -> CommittedCheckpoint:

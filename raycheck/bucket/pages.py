@@ -80,6 +80,23 @@ class Pages:
         self._read_pages = dict(zip((ref.key for ref in refs), found, strict=True))
         return _joined(body, refs, found)
 
+    def readable(self, body: Latest) -> tuple[Latest, tuple[PageRef, ...]]:
+        """Return `body` with what those of its pages list that can be read, as a whole body, and the other pages.
+
+        A store that fails proves nothing: that raises StoreError.
+        """
+        lost = []
+        for page in body.all_pages:
+            try:
+                self.read([page])
+            except (PageMissingError, CorruptError):
+                lost.append(page)
+        live, evicted, owners = (
+            tuple(page for page in refs if page not in lost)
+            for refs in (body.pages, body.evicted_pages, body.owner_pages)
+        )
+        return self.whole(replace(body, pages=live, evicted_pages=evicted, owner_pages=owners)), tuple(lost)
+
     def _read(self, ref: PageRef) -> Page:
         def read() -> Page:
             try:
@@ -119,6 +136,30 @@ def read_whole(read: Read, pages: Pages) -> tuple[Latest, Got]:
     return read_answer(read, pages, pages.whole)
 
 
+def read_readable(read: Read, pages: Pages) -> tuple[Latest, Got, tuple[PageRef, ...]]:
+    """Read `latest`, by `read`, and those of its pages that can be read, as a whole body. Return also the other pages.
+
+    For people only: no decision may be made from a body that lacks something. Raises what `read` raises.
+    """
+    try:
+        return (*read_whole(read, pages), ())
+    except CorruptError:
+        body, got = read()
+        whole, lost = pages.readable(body)
+        return whole, got, lost
+
+
+def lost_page_text(store: Store, page: PageRef) -> str:
+    """Return in words that a page cannot be read, and what to do."""
+    return (
+        f"{store}: {page.key}, which lists {page.count} checkpoints or owners, is missing or damaged. What it lists is "
+        f"left out, or shown as far as the history knows it. {_CURE} raycheck repair '{store}'"
+    )
+
+
+_CURE = "Put it back (bucket versioning), or stop training and rebuild the list:"
+
+
 def read_answer(read: Read, pages: Pages, question: Callable[[Latest], T]) -> tuple[T, Got]:
     """Read `latest`, by `read`, and return its answer to a question, and the store's response.
 
@@ -151,6 +192,5 @@ def again_if_missing(pages: Pages, read: Callable[[], U], use: Callable[[U], T])
 def _lost_page_error(pages: Pages, key: str) -> CorruptError:
     return CorruptError(
         f"{pages}: {key} is missing, although latest names it: the checkpoints, or the drivers that started the run, "
-        "that it lists are not known. Put it back (bucket versioning), or stop training and rebuild the list: raycheck "
-        f"repair '{pages}'"
+        f"that it lists are not known. {_CURE} raycheck repair '{pages}'"
     )

@@ -16,11 +16,11 @@ from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.index import Index
 from raycheck.bucket.format.index_codec import load_index
 from raycheck.bucket.format.latest import MAX_BYTES as MAX_LATEST
-from raycheck.bucket.format.latest import Entry, Latest, load_latest
+from raycheck.bucket.format.latest import Entry, Latest, PageRef, load_latest
 from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
 from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.pages import Pages, read_answer, read_whole
+from raycheck.bucket.pages import Pages, read_answer, read_readable, read_whole
 from raycheck.bucket.store import Got, Store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer
 from raycheck.bucket.verify import Finding, verify
@@ -167,6 +167,12 @@ def read_latest_at(store: Store) -> tuple[Latest, float]:
     """Read the whole body of `latest`, and the store's time, in unix seconds. Raises the errors of read_latest."""
     body, got = read_whole(partial(_newest, store), Pages(store))
     return body, got.at
+
+
+def read_readable_at(store: Store) -> tuple[Latest, float, tuple[PageRef, ...]]:
+    """Read `latest`, those of its pages that can be read, and the store's time. See pages.read_readable."""
+    body, got, lost = read_readable(partial(_newest, store), Pages(store))
+    return body, got.at, lost
 
 
 def get_whole(store: Store) -> tuple[Latest, Got]:

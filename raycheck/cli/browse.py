@@ -1,6 +1,7 @@
 """Commands that show what is committed, what is in a checkpoint, and whether it is intact. They write nothing (I8)."""
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import typer
 
 from raycheck.bucket.attempt_records import ResumeRecord
+from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import shown_uri
 from raycheck.bucket.verify import Finding
 from raycheck.catalog.listing import list_runs
@@ -15,8 +17,9 @@ from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json
 from raycheck.cli.progress_bar import progress_bar
 from raycheck.errors import CorruptError, NotFoundError
 from raycheck.published.records import PublishedVersion
-from raycheck.run import CommittedCheckpoint, Run, open_run
+from raycheck.run import CommittedCheckpoint, Run, open_run, read_readable_run
 from raycheck.storage_settings import StorageSettings
+from raycheck.terminal import printable
 from raycheck.views.in_words import age, short_number, size, time_of
 
 MAX_PLACES = 10
@@ -26,10 +29,11 @@ MAX_ATTEMPTS = 20
 
 
 def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
-    """List a run's committed checkpoints, and its state."""
-    run = open_run(uri, settings_of(storage))
+    """List a run's committed checkpoints, and its state. The exit code is 1 if some of them cannot be read."""
+    run, problems = read_readable_run(open_store(uri, settings_of(storage)))
     if as_json:
         print_json([_facts(run, checkpoint) for checkpoint in run.checkpoints])
+        _end_with(problems)
         return
     status = run.status()
     has_names = ["name"] if any(checkpoint.name for checkpoint in run.checkpoints) else []
@@ -44,6 +48,7 @@ def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
         rows.append((mark, checkpoint.step, *name, checkpoint.key, size(checkpoint.size_bytes), *when, metrics))
     print_table(columns, rows)
     out.print(Text(f"\n{status.text}"))
+    _end_with(problems)
 
 
 def show(uri: Uri, at: Step = None, as_json: Json = False, storage: Storage = None) -> None:
@@ -51,7 +56,7 @@ def show(uri: Uri, at: Step = None, as_json: Json = False, storage: Storage = No
 
     The checkpoint is the head, or the one of --at.
     """
-    run = _open_or_say(uri, settings_of(storage), as_json=as_json)
+    run, problems = _open_or_say(uri, settings_of(storage), as_json=as_json)
     checkpoint = run.head if at is None else run.at(at)
     history = run.history()
     attempts = [
@@ -75,6 +80,7 @@ def show(uri: Uri, at: Step = None, as_json: Json = False, storage: Storage = No
         facts["published"] = [_published(version, published.readers) for version in published.versions]
     if as_json:
         print_json(facts)
+        _end_with(problems)
         return
     out.print(Text(f"run {shown_uri(uri)}"))
     out.print(Text(f"id {run.run_id}, head {head or '-'}, {len(run.checkpoints)} checkpoints"))
@@ -105,6 +111,15 @@ def show(uri: Uri, at: Step = None, as_json: Json = False, storage: Storage = No
             old = age(item["published_at"], status.now)
             lines.append((item["version"], item["step"], whole, patch, old, ", ".join(item["readers"]) or "-"))
         print_table(("version", "step", "whole", "patch", "age", "readers"), lines)
+    _end_with(problems)
+
+
+def _end_with(problems: tuple[str, ...]) -> None:
+    """Print what of the run could not be read, and end with exit code 1 if that is anything."""
+    for problem in problems:
+        print(printable(f"raycheck: {problem}"), file=sys.stderr)  # noqa: T201  not among the data
+    if problems:
+        raise typer.Exit(1)
 
 
 def _published(version: PublishedVersion, readers: Mapping[str, str]) -> dict[str, Any]:
@@ -170,10 +185,11 @@ def _verified(checkpoints: tuple[CommittedCheckpoint, ...]) -> list[tuple[str, F
     return found
 
 
-def _open_or_say(uri: str, storage: StorageSettings | None, *, as_json: bool) -> Run:
-    """Open a run. If that fails, print its state, as in `raycheck runs`, for programs before raising the error."""
+def _open_or_say(uri: str, storage: StorageSettings | None, *, as_json: bool) -> tuple[Run, tuple[str, ...]]:
+    """Return read_readable_run. If that fails, print the run's state, as in `raycheck runs`, for programs before
+    raising the error."""
     try:
-        return open_run(uri, storage)
+        return read_readable_run(open_store(uri, storage))
     except (NotFoundError, CorruptError):
         if as_json:
             for run in list_runs(uri, storage, depth=0):

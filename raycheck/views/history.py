@@ -11,15 +11,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from raycheck.bucket.attempt_records import HAD_FINISHED, AttemptRecord, SlowRecord, read_slow
-from raycheck.bucket.format.latest import Attempt, Latest
+from raycheck.bucket.format.latest import Attempt, Latest, PageRef
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.history.attempt_facts import with_records
 from raycheck.bucket.history.facts import CommitRecord, Facts
 from raycheck.bucket.history.metric_rows import TIME, Series
 from raycheck.bucket.history.segments import read_facts
+from raycheck.bucket.pages import lost_page_text
 from raycheck.bucket.protocol.sharing.fork import origin_in, origin_of
-from raycheck.bucket.reading import Checkpoint, read_latest_at
+from raycheck.bucket.reading import Checkpoint, read_readable_at
 from raycheck.bucket.run_status import Status, status_of
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, DamagedError, DeniedError, NotFoundError
@@ -177,17 +178,22 @@ class RunHistory:
 
 
 def read_history(
-    store: Store, body: Latest | None = None, *, now: float | None = None, read: dict[str, Facts] | None = None
+    store: Store,
+    body: Latest | None = None,
+    *,
+    now: float | None = None,
+    read: dict[str, Facts] | None = None,
+    lost: Collection[PageRef] = (),
 ) -> RunHistory:
     """Read the history of the run in `store`. Raises NotFoundError if there is no run.
 
     body, now: the run's `latest`, whole, and the store's time if the caller has just read them; then they are not read
-    again. read: see read_facts. Requests: one listing and at most nine others for the segments of the history, one for
-    the head's manifest, one for the record of a slow rank, two for each attempt whose records the history does not have
-    yet, and one more for some forks.
+    again. lost: the pages that cannot be read, without which the body is whole. read: see read_facts. Requests: one
+    listing and at most nine others for the segments of the history, one for the head's manifest, one for the record of
+    a slow rank, two for each attempt whose records the history does not have yet, and one more for some forks.
     """
     if body is None or now is None:
-        body, now = read_latest_at(store)
+        body, now, lost = read_readable_at(store)
     with ContextPool(3, thread_name_prefix="raycheck-history") as pool:
         read_head = pool.submit(_head, store, body)
         recorded = None if body.is_finished else pool.submit(read_slow, store, body.attempt.number)
@@ -195,7 +201,7 @@ def read_history(
         facts = with_records(store, body, known)
         head = read_head.result()
     line = _line_of(facts)
-    attempts = tuple(_attempts(facts, body, line))
+    attempts = tuple(_attempts(facts, body, line, lost))
     entry = None if body.head is None else body.entry(body.head)
     status = status_of(body, facts.ends.get(body.attempt.number), now=now)
     until = now if status.state == "running" else max(status.at, 0.0 if entry is None else entry.committed_at)
@@ -213,7 +219,7 @@ def read_history(
         goodput_limit=goodput_limit(attempts, blocked_s=blocked_s, until=until),
         parent=_parent(store, body, head),
         settings=None if head is None else head.settings,
-        problems=problems,
+        problems=(*(lost_page_text(store, page) for page in lost), *problems),
         every=facts.rows.every,
         slow=None if recorded is None else slow_now(recorded.result(), status, attempts[-1]),
         _series=facts.rows.series,
@@ -253,9 +259,11 @@ def _parent(store: Store, body: Latest, head: Manifest | None) -> str | None:
     return None
 
 
-def _attempts(facts: Facts, body: Latest, line: Mapping[int, int]) -> Iterator[AttemptHistory]:
-    """Yield all attempts, oldest first. line: see _line_of."""
-    commits = _commits(facts, body, line)
+def _attempts(
+    facts: Facts, body: Latest, line: Mapping[int, int], lost: Collection[PageRef]
+) -> Iterator[AttemptHistory]:
+    """Yield all attempts, oldest first. line: see _line_of. lost: see read_history."""
+    commits = _commits(facts, body, line, lost)
     numbers = sorted(number for number in {*facts.attempts, *facts.numbers} if number <= body.attempt.number)
     known = [_attempt(facts, number, commits) for number in numbers]
     for place, attempt in enumerate(known):
@@ -306,8 +314,11 @@ def _attempt(facts: Facts, number: int, commits: Mapping[int, list[Commit]]) -> 
     )
 
 
-def _commits(facts: Facts, body: Latest, line: Mapping[int, int]) -> Mapping[int, list[Commit]]:
-    """Return all commits, by attempt and in order."""
+def _commits(
+    facts: Facts, body: Latest, line: Mapping[int, int], lost: Collection[PageRef]
+) -> Mapping[int, list[Commit]]:
+    """Return all commits, by attempt and in order. One counts as live if a lost page may list it and nobody dropped
+    it."""
     live = {entry.key for entry in body.live}
     evicted = {item.key for item in body.evicted}
     found: dict[int, list[Commit]] = {}
@@ -317,7 +328,8 @@ def _commits(facts: Facts, body: Latest, line: Mapping[int, int]) -> Mapping[int
             assert drop is not None, "each key is one of a commit or of a drop"
             record = CommitRecord(key=str(name), counter=0, at=drop.at, size_bytes=0)
         state: CommitState = "dropped" if record.key in evicted else "deleted"
-        if record.key in live:
+        may_be_live = drop is None and any(page.steps and page.may_list(name) for page in lost)
+        if record.key in live or may_be_live:
             state, drop = "damaged" if record.damaged else "kept", None
         found.setdefault(name.attempt, []).append(
             Commit(

@@ -14,8 +14,8 @@ from raycheck.bucket.attempt_records import read_record, read_slow
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CHECKPOINTS_PREFIX, CheckpointName, checkpoint_prefix
-from raycheck.bucket.pages import Pages, read_whole
-from raycheck.bucket.reading import Checkpoint, get_latest
+from raycheck.bucket.pages import Pages, read_readable
+from raycheck.bucket.reading import Checkpoint, get_latest, no_run_error
 from raycheck.bucket.run_status import status_of
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, DeniedError, NotFoundError
@@ -79,9 +79,12 @@ class RunWatch:
 
     def look(self) -> LiveRun:
         """Return the current state of the run."""
-        body, got = read_whole(partial(again_if_corrupt, partial(get_latest, self._store)), self._pages)
+        try:
+            body, got, lost = read_readable(partial(again_if_corrupt, partial(get_latest, self._store)), self._pages)
+        except NotFoundError:
+            raise no_run_error(self._store) from None
         if self._history is None or got.version != self._version:
-            self._history = read_history(self._store, body, now=got.at, read=self._segments)
+            self._history = read_history(self._store, body, now=got.at, read=self._segments, lost=lost)
             self._version = got.version
         elif self._history.status.state in ("running", "silent"):
             with suppress(DeniedError):

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -14,11 +15,16 @@ import pytest
 from typer.testing import CliRunner
 
 from raycheck.bucket.format.object_keys import HISTORY_PREFIX
+from raycheck.bucket.history.attempt_facts import facts_of
 from raycheck.bucket.history.facts import Facts
 from raycheck.bucket.history.metric_rows import MetricRows
 from raycheck.bucket.history.segments import record_facts
+from raycheck.bucket.reading import read_newest
 from raycheck.bucket.store import open_store
 from raycheck.cli import app
+from raycheck.errors import CorruptError
+from raycheck.run import open_run
+from tests.support.histories.small_pages import small_pages
 from tests.support.samples.sample_checkpoints import Driver
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "v4" / "run"
@@ -65,6 +71,41 @@ def test_csv_has_a_column_of_its_own_for_each_metric() -> None:
         "step,attempt,is_abandoned,time,a\\nb,a\\\\nb,metric.step",
         "7,1,False,,1.0,2.0,0.0",
     ]
+
+
+@pytest.fixture
+def lost_page() -> Iterator[tuple[str, str]]:
+    """Yield a run of four checkpoints and the key of a page of it that is gone: it lists the first two."""
+    uri = f"memory://{uuid4().hex}"
+    store = open_store(uri)
+    with small_pages():
+        driver = Driver(store)
+        driver.claim("g")
+        for save in (1, 2, 3, 4):
+            driver.save(1, save)
+        body = driver.look()
+        record_facts(store, facts_of(body), run_id=body.run_id, counter=body.counter)
+        key = read_newest(store).pages[0].key
+        store.delete(key)
+        yield uri, key
+
+
+def test_a_lost_page_is_named_and_the_rest_is_shown(lost_page: tuple[str, str]) -> None:
+    uri, key = lost_page
+
+    for command, code in ((["ls"], 1), (["show"], 1), (["history"], 0), (["top", "--once"], 0)):
+        result = CliRunner().invoke(app, [*command, uri])
+
+        assert result.exit_code == code, command
+        assert f"{key}, which lists 2 checkpoints or owners, is missing" in result.stderr, command
+        assert f"raycheck repair '{uri}'" in result.stderr, command
+        assert result.stdout, command
+    keys = [item["key"] for item in json.loads(CliRunner().invoke(app, ["ls", uri, "--json"]).stdout)]
+    assert keys == ["step-000000030-a1-s3", "step-000000040-a1-s4"]
+    found = json.loads(CliRunner().invoke(app, ["history", uri, "--json"]).stdout)
+    assert [commit["state"] for commit in found["commits"]] == ["kept"] * 4, "what the history knows of them"
+    with pytest.raises(CorruptError, match="raycheck repair"):
+        _ = open_run(uri).checkpoints
 
 
 def test_json_is_json_and_says_what_cannot_be_read(tmp_path: Path) -> None:

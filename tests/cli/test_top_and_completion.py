@@ -62,7 +62,8 @@ def test_no_run_is_an_error_in_words(tmp_path: Path) -> None:
     done = raycheck("top", f"file://{tmp_path}/nothing")
 
     assert (done.returncode, done.stdout) == (2, "")
-    assert "raycheck:" in done.stderr
+    assert "no run here" in done.stderr
+    assert "raycheck runs" in done.stderr
 
 
 def test_a_save_under_way_is_shown_until_it_is_committed(run: tuple[str, Driver]) -> None:

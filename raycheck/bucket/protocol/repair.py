@@ -31,7 +31,7 @@ from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.history.facts import CommitRecord, Facts
 from raycheck.bucket.history.segments import read_facts_of_all
-from raycheck.bucket.pages import PageMissingError, Pages
+from raycheck.bucket.pages import Pages
 from raycheck.bucket.protocol.paging import fold
 from raycheck.bucket.protocol.rewind import attempt_by_hand
 from raycheck.bucket.protocol.sharing.holds import borrow_again, recorded_holds
@@ -59,7 +59,7 @@ def repair(store: Store) -> Repaired:
     """
     stored, got = _old(store)
     pages = Pages(store)
-    old, lost = (None, 0) if stored is None else _with_readable_pages(stored, pages)
+    old, lost = (None, ()) if stored is None else pages.readable(stored)
     one, other = set(list_directories(store)), set(list_directories(store))  # a name may be corrupted on the way
     names = sorted(one | other)
     is_sound = old is not None and not lost and all(old.has_answered(name) for name in one & other)
@@ -178,24 +178,6 @@ def _old(store: Store) -> tuple[Latest | None, Got | None]:
                 f"{error}: this object is not a `latest` that raycheck wrote; delete it, then repair"
             ) from None
         return None, answers[-1]
-
-
-def _with_readable_pages(body: Latest, pages: Pages) -> tuple[Latest, int]:
-    """Return the body with the entries of those pages that can be read, as a whole body, and the number of the others.
-
-    A store that fails proves nothing: that raises StoreError.
-    """
-    lost = set()
-    for page in body.all_pages:
-        try:
-            pages.read([page])
-        except (PageMissingError, CorruptError):
-            lost.add(page.key)
-    live, evicted, owners = (
-        tuple(page for page in refs if page.key not in lost)
-        for refs in (body.pages, body.evicted_pages, body.owner_pages)
-    )
-    return pages.whole(replace(body, pages=live, evicted_pages=evicted, owner_pages=owners)), len(lost)
 
 
 def _past_pages(old: Latest) -> tuple[PastPage, ...]:

@@ -14,6 +14,7 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import shown_uri
 from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of, table_of
 from raycheck.errors import StoreError
+from raycheck.terminal import printable
 from raycheck.views.attempts import AttemptHistory
 from raycheck.views.in_words import age, goodput_text, short_number, size
 from raycheck.views.live import LiveRun, RunWatch, SaveUnderWay
@@ -32,7 +33,7 @@ def top(uri: Uri, once: Once = False, every: Every = 2.0, as_json: Json = False,
     watch = RunWatch(open_store(uri, settings_of(storage)))
     seen = watch.look()
     if as_json:
-        print_json(_facts(seen))
+        print_json(_facts(seen) | {"problems": list(seen.history.problems)})
         return
     if once or not sys.stdout.isatty():
         _print(seen)
@@ -53,6 +54,8 @@ def top(uri: Uri, once: Once = False, every: Every = 2.0, as_json: Json = False,
 
 
 def _print(seen: LiveRun) -> None:
+    for problem in seen.history.problems:
+        print(printable(f"raycheck: {problem}"), file=sys.stderr)  # noqa: T201  not among the data
     out.print(Text(shown_uri(seen.history.uri)))
     out.print(table_of_facts(seen))
     out.print(Text(""))
