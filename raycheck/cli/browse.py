@@ -20,6 +20,7 @@ from raycheck.published.records import PublishedVersion
 from raycheck.run import CommittedCheckpoint, Run, open_run, read_readable_run
 from raycheck.storage_settings import StorageSettings
 from raycheck.terminal import printable
+from raycheck.views.attempts import AttemptHistory
 from raycheck.views.in_words import age, short_number, size, time_of
 
 MAX_PLACES = 10
@@ -59,21 +60,11 @@ def show(uri: Uri, at: Step = None, as_json: Json = False, storage: Storage = No
     run, problems = _open_or_say(uri, settings_of(storage), as_json=as_json)
     checkpoint = run.head if at is None else run.at(at)
     history = run.history()
-    attempts = [
-        {
-            "number": item.number,
-            "world_size": item.world_size,
-            "restore_key": item.restored,
-            "last_save": item.last_save,
-            "claimed_at": item.began_at,
-            "resume": None if item.resume is None else _fields(item.resume),
-        }
-        for item in history.attempts
-    ]
     status, head = history.status, run.head.key if run.head else None
     facts: dict[str, Any] = {"run": uri, "run_id": run.run_id, "head": head}
     facts |= {"borrowed": {way: list(names) for way, names in run.borrowed.items()}}
-    facts |= {"state": status.state, "state_at": status.at, "state_text": status.text, "attempts": attempts}
+    facts |= {"state": status.state, "state_at": status.at, "state_text": status.text}
+    facts["attempts"] = list(map(_of_attempt, history.attempts))
     if checkpoint is not None:
         facts["checkpoint"] = _facts(run, checkpoint) | _details(checkpoint)
     if (published := run.published()) is not None:
@@ -112,6 +103,17 @@ def show(uri: Uri, at: Step = None, as_json: Json = False, storage: Storage = No
             lines.append((item["version"], item["step"], whole, patch, old, ", ".join(item["readers"]) or "-"))
         print_table(("version", "step", "whole", "patch", "age", "readers"), lines)
     _end_with(problems)
+
+
+def _of_attempt(item: AttemptHistory) -> dict[str, Any]:
+    return {
+        "number": item.number,
+        "world_size": item.world_size,
+        "restore_key": item.restored,
+        "last_save": item.last_save,
+        "claimed_at": item.began_at,
+        "resume": None if item.resume is None else _fields(item.resume),
+    }
 
 
 def _end_with(problems: tuple[str, ...]) -> None:

@@ -31,8 +31,6 @@ from raycheck.bucket.store.address import bare_uri
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
 from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 
-MAX_URI = 1000
-"""How much of the origin's URI `latest` of a fork states."""
 MAX_FIRST_MANIFEST = 1024 * 1024
 """A larger manifest is not read to find a fork's origin, which is for listings of very many runs."""
 _OWNER = "fork-"  # new_run.py makes it of the verb
@@ -108,15 +106,7 @@ def fork(
         return done
     copy_objects(source, target, old.key, jobs, progress=ProgressTally(progress, total=copied_bytes).add)
     data = write_manifest(target, manifest)
-    made = begin_run(
-        register,
-        first_entry(manifest, data, of=entry),
-        manifest,
-        run_id=run_id,
-        verb="fork",
-        loans=loans,
-        forked_from=origin.uri[:MAX_URI],
-    )
+    made = begin_run(register, first_entry(manifest, data, of=entry), manifest, run_id=run_id, verb="fork", loans=loans)
     confirm(target, made, lenders)
     if made.run_id != run_id:
         return Forked(key=str(made.head), is_new=False)

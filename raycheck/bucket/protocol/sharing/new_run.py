@@ -26,6 +26,8 @@ from raycheck.errors import ConfigError, CorruptError, NotFoundError, SaveFailed
 
 MOST_FOLDERS_ASKED = 20
 """The number of folders in a place that are checked for being runs: in a folder of runs, the first one is a run."""
+MAX_URI = 1000
+"""How much of the origin's URI `latest` of a fork states."""
 NOTHING_BORROWED: Mapping[str, str] = MappingProxyType({})
 
 
@@ -143,27 +145,21 @@ def first_entry(manifest: Manifest, data: bytes, *, of: Entry | None = None) -> 
 
 
 def begin_run(
-    register: Register,
-    entry: Entry,
-    manifest: Manifest,
-    *,
-    run_id: str,
-    verb: str,
-    loans: tuple[Loan, ...] = (),
-    forked_from: str = "",
+    register: Register, entry: Entry, manifest: Manifest, *, run_id: str, verb: str, loans: tuple[Loan, ...] = ()
 ) -> Latest:
     """Create `latest` with the checkpoint `entry` as its head, by a swap. All its objects must exist.
 
     entry: `committed_at` becomes the bucket's time. manifest: the checkpoint's. verb: what makes the run, for its
-    owner's name and for errors. loans: what it uses of other runs, which hold it. forked_from: see Latest. Returns the
-    body that is there, which is another run's if that one was faster.
+    owner's name and for errors. loans: what it uses of other runs, which hold it. Returns the body that is there, which
+    is another run's if that one was faster.
     """
 
     def create(existing: Latest | None, now: float) -> Latest | None:
         if existing is not None:
             return None
         body = _first_body(replace(entry, committed_at=now), manifest, run_id, f"{verb}-{run_id[:11]}", now)
-        return replace(body, loans=loans, forked_from=forked_from)
+        origin = (manifest.restored_from or "").rpartition(" ")[0]
+        return replace(body, loans=loans, forked_from=origin[:MAX_URI] if verb == "fork" else "")
 
     return register.swap(create, what=f"{verb} into a new run")
 
