@@ -165,7 +165,7 @@ def charts_view(found: Sequence[tuple[str, "RunHistory"]], options: ChartOptions
     names = sorted({metric for _, history in found for metric in history.metrics if options.only in metric})
     charts = []
     for metric in names[:MAX_CHARTS]:
-        curves = [RunCurve(label, history.curve(metric), history.attempts) for label, history in found]
+        curves = [RunCurve(label, history.curve(metric)) for label, history in found]
         chart = metric_chart(metric, curves, is_log=options.is_log, smooth=options.smooth)
         if chart is not None:
             charts.append((chart, crosshair(chart)))

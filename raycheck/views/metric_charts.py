@@ -7,12 +7,11 @@ left out. A value that is not finite, or not positive on a logarithmic axis, int
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.views.attempts import AttemptHistory, MetricLine
+from raycheck.views.attempts import MetricLine
 from raycheck.views.charts import CHART_HEIGHT, LEFT, RIGHT, WIDTH, Tick, step_ticks
 
 MAX_CHARTS = 24
@@ -29,11 +28,10 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class RunCurve:
-    """A metric of one run. lines: the pieces of its curve. attempts: the run's, which say what each restored."""
+    """A metric of one run. lines: the pieces of its curve."""
 
     label: str
     lines: Sequence[MetricLine]
-    attempts: Sequence[AttemptHistory] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,37 +183,20 @@ def _pieces(run: int, curve: RunCurve, *, is_log: bool) -> Iterator[_Piece]:
     own = [point for line in live for point in zip(line.steps, line.values, strict=True)]
     if own:
         yield _Piece(run, curve.label, None, False, sorted(own, key=lambda point: point[0]))
-    restored = {item.number: _restored(item) for item in curve.attempts}
     for line in curve.lines:
         if line.is_abandoned:
-            joint = _joint(line, of_attempt, restored)
+            joint = _joint(line, of_attempt)
             before = [joint] if joint is not None and _can_draw(joint[1], is_log=is_log) else []
             points = [*before, *zip(line.steps, line.values, strict=True)]
             yield _Piece(run, curve.label, line.attempt, bool(before), points)
 
 
-def _restored(attempt: AttemptHistory) -> CheckpointName | None:
-    """Return the name of the checkpoint from which an attempt started, in the bucket or in memory."""
-    resume = attempt.resume
-    restored = resume.restored if resume is not None and resume.is_from_memory else attempt.restored
-    return CheckpointName.parse(restored or "")
-
-
-def _joint(
-    line: MetricLine, of_attempt: dict[int, list[Point]], restored: dict[int, CheckpointName | None]
-) -> Point | None:
-    """Return the last point before a piece: of its attempt, or of those whose checkpoints led to it."""
-    number, last, seen = line.attempt, line.steps[0] - 1, set[int]()
-    while number not in seen:
-        seen.add(number)
-        before = [point for point in of_attempt.get(number, ()) if point[0] <= last]
-        if before:
-            return max(before, key=lambda point: point[0])
-        name = restored.get(number)
-        if name is None:
-            break
-        number, last = name.attempt, min(last, name.step)
-    return None
+def _joint(line: MetricLine, of_attempt: Mapping[int, Sequence[Point]]) -> Point | None:
+    """Return the point that a line continues, or the last one before it; None if there is none."""
+    if line.continues is None:
+        return None
+    attempt, last = line.continues
+    return max((point for point in of_attempt.get(attempt, ()) if point[0] <= last), default=None)
 
 
 def smoothed(points: Sequence[Point], weight: float, span: int) -> list[Point]:

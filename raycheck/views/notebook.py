@@ -80,7 +80,7 @@ def history_html(facts: Iterable[str], attempts: Sequence[AttemptHistory], curve
         restore = None if item.restore_s is None else f"{item.restore_s:.2f} s"
         rows.append((number, ranks, time_of(item.began_at), ended, why, restored, restore, _lost(item, has_s=True)))
     drawing = timeline_svg(timeline_of(attempts, until=until))
-    return words(*facts) + drawing + table(columns, rows) + _charts(curves, attempts)
+    return words(*facts) + drawing + table(columns, rows) + _charts(curves)
 
 
 def steps_html(attempts: Sequence[AttemptHistory], curves: Curves) -> str:
@@ -91,7 +91,7 @@ def steps_html(attempts: Sequence[AttemptHistory], curves: Curves) -> str:
     shown = [replace(item, cause="") for item in reversed(attempts)]
     rows = [(*_attempt_row(item), _lost(item, has_s=False)) for item in shown]
     columns = ("attempt", "workers", "why it ended", "restored", "lost before")
-    return timeline_svg(steps_of(attempts)) + table(columns, rows) + _charts(curves, attempts)
+    return timeline_svg(steps_of(attempts)) + table(columns, rows) + _charts(curves)
 
 
 def _attempt_row(item: AttemptHistory) -> tuple[object, object, str, str]:
@@ -105,8 +105,8 @@ def _lost(item: AttemptHistory, *, has_s: bool) -> str | None:
     return f"{item.lost_steps} steps" + (f", {item.lost_s:.1f} s" if has_s and item.lost_s is not None else "")
 
 
-def _charts(curves: Curves, attempts: Sequence[AttemptHistory]) -> str:
-    charts = (metric_chart(name, [RunCurve("", lines, attempts)]) for name, lines in curves.items())
+def _charts(curves: Curves) -> str:
+    charts = (metric_chart(name, [RunCurve("", lines)]) for name, lines in curves.items())
     return "".join(words(chart.name, *chart.notes) + metric_svg(chart) for chart in charts if chart is not None)
 
 

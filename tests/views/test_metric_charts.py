@@ -16,7 +16,9 @@ from raycheck.views.drawing import metric_svg, timeline_svg
 from raycheck.views.metric_charts import RunCurve, metric_chart, smoothed
 
 
-def line(attempt: int, points: dict[int, float], *, is_abandoned: bool = False) -> MetricLine:
+def line(
+    attempt: int, points: dict[int, float], *, is_abandoned: bool = False, after: tuple[int, int] | None = None
+) -> MetricLine:
     return MetricLine(
         name="loss",
         attempt=attempt,
@@ -24,11 +26,12 @@ def line(attempt: int, points: dict[int, float], *, is_abandoned: bool = False) 
         steps=tuple(points),
         values=tuple(points.values()),
         times=(None,) * len(points),
+        continues=after,
     )
 
 
 def test_a_run_is_one_line_across_attempts_and_one_for_what_it_went_back_behind() -> None:
-    lines = [line(1, {1: 4.0, 2: 3.0}), line(1, {3: 9.0}, is_abandoned=True), line(2, {3: 2.0, 4: 1.0})]
+    lines = [line(1, {1: 4.0, 2: 3.0}), line(1, {3: 9.0}, is_abandoned=True, after=(1, 2)), line(2, {3: 2.0, 4: 1.0})]
 
     chart = metric_chart("loss", [RunCurve("a", lines), RunCurve("b", [line(1, {2: 5.0})])])
 
@@ -45,16 +48,14 @@ def test_a_run_is_one_line_across_attempts_and_one_for_what_it_went_back_behind(
 def test_a_part_that_was_left_is_joined_to_the_checkpoint_from_which_its_attempt_started() -> None:
     lines = [
         line(1, {9: 109.0, 10: 110.0}),
-        line(1, {15: 115.0, 20: 120.0}, is_abandoned=True),
+        line(1, {15: 115.0, 20: 120.0}, is_abandoned=True, after=(1, 12)),
         line(3, {11: 211.0, 15: 215.0}),
-        line(3, {16: 216.0}, is_abandoned=True),
-        line(5, {21: 321.0}, is_abandoned=True),
+        line(3, {16: 216.0}, is_abandoned=True, after=(3, 15)),
+        line(5, {21: 321.0}, is_abandoned=True, after=(1, 20)),
         line(7, {16: 416.0, 21: 421.0}),
     ]
-    starts = {1: None, 3: "step-000000010-a1-s1", 5: "step-000000020-a1-s4", 7: "step-000000015-a3-s1"}
-    attempts = [attempt(number, 0.0, None, restored=key) for number, key in starts.items()]
 
-    chart = metric_chart("loss", [RunCurve("", lines, attempts)])
+    chart = metric_chart("loss", [RunCurve("", lines)])
 
     assert chart is not None
     assert [(path.attempt, path.is_joined, path.points[0], path.words) for path in chart.paths[1:]] == [
