@@ -107,7 +107,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test waits for ever: after its limit all threads' stacks are printed and the process ends."""
-    limit = LONG_TEST_S if {"ray", "slow"} & set(request.keywords) else 240
+    limit = LONG_TEST_S if {"ray", "slow", "training"} & set(request.keywords) else 240
     if request.config.getoption("--search"):
         limit = 3600  # a failing input is made small first
     faulthandler.dump_traceback_later(limit, exit=True, file=request.config.stash[_STDERR])

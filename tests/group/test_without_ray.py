@@ -15,7 +15,8 @@ from raycheck.bucket.store import open_store
 from tests.support.histories.invariants import assert_invariants
 from tests.support.samples.documents import PACKAGE
 
-WITHIN_S = 200.0
+WITHIN_S = 400.0
+pytestmark = pytest.mark.training
 SCRIPT = """
 import importlib.util, os, sys
 import torch
