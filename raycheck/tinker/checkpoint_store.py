@@ -127,11 +127,6 @@ class CheckpointStore:
                 stored=item,
             )
 
-    def head_of(self, run: str) -> tuple[str, Mapping[str, Any]]:
-        """Return the key and note of a run's newest checkpoint; both are empty for a run without one."""
-        head = self._open(run).head
-        return ("", {}) if head is None else (head.key, dict(head.note()))
-
     def runs(self) -> list[str]:
         """Return the ids of all training runs in the bucket, most recent commit first."""
         found = self._folder.runs(depth=1)
